@@ -1,0 +1,30 @@
+"""Nested dicts as flat ones with 'a/b/c' names, the form in which tables and checkpoints speak of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
+  """{'a': {'b': x}} -> {'a/b': x}, in the tree's own order."""
+  flat = {}
+  for key, value in tree.items():
+    name = f'{prefix}{key}'
+    if isinstance(value, Mapping):
+      flat.update(flatten(value, f'{name}/'))
+    else:
+      flat[name] = value
+  return flat
+
+
+def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+  """{'a/b': x} -> {'a': {'b': x}}; the inverse of `flatten`."""
+  tree: dict[str, Any] = {}
+  for name, value in flat.items():
+    *parents, leaf = name.split('/')
+    node = tree
+    for parent in parents:
+      node = node.setdefault(parent, {})
+    node[leaf] = value
+  return tree

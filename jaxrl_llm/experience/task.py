@@ -1,0 +1,44 @@
+"""What to attempt: a prompt, and what a scorer needs to judge an attempt at it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+
+import xxhash
+
+from jaxrl_llm.core.types import Json
+
+Message = Mapping[str, str]
+"""{'role': 'system' | 'user' | 'assistant' | 'tool', 'content': text}, as chat templates read it."""
+
+
+def prompt_digest(prompt: tuple[Message, ...]) -> str:
+  """32 hex digits of the prompt's content (xxh3-128 of canonical JSON): what makes two tasks the same task."""
+  canonical = json.dumps([dict(m) for m in prompt], sort_keys=True, ensure_ascii=False, separators=(',', ':'))
+  return xxhash.xxh3_128_hexdigest(canonical.encode())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+  """One thing to attempt. Two tasks with the same prompt are the same task, whatever their source."""
+
+  taskset: str
+  """Name of the taskset it came from."""
+  domain: str
+  """What kind of answer is wanted ('code', 'math', 'k12', 'vision', 'general', ...): chooses scorers."""
+  prompt: tuple[Message, ...]
+  truth: str | None
+  """Reference answer, where there is one."""
+  fields: Mapping[str, Json]
+  """The source's own row (a verifier's entry, `extra_info`), JSON only. Never shown to the policy."""
+
+  @property
+  def digest(self) -> str:
+    return prompt_digest(self.prompt)
+
+  @property
+  def uid(self) -> str:
+    """Stable over runs and sources: taskset name and half of the prompt's digest."""
+    return f'{self.taskset}:{self.digest[:16]}'
