@@ -1,0 +1,125 @@
+"""The command line of `launch/train.py`: flags, processes, one line for every error."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import jax
+from absl import flags, logging
+
+from jaxrl_llm.app.preflight import print_list, print_plan
+from jaxrl_llm.app.run import run
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.config.load import load_config, split_argv
+from jaxrl_llm.core.errors import RunError, UserError
+
+FLAGS = flags.FlagValues()
+flags.DEFINE_string(
+  'workdir', None, 'Run directory; by default runs/<name of the configuration>.', flag_values=FLAGS
+)
+flags.DEFINE_string(
+  'init_from', None, "Hugging Face directory, hub id or another run's directory to start from.", flag_values=FLAGS
+)
+flags.DEFINE_bool(
+  'dry_run', False, 'Print the resolved configuration, derived numbers, memory and shapes; train nothing.',
+  flag_values=FLAGS,
+)  # fmt: skip
+flags.DEFINE_bool('list', False, 'Print what a configuration can name, and leave.', flag_values=FLAGS)
+flags.DEFINE_bool('help', False, 'Print this help.', short_name='h', flag_values=FLAGS)
+flags.DEFINE_integer('verbosity', 0, 'absl log level: -1 warning, 0 info, 1 debug.', flag_values=FLAGS)
+
+_PEER_LOST = 75
+"""Exit code of a process that stops because another one is gone."""
+
+
+def main(argv: Sequence[str]) -> int:
+  """Returns the exit code."""
+  try:
+    return _main(argv)
+  except UserError as error:
+    return _fail(error)
+  except ExceptionGroup as group:
+    error = _first_user_error(group)
+    if error is None:
+      raise
+    return _fail(error)
+  except jax.errors.JaxRuntimeError as error:
+    if jax.process_count() == 1:
+      raise
+    sys.stderr.write(f'process {jax.process_index()}: lost a peer: {str(error).splitlines()[0][:200]}\n')
+    sys.stderr.flush()
+    # A normal exit would wait for the lost peer in the shutdown barrier.
+    os._exit(_PEER_LOST)
+
+
+def _main(argv: Sequence[str]) -> int:
+  own, config_spec, overrides = split_argv(argv)
+  try:
+    rest = FLAGS(own)
+  except flags.Error as error:
+    raise UserError(f'{" ".join(str(error).split())}; --help lists the flags') from None
+  if rest[1:]:
+    raise UserError(f'argument {rest[1]!r}: not a flag; --help lists the flags')
+  if FLAGS.help:
+    print(f'{sys.modules["__main__"].__doc__}\n{FLAGS.main_module_help()}{FLAGS.get_help()}')
+    return 0
+  if FLAGS.list:
+    print_list()
+    return 0
+  if config_spec is None:
+    raise UserError('--config=FILE.py[:variant]: missing; try --config=configs/quickstart.py')
+  if FLAGS.init_from:
+    overrides = {**overrides, 'policy.init_from': FLAGS.init_from}
+  config = load_config(config_spec, overrides, Config)
+  workdir = pathlib.Path(FLAGS.workdir or f'runs/{config.name}')
+  logging.set_verbosity(FLAGS.verbosity)
+  faulthandler.enable()
+  _join_job()
+  if config.compilation_cache:
+    jax.config.update('jax_compilation_cache_dir', config.compilation_cache)
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+  if FLAGS.dry_run:
+    print_plan(config, workdir)
+    return 0
+  code = asyncio.run(run(config, workdir))
+  if jax.process_count() > 1:
+    jax.distributed.shutdown()
+  return code
+
+
+def _join_job() -> None:
+  """Makes this process one of a `jax.distributed` job where the environment says so (launch/cluster sets it)."""
+  address = os.environ.get('JAX_COORDINATOR_ADDRESS')
+  if not address:
+    return
+  # A peer's death then raises in the next collective instead of ending this process without a word.
+  jax.config.update('jax_enable_recoverability', True)
+  jax.distributed.initialize(
+    address,
+    num_processes=int(os.environ['JAX_NUM_PROCESSES']),
+    process_id=int(os.environ['JAX_PROCESS_ID']),
+    heartbeat_timeout_seconds=20,
+  )
+
+
+def _first_user_error(group: BaseExceptionGroup) -> UserError | None:
+  """The first error meant for the user in a group of a task group, however deep."""
+  for error in group.exceptions:
+    found = _first_user_error(error) if isinstance(error, BaseExceptionGroup) else error
+    if isinstance(found, UserError):
+      return found
+  return None
+
+
+def _fail(error: UserError) -> int:
+  kind = 'run stopped' if isinstance(error, RunError) else 'error'
+  sys.stderr.write(f'{kind}: {error}\n')
+  sys.stderr.flush()
+  if jax.process_count() > 1:
+    os._exit(error.exit_code)
+  return error.exit_code

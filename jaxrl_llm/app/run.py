@@ -1,0 +1,194 @@
+"""A run from its first to its last line: set up, resume, loop, export, report. The same in every process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import pathlib
+import signal
+import sys
+from typing import Any
+
+import jax
+from absl import logging
+
+from jaxrl_llm.app.build import (
+  Host,
+  build_parts,
+  build_stages,
+  initial_params,
+  mesh_of,
+  open_host,
+  policy_options,
+  restore_state,
+)
+from jaxrl_llm.app.prepare import Prepared, checkpoint_directory, prepare
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.app.summary import print_summary
+from jaxrl_llm.app.workdir import Workdir
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.learner.state import TrainState
+from jaxrl_llm.master import loop
+from jaxrl_llm.master.loop import LoopState, Outcome
+from jaxrl_llm.master.trainer import Stage
+from jaxrl_llm.models.api import Model, build_model
+from jaxrl_llm.models.spec import ModelSpec, RopeScaling
+from jaxrl_llm.parallel.coordinator import Coordinator
+from jaxrl_llm.parallel.device import DeviceThread
+from jaxrl_llm.runtime.checkpoint import Checkpoints
+from jaxrl_llm.runtime.report import write_report
+from jaxrl_llm.sync.full import Gatherer
+from jaxrl_llm.weights.hf import export
+
+
+@dataclasses.dataclass(frozen=True)
+class _Setting:
+  """What a process knows before its first device work: agreed by all."""
+
+  attempt: int
+  step: int
+  """The commit to resume from; 0 = none."""
+  spec: ModelSpec
+
+
+async def run(config: Config, path: pathlib.Path) -> int:
+  """Runs `config` in the run directory `path`. Returns the process's exit code: 0 only for a finished run."""
+  device = DeviceThread()
+  stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+  request_stop = lambda signum: stop.done() or stop.set_result(signum)
+  coordinator = Coordinator(device, on_signal=request_stop)
+  _handle_signals(coordinator, request_stop)
+  workdir = Workdir(path) if coordinator.leads else None
+  checkpoints = Checkpoints(path / 'checkpoints', config.checkpoint, leads=coordinator.leads)
+  prepared: Prepared | None = None
+
+  async def set_up() -> Any:
+    nonlocal prepared
+    workdir.adopt(config)
+    prepared = await asyncio.to_thread(prepare, config, workdir.path)
+    checkpoints.clean()
+    attempt = _next_attempt(workdir.path)
+    return {'attempt': attempt, 'step': max(checkpoints.steps(), default=0), 'spec': dataclasses.asdict(prepared.spec)}
+
+  setting = _setting(await coordinator.broadcast(set_up() if coordinator.leads else None))
+  mesh = mesh_of(config)
+  stages = build_stages(config, mesh, setting.spec.vocab_size)
+  model = build_model(setting.spec, policy_options(config))
+  committed = checkpoints.host(setting.step) if setting.step else None
+  host = open_host(config, path, prepared, stages, device, committed) if coordinator.leads else None
+  state = await device.run(_initial_state, config, setting, stages, checkpoints, model, mesh)
+  parts = build_parts(
+    config,
+    path,
+    model=model,
+    mesh=mesh,
+    stages=stages,
+    coordinator=coordinator,
+    device=device,
+    checkpoints=checkpoints,
+    stop=stop,
+    host=host,
+    attempt=setting.attempt,
+    best=tuple(committed['best']) if committed and committed['best'] else None,
+  )
+  async with _opened(host):
+    if host and setting.step:
+      host.logs.progress.note(f'resuming from the commit at step {setting.step}')
+    outcome = await loop.run(parts, state)
+  if outcome.stop:
+    return _stopped(outcome, path, leads=coordinator.leads)
+  host_params = await device.run(Gatherer(mesh).gather, outcome.state.train.params)
+  if coordinator.leads:
+    await asyncio.to_thread(_finish, config, path, prepared, host_params)
+  device.close()
+  return 0
+
+
+def _handle_signals(coordinator: Coordinator, request_stop) -> None:
+  """The first Ctrl-C or SIGTERM asks for a commit and an orderly end; the second ends the process at once."""
+  seen: list[int] = []
+
+  def on_signal(signum: int) -> None:
+    if seen:
+      sys.stderr.write('second signal: leaving without a commit\n')
+      sys.stderr.flush()
+      # Not sys.exit: threads may be in the middle of device work.
+      signal.signal(signum, signal.SIG_DFL)
+      signal.raise_signal(signum)
+    seen.append(signum)
+    sys.stderr.write(f'{signal.Signals(signum).name}: committing what is done, then leaving (again: at once)\n')
+    coordinator.report_signal(signum)
+    if coordinator.leads:
+      request_stop(signum)
+
+  for signum in (signal.SIGINT, signal.SIGTERM):
+    asyncio.get_running_loop().add_signal_handler(signum, on_signal, signum)
+
+
+def _next_attempt(path: pathlib.Path) -> int:
+  """Number of this start; durable before anything is named by it."""
+  file = path / 'attempt'
+  attempt = int(file.read_text()) + 1 if file.exists() else 0
+  temporary = file.with_suffix('.tmp')
+  temporary.write_text(str(attempt))
+  temporary.rename(file)
+  return attempt
+
+
+def _setting(value: Any) -> _Setting:
+  scaling = value['spec'].pop('rope_scaling')
+  spec = ModelSpec(**value['spec'], rope_scaling=RopeScaling(**scaling) if scaling else None)
+  return _Setting(value['attempt'], value['step'], spec)
+
+
+def _initial_state(
+  config: Config, setting: _Setting, stages: tuple[Stage, ...], checkpoints: Checkpoints, model: Model, mesh
+) -> LoopState:
+  if setting.step == 0:
+    params = initial_params(config, model, mesh)
+    return LoopState(TrainState(params=params, opt_state=None, updates=None, skipped=None), 0)
+  stage = next(s for s in stages if s.name == checkpoints.host(setting.step)['stage'])
+  return restore_state(stage, setting.step, checkpoints, model, mesh)
+
+
+@contextlib.asynccontextmanager
+async def _opened(host: Host | None):
+  """Process 0's engine, scorers and logs, for as long as the loop runs."""
+  if host is None:
+    yield
+    return
+  await host.start()
+  try:
+    with host.logs.progress:
+      async with host.heartbeat.running():
+        yield
+  finally:
+    await host.close()
+
+
+def _stopped(outcome: Outcome, path: pathlib.Path, *, leads: bool) -> int:
+  name = signal.Signals(outcome.stop).name
+  if leads:
+    sys.stderr.write(
+      f'stopped by {name} after step {outcome.state.step}, committed in {path}; '
+      'start the same command again to go on from there\n'
+    )
+  return 128 + outcome.stop
+
+
+def _finish(config: Config, path: pathlib.Path, prepared: Prepared, params: Any) -> None:
+  """The export and the report of a finished run, and what a person reads first."""
+  checkpoint = checkpoint_directory(config)
+  export(
+    path / 'hf',
+    params,
+    prepared.spec,
+    dtype=config.policy.param_dtype,
+    tokenizer_dir=checkpoint or path / 'tokenizer',
+    eos_ids=prepared.tokenizer.stop_ids,
+    pad_id=prepared.tokenizer.pad_id,
+  )
+  report = write_report(path)
+  logging.info('exported %s, wrote %s', path / 'hf', report)
+  print_summary(path, [stage.name for stage in config.stages], report)

@@ -1,0 +1,61 @@
+"""What a person reads at the end of a run: before and after, sample answers, where things are."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jaxrl_llm.runtime.writers import EVALS_DIR, METRICS_FILE, STAGE, STEP, read_jsonl
+
+_SAMPLES = 6
+
+
+def print_summary(workdir: pathlib.Path, stages: Sequence[str], report: pathlib.Path) -> None:
+  """Prints each evaluation's accuracy, answers before and after the last stage, and where report and weights are."""
+  console = Console()
+  rows, _ = read_jsonl(workdir / METRICS_FILE)
+  evaluations = [row for row in rows if any(key.startswith('val-core/') for key in row)]
+  table = Table('stage', 'step', *sorted({k for row in evaluations for k in row if k.startswith('val-core/')}))
+  for row in evaluations:
+    values = [f'{row[key]:.3f}' if key in row else '' for key in (c.header for c in table.columns[2:])]
+    table.add_row(row[STAGE], str(row[STEP]), *values)
+  console.print(table)
+  files = _evaluation_files(workdir, stages)
+  if len(files) > 1:
+    # Before: what the last stage started from.
+    before = next((f for f in reversed(files) if f.parent.name != stages[-1]), files[0])
+    console.print(_answers(before, files[-1]))
+  for what, path in (('report', report), ('checkpoint (Hugging Face)', workdir / 'hf')):
+    console.print(Text(f'{what}: {path}'), soft_wrap=True)
+
+
+def _evaluation_files(workdir: pathlib.Path, stages: Sequence[str]) -> list[pathlib.Path]:
+  """In the order in which they were made."""
+  return [file for stage in stages for file in sorted((workdir / EVALS_DIR / stage).glob('*.jsonl'))]
+
+
+def _answers(before: pathlib.Path, after: pathlib.Path) -> Table:
+  first, last = (
+    {row['uid']: row for row in map(json.loads, file.read_text().splitlines()) if row['mode'] == 'greedy'}
+    for file in (before, after)
+  )
+  table = Table('prompt', 'truth', f'before ({before.parent.name})', f'after ({after.parent.name})')
+  for uid in list(last)[:_SAMPLES]:
+    if uid in first:
+      table.add_row(
+        Text(last[uid]['prompt'][-60:]),
+        Text((last[uid]['truth'] or '')[-40:]),
+        _judged(first[uid]),
+        _judged(last[uid]),
+      )
+  return table
+
+
+def _judged(row: dict) -> Text:
+  right = row['score'] is not None and row['score'] >= 1.0
+  return Text(f'{row["completion"][-40:]} {"✓" if right else "✗"}', style='green' if right else 'red')

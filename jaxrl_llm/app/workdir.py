@@ -1,0 +1,60 @@
+"""The run directory: one live run at a time, one configuration for good."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pathlib
+
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.config.load import difference, from_json, to_json
+from jaxrl_llm.core.errors import UserError
+
+
+class WorkdirInUse(UserError):
+  """Another live process runs in this directory."""
+
+
+class Workdir:
+  """Holds the directory's lock until the process ends, however it ends."""
+
+  def __init__(self, path: pathlib.Path):
+    self.path = path.absolute()
+    try:
+      self.path.mkdir(parents=True, exist_ok=True)
+      self._lock = (self.path / 'lock').open('a+')
+    except OSError as error:
+      raise UserError(f'--workdir={path}: {error.strerror}; choose a directory that can be written') from error
+    try:
+      fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      self._lock.seek(0)
+      owner = self._lock.read().strip() or 'unknown'
+      raise WorkdirInUse(
+        f'--workdir={path}: in use by a live run (process {owner}); wait for it, stop it, or choose another --workdir'
+      ) from None
+    self._lock.truncate(0)
+    self._lock.write(str(os.getpid()))
+    self._lock.flush()
+
+  def adopt(self, config: Config) -> None:
+    """Writes the configuration down at the first start, and refuses another one at later starts."""
+    file = self.path / 'config.json'
+    if file.exists():
+      try:
+        old = from_json(json.loads(file.read_text()), Config)
+      except ValueError as error:
+        raise UserError(f'{file}: not the configuration of a run ({error}); choose another --workdir') from error
+      changes = difference(old, config)
+      if changes:
+        told = '; '.join(f'{key}: {before!r} in the run, {after!r} now' for key, before, after in changes[:5])
+        more = f' and {len(changes) - 5} more' if len(changes) > 5 else ''
+        raise UserError(
+          f'{self.path}: holds a run with another configuration ({told}{more}); resume with the same command, '
+          f'or branch from it with --init_from={self.path} and another --workdir'
+        )
+      return
+    temporary = file.with_suffix('.tmp')
+    temporary.write_text(json.dumps(to_json(config), indent=1))
+    temporary.rename(file)

@@ -1,0 +1,118 @@
+"""What the annotations of configuration fields say: which alternatives, which elements, in which words.
+
+Annotations understood: bool, int, float, str, None, Literal, enums, tuple[T, ...] and tuple[A, B], Mapping[str, T],
+Any or Json (any JSON value), dataclasses, and unions of these. Whatever else is a mistake of the one who wrote the
+dataclass, a TypeError; what a user gets wrong is a UserError.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import difflib
+import enum
+import inspect
+import types
+import typing
+from collections.abc import Iterable
+from typing import Any
+
+from jaxrl_llm.core.errors import UserError
+
+SCALARS = {bool: 'true or false', int: 'an integer', float: 'a number', str: 'text', types.NoneType: 'none'}
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+  """What to say after an unknown name: the name that was probably meant, or all there are."""
+  choices = [str(choice) for choice in choices]
+  close = difflib.get_close_matches(word, choices, n=1)
+  if close:
+    return f'did you mean {close[0]!r}?'
+  return f'there are: {", ".join(choices)}' if choices else 'there are none'
+
+
+def field_types(cls: type) -> dict[str, Any]:
+  """Annotation of each field that the constructor takes, in order."""
+  annotations: dict[str, Any] = {}
+  for base in reversed(cls.__mro__):
+    if dataclasses.is_dataclass(base):
+      annotations.update(inspect.get_annotations(base, eval_str=True))
+  return {field.name: annotations[field.name] for field in dataclasses.fields(cls) if field.init}
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+  """The alternatives of a union; an annotation that is none has one: itself."""
+  if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+    return typing.get_args(annotation)
+  return (annotation,)
+
+
+def is_json(annotation: Any) -> bool:
+  """Any, or a union with a free list or dict in it: a field that takes whatever JSON has."""
+  origins = {typing.get_origin(member) or member for member in members(annotation)}
+  return annotation is Any or bool(origins & {list, dict})
+
+
+def is_mapping(annotation: Any) -> bool:
+  return typing.get_origin(annotation) is collections.abc.Mapping
+
+
+def is_tuple(annotation: Any) -> bool:
+  return typing.get_origin(annotation) is tuple
+
+
+def is_record(annotation: Any) -> bool:
+  return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
+
+
+def is_enum(annotation: Any) -> bool:
+  return isinstance(annotation, type) and issubclass(annotation, enum.Enum)
+
+
+def describe(annotation: Any) -> str:
+  """What an annotation wants, in words for an error line."""
+  if is_json(annotation):
+    return 'a JSON value'
+  if len(members(annotation)) > 1:
+    return ' or '.join(describe(member) for member in members(annotation))
+  if annotation is None or annotation in SCALARS:
+    return SCALARS[annotation or types.NoneType]
+  if typing.get_origin(annotation) is typing.Literal:
+    return 'one of ' + ', '.join(str(choice) for choice in typing.get_args(annotation))
+  if is_enum(annotation):
+    return 'one of ' + ', '.join(str(enum_json(choice)) for choice in annotation)
+  if is_tuple(annotation):
+    kinds = [kind for kind in typing.get_args(annotation) if kind is not Ellipsis]
+    return f'a tuple of ({", ".join(describe(kind) for kind in kinds)}{", ..." if repeats(annotation) else ""})'
+  if is_mapping(annotation):
+    return f'a mapping from text to {describe(typing.get_args(annotation)[1])}'
+  if is_record(annotation):
+    return f'a {annotation.__name__}'
+  raise TypeError(f'configuration fields cannot be annotated with {annotation!r}')
+
+
+def field_type(cls: type, name: str, where: str) -> Any:
+  """The annotation of a dataclass's field, or the nearest name where there is none."""
+  kinds = field_types(cls)
+  if name not in kinds:
+    raise UserError(f'{where}.{name}: {cls.__name__} has no field {name!r}; {nearest(name, kinds)}')
+  return kinds[name]
+
+
+def element_types(annotation: Any, count: int, where: str) -> tuple[Any, ...]:
+  """The annotation of each of a tuple's `count` elements."""
+  kinds = typing.get_args(annotation)
+  if repeats(annotation):
+    return (kinds[0],) * count
+  if count != len(kinds):
+    raise UserError(f'{where}: got {count} elements, wanted {len(kinds)}: {describe(annotation)}')
+  return kinds
+
+
+def repeats(annotation: Any) -> bool:
+  kinds = typing.get_args(annotation)
+  return len(kinds) == 2 and kinds[1] is Ellipsis
+
+
+def enum_json(choice: enum.Enum) -> str:
+  return choice.value if isinstance(choice.value, str) else choice.name

@@ -1,0 +1,137 @@
+"""Command-line text as values of configuration fields, read by the fields' own annotations.
+
+Invariant: what `parse_text` returns is JSON that `values.from_json` accepts for the same annotation.
+"""
+
+from __future__ import annotations
+
+import decimal
+import difflib
+import json
+import math
+import re
+import types
+import typing
+from typing import Any
+
+from jaxrl_llm.config.annotations import (
+  describe,
+  element_types,
+  enum_json,
+  is_enum,
+  is_json,
+  is_mapping,
+  is_record,
+  is_tuple,
+  members,
+  nearest,
+)
+from jaxrl_llm.config.values import check_json, from_json
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.types import Json
+
+_NONE_WORDS = ('none', 'None', 'null')
+_BOOL_WORDS = {'true': True, 'True': True, 'false': False, 'False': False}
+_INT_DIGITS_LIMIT = 18  # A longer exponent is a slip, and expanding it could take all memory.
+
+
+def parse_text(text: str, annotation: Any, where: str) -> Json:
+  """What a command line says, as the JSON value that the annotation wants.
+
+  Integers may be written 1000, 1_000 or 1e3 (exact, integral); booleans true or false; no value none; a tuple 1,2 or
+  [1, 2]; a mapping or a dataclass as a JSON object; text stands for itself (where none is allowed too, '"none"' in
+  quotes is the text).
+  """
+  if is_json(annotation):
+    return _parse_json(text, where)
+  kinds = members(annotation)
+  # Text accepts everything, so it is tried last: `int | str` reads 7 as a number.
+  for kind in sorted(kinds, key=lambda kind: kind is str):
+    value = _parse_scalar(text, kind, unquote=len(kinds) > 1)
+    if value is not _UNREAD:
+      return value
+  for kind in kinds:
+    if is_tuple(kind):
+      return _parse_tuple(text, kind, where)
+    if (is_mapping(kind) or is_record(kind)) and text.startswith('{'):
+      value = _parse_json(text, where)
+      from_json(value, annotation, where)
+      return value
+  choices = [choice for kind in kinds for choice in _choices(kind)]
+  hint = f'; {nearest(text, choices)}' if difflib.get_close_matches(text, choices, n=1) else ''
+  raise UserError(f'{where}: got {text!r}, wanted {describe(annotation)}{hint}')
+
+
+_UNREAD = object()  # A scalar that the text is not; None is a value.
+
+
+def _parse_scalar(text: str, kind: Any, *, unquote: bool) -> Any:
+  if kind is types.NoneType:
+    return None if text in _NONE_WORDS else _UNREAD
+  if kind is bool:
+    return _BOOL_WORDS.get(text, _UNREAD)
+  if kind is int:
+    return _parse_int(text)
+  if kind is float:
+    return _parse_float(text)
+  if kind is str:
+    return text[1:-1] if unquote and len(text) >= 2 and text[0] == text[-1] == '"' else text
+  return _choices(kind).get(text, _UNREAD)
+
+
+def _choices(kind: Any) -> dict[str, Json]:
+  """Text -> JSON value of what a Literal or an enum can be."""
+  if typing.get_origin(kind) is typing.Literal:
+    return {str(choice): choice for choice in typing.get_args(kind)}
+  if is_enum(kind):
+    return {choice.name: enum_json(choice) for choice in kind} | {
+      enum_json(choice): enum_json(choice) for choice in kind
+    }
+  return {}
+
+
+def _parse_int(text: str) -> Any:
+  if re.fullmatch(r'[+-]?\d+(_\d+)*', text):
+    return int(text)
+  if re.fullmatch(r'[+-]?\d+(\.\d+)?[eE]\+?\d+', text):
+    number = decimal.Decimal(text)
+    if number.adjusted() <= _INT_DIGITS_LIMIT and number == number.to_integral_value():
+      return int(number)
+  return _UNREAD
+
+
+def _parse_float(text: str) -> Any:
+  try:
+    number = float(text)
+  except ValueError:
+    return _UNREAD
+  if math.isnan(number):
+    return _UNREAD
+  return number if math.isfinite(number) else str(number)
+
+
+def _parse_tuple(text: str, kind: Any, where: str) -> Json:
+  if text.startswith('['):
+    value = _parse_json(text, where)
+    from_json(value, kind, where)
+    return value
+  inner = text[1:-1] if text.startswith('(') and text.endswith(')') else text
+  parts = [part.strip() for part in inner.split(',')]
+  if parts[-1] == '':  # (1,) and the empty text.
+    parts.pop()
+  kinds = element_types(kind, len(parts), where)
+  return [parse_text(part, element, f'{where}.{i}') for i, (part, element) in enumerate(zip(parts, kinds, strict=True))]
+
+
+def _parse_json(text: str, where: str) -> Json:
+  """JSON, or a bare word, which stands for itself as text; Python's True, False and None are taken as meant."""
+  if text in _BOOL_WORDS or text in _NONE_WORDS:
+    return _BOOL_WORDS.get(text)
+  try:
+    value = json.loads(text)
+  except ValueError as error:
+    if text[:1] in ('{', '[', '"'):
+      raise UserError(f'{where}: got {text!r}, which is not JSON: {error}') from None
+    return text
+  check_json(value, where)
+  return value

@@ -1,0 +1,184 @@
+"""Configurations checked against their annotations, written as JSON and built from it.
+
+Invariant: for a configuration that `check_types` accepts, `from_json(to_json(config), type(config)) == config`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl_llm.config.annotations import (
+  SCALARS,
+  describe,
+  element_types,
+  enum_json,
+  field_type,
+  field_types,
+  is_enum,
+  is_json,
+  is_mapping,
+  is_record,
+  is_tuple,
+  members,
+)
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.types import Json
+
+TAG = '@type'
+"""Key that names the dataclass in JSON where an annotation allows several."""
+
+
+def check_types(config: Any, where: str = 'config') -> None:
+  """Refuses a configuration in which a field holds what its annotation does not allow, naming the field."""
+  _check(config, type(config), where)
+
+
+def to_json(value: Any) -> Json:
+  """The configuration (or a value in one) as plain JSON. Infinities become the text 'inf' and '-inf'."""
+  return _write(value, type(value)) if is_record(type(value)) else _write(value, Any)
+
+
+def from_json(value: Any, annotation: Any, where: str = 'config') -> Any:
+  """Builds what `to_json` wrote (or a hand-written piece of JSON), naming the key of what does not fit."""
+  return _read(value, annotation, where)
+
+
+def _mismatch(value: Any, annotation: Any, where: str) -> UserError:
+  return UserError(f'{where}: got {value!r} ({type(value).__name__}), wanted {describe(annotation)}')
+
+
+def _member_of(value: Any, annotation: Any, where: str) -> Any:
+  """The alternative of a union that a Python value belongs to, by its type alone."""
+  for member in members(annotation):
+    if _has_type(value, member):
+      return member
+  if isinstance(value, float) and math.isnan(value):
+    raise UserError(f'{where}: got nan, which is no setting; wanted {describe(annotation)}')
+  raise _mismatch(value, annotation, where)
+
+
+def _has_type(value: Any, member: Any) -> bool:
+  if member is float:  # As Python's own typing has it, an int will do; a bool will not.
+    return type(value) in (int, float) and not math.isnan(value)
+  if member is None or member in SCALARS:
+    return type(value) is (member or types.NoneType)
+  if typing.get_origin(member) is typing.Literal:
+    return any(type(value) is type(choice) and value == choice for choice in typing.get_args(member))
+  if is_tuple(member):
+    return type(value) is tuple
+  if is_mapping(member):
+    return isinstance(value, Mapping)
+  describe(member)  # Raises for an annotation that is not understood.
+  return type(value) is member
+
+
+def _check(value: Any, annotation: Any, where: str) -> None:
+  if is_json(annotation):
+    check_json(value, where)
+    return
+  member = _member_of(value, annotation, where)
+  if is_record(member):
+    for name, kind in field_types(member).items():
+      _check(getattr(value, name), kind, f'{where}.{name}')
+  elif is_tuple(member):
+    for index, (element, kind) in enumerate(zip(value, element_types(member, len(value), where), strict=True)):
+      _check(element, kind, f'{where}.{index}')
+  elif is_mapping(member):
+    for key, element in value.items():
+      _check(key, str, f'{where} (key)')
+      _check(element, typing.get_args(member)[1], f'{where}.{key}')
+
+
+def check_json(value: Any, where: str) -> None:
+  if isinstance(value, dict):
+    for key, element in value.items():
+      _check(key, str, f'{where} (key)')
+      check_json(element, f'{where}.{key}')
+  elif isinstance(value, list):
+    for index, element in enumerate(value):
+      check_json(element, f'{where}.{index}')
+  elif type(value) not in SCALARS or (isinstance(value, float) and not math.isfinite(value)):
+    raise UserError(
+      f'{where}: got {value!r} ({type(value).__name__}), wanted a JSON value '
+      '(none, true or false, a finite number, text, a list or a dict)'
+    )
+
+
+def _write(value: Any, annotation: Any) -> Json:
+  if is_json(annotation):
+    return value
+  member = _member_of(value, annotation, 'config')
+  if is_record(member):
+    fields = {name: _write(getattr(value, name), kind) for name, kind in field_types(member).items()}
+    return {TAG: member.__name__, **fields} if len(_records(annotation)) > 1 else fields
+  if is_tuple(member):
+    kinds = element_types(member, len(value), 'config')
+    return [_write(element, kind) for element, kind in zip(value, kinds, strict=True)]
+  if is_mapping(member):
+    return {key: _write(element, typing.get_args(member)[1]) for key, element in value.items()}
+  if is_enum(member):
+    return enum_json(value)
+  if member is float:
+    return float(value) if math.isfinite(value) else str(float(value))
+  return value
+
+
+def _records(annotation: Any) -> dict[str, type]:
+  return {member.__name__: member for member in members(annotation) if is_record(member)}
+
+
+def record_type(value: Any, annotation: Any, where: str) -> type:
+  """The dataclass that a JSON object stands for."""
+  records = _records(annotation)
+  if len(records) == 1:
+    return next(iter(records.values()))
+  if value.get(TAG) not in records:
+    raise UserError(f'{where}: got {TAG} {value.get(TAG)!r}, wanted one of {", ".join(records)}')
+  return records[value[TAG]]
+
+
+def _read(value: Any, annotation: Any, where: str) -> Any:
+  if is_json(annotation):
+    check_json(value, where)
+    return value
+  if isinstance(value, dict) and _records(annotation):
+    return _read_record(value, record_type(value, annotation, where), where)
+  for member in members(annotation):
+    if isinstance(value, list) and is_tuple(member):
+      kinds = element_types(member, len(value), where)
+      return tuple(_read(v, kind, f'{where}.{i}') for i, (v, kind) in enumerate(zip(value, kinds, strict=True)))
+    if isinstance(value, dict) and is_mapping(member):
+      return {key: _read(v, typing.get_args(member)[1], f'{where}.{key}') for key, v in value.items()}
+    if is_enum(member):
+      choices = {enum_json(choice): choice for choice in member}
+      if isinstance(value, str) and value in choices:
+        return choices[value]
+    elif member is float and value in ('inf', '-inf'):
+      return float(value)
+    elif not isinstance(value, (list, dict)) and _has_type(value, member):
+      return float(value) if member is float else value
+  raise _mismatch(value, annotation, where)
+
+
+def _read_record(value: dict[str, Any], cls: type, where: str) -> Any:
+  kinds = field_types(cls)
+  fields = {}
+  for key, element in value.items():
+    if key != TAG:
+      fields[key] = _read(element, field_type(cls, key, where), f'{where}.{key}')
+  required = {
+    field.name
+    for field in dataclasses.fields(cls)
+    if field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+  }
+  missing = [name for name in kinds if name in required - set(fields)]
+  if missing:
+    raise UserError(f'{where}: {cls.__name__} needs a value for {", ".join(missing)}')
+  try:
+    return cls(**fields)
+  except (TypeError, ValueError) as error:
+    raise UserError(f'{where}: {error}') from error

@@ -1,0 +1,67 @@
+"""AdamW with a schedule, and when an update is taken at all."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import optax
+
+from jaxrl_llm.core.types import Params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+  peak_lr: float
+  """Always explicit."""
+  schedule: Literal['constant', 'cosine', 'linear'] = 'constant'
+  """After the warm-up: constant, or down to `end_lr_fraction` of the peak at the stage's last update."""
+  warmup_steps: int = 0
+  """Updates over which the rate rises linearly from 0."""
+  end_lr_fraction: float = 0.0
+  b1: float = 0.9
+  b2: float = 0.95
+  eps: float = 1e-8
+  weight_decay: float = 0.0
+  """Applied to matrices only."""
+  max_grad_norm: float = 1.0
+  """Gradients are scaled down to this global norm."""
+  skip_grad_norm: float = 1e3
+  """An update whose global gradient norm is above this, or not finite, is skipped and counted."""
+  max_skipped_updates: int = 10
+  """So many skipped updates in a row stop the run."""
+
+
+def learning_rate(config: OptimizerConfig, updates: int) -> optax.Schedule:
+  """The rate by number of updates taken, for a stage of `updates` updates."""
+  decay = max(updates - config.warmup_steps, 1)
+  after = {
+    'constant': lambda: optax.constant_schedule(config.peak_lr),
+    'cosine': lambda: optax.cosine_decay_schedule(config.peak_lr, decay, alpha=config.end_lr_fraction),
+    'linear': lambda: optax.linear_schedule(config.peak_lr, config.peak_lr * config.end_lr_fraction, decay),
+  }[config.schedule]()
+  if not config.warmup_steps:
+    return after
+  # Update number n is the (n+1)-th: a rate of 0 at n = 0 would waste it.
+  warmup = optax.linear_schedule(config.peak_lr / config.warmup_steps, config.peak_lr, config.warmup_steps - 1)
+  return optax.join_schedules([warmup, after], [config.warmup_steps])
+
+
+def build_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTransformation:
+  """Gradient clipping by global norm, then AdamW (Loshchilov & Hutter, arXiv:1711.05101)."""
+  matrices = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
+  return optax.chain(
+    optax.clip_by_global_norm(config.max_grad_norm),
+    optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
+    optax.add_decayed_weights(config.weight_decay, mask=matrices),
+    optax.scale_by_learning_rate(learning_rate(config, updates)),
+  )
+
+
+def optimizer_shardings(optimizer: optax.GradientTransformation, params: Params, shardings, whole):
+  """Shardings of the optimizer's state: its copies of parameters lie as the parameters do, the rest is `whole`."""
+  shapes = jax.eval_shape(optimizer.init, params)
+  return optax.tree_map_params(
+    optimizer, lambda _, sharding: sharding, shapes, shardings, transform_non_params=lambda _: whole
+  )

@@ -1,0 +1,77 @@
+"""The trained state: parameters, optimizer, counters; created sharded, never assembled on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Int
+
+from jaxrl_llm.core.types import Params
+from jaxrl_llm.learner.optimizer import optimizer_shardings
+from jaxrl_llm.models.api import Model
+from jaxrl_llm.parallel import rules
+
+
+@flax.struct.dataclass
+class TrainState:
+  params: Params
+  opt_state: Any
+  updates: Int[Array, '']
+  """Updates taken by this optimizer."""
+  skipped: Int[Array, '']
+  """Updates skipped in a row, up to now."""
+
+
+def param_shardings(model: Model, mesh: Mesh) -> Any:
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  return rules.tree_shardings(mesh, model.axes(), shapes)
+
+
+def init_params(model: Model, mesh: Mesh, *, seed: int) -> Params:
+  """Random parameters; the same on every mesh (bits may differ between meshes in the last place)."""
+  return jax.jit(model.init, out_shardings=param_shardings(model, mesh))(jax.random.key(seed))
+
+
+def place_params(model: Model, mesh: Mesh, params: Mapping[str, Any]) -> Params:
+  """Host arrays onto the mesh; each process holds all of `params` and gives its devices their parts."""
+  place = lambda array, sharding: jax.make_array_from_callback(
+    array.shape, sharding, lambda index: np.ascontiguousarray(array[index])
+  )
+  return jax.tree.map(place, params, param_shardings(model, mesh))
+
+
+def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+  """A fresh optimizer for `params`, whose arrays it takes over."""
+  whole = rules.replicated(mesh)
+  shardings = optimizer_shardings(optimizer, params, jax.tree.map(lambda p: p.sharding, params), whole)
+  opt_state = jax.jit(optimizer.init, out_shardings=shardings)(params)
+  zero = lambda: jax.device_put(jnp.zeros((), jnp.int32), whole)
+  return TrainState(params=params, opt_state=opt_state, updates=zero(), skipped=zero())
+
+
+def abstract_state(model: Model, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+  """Shapes, dtypes and shardings of a state, without making one: what a checkpoint is restored to."""
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  shardings = param_shardings(model, mesh)
+  whole = rules.replicated(mesh)
+  zero = jax.ShapeDtypeStruct((), jnp.int32)
+  state = TrainState(params=shapes, opt_state=jax.eval_shape(optimizer.init, shapes), updates=zero, skipped=zero)
+  placed = TrainState(
+    params=shardings,
+    opt_state=optimizer_shardings(optimizer, shapes, shardings, whole),
+    updates=whole,
+    skipped=whole,
+  )
+  return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, placed)
+
+
+def copy_params(params: Params) -> Params:
+  """Own buffers with the same contents and sharding, which a donated update cannot take away."""
+  return jax.tree.map(jnp.copy, params)

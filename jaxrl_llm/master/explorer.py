@@ -1,0 +1,199 @@
+"""Tasks to rollouts to scores to the store: groups, in the order in which the gate let them start.
+
+Invariant: every issued sample reaches one state in the store (admitted, or dropped with a reason), and a closed batch
+is a function of which groups started and what they scored, never of which ended first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+
+from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.core.waits import bounded
+from jaxrl_llm.experience.sample import Sample
+from jaxrl_llm.experience.score import Score
+from jaxrl_llm.experience.task import Task
+from jaxrl_llm.master.gate import Gate
+from jaxrl_llm.replay.index import ReplayStore
+from jaxrl_llm.replay.tables import Issue
+from jaxrl_llm.rewards.api import Attempt, Reward, RewardsConfig, combine
+from jaxrl_llm.rewards.pool import ScorerPool
+from jaxrl_llm.rollout.api import Sampling
+from jaxrl_llm.rollout.workflow import SingleTurn
+from jaxrl_llm.tasks.sampler import TaskSampler
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scored:
+  """A sample with what it said and what that is worth."""
+
+  sample: Sample
+  task: Task
+  completion: str
+  scores: tuple[Score, ...]
+  reward: Reward
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExplorerConfig:
+  """How a stage explores; every number states its unit."""
+
+  groups_per_batch: int
+  """Tasks of a batch."""
+  group_size: int = 8
+  """Samples of a task."""
+  temperature: float = 1.0
+  max_dropped_groups: int = 100
+  """Groups dropped (no sample of them scorable) while one batch is collected; one more ends the run."""
+  collect_deadline_s: float = 3600.0
+  """Longest wait for a batch."""
+
+
+class Explorer:
+  """Keeps as many groups in flight as the gate admits, and hands out closed batches."""
+
+  def __init__(
+    self,
+    config: ExplorerConfig,
+    *,
+    stage: str,
+    workflow: SingleTurn,
+    sampler: TaskSampler,
+    scorers: ScorerPool,
+    rewards: RewardsConfig,
+    store: ReplayStore,
+    gate: Gate,
+  ):
+    self._config, self._stage = config, stage
+    self._workflow, self._sampler, self._scorers, self._rewards = workflow, sampler, scorers, rewards
+    self._store, self._gate = store, gate
+    self._step = 0
+    self._started = 0
+    self._finished: dict[int, list[Scored]] = {}
+    self._progress = asyncio.Event()
+    self._counts: collections.Counter[str] = collections.Counter()
+    self._running: asyncio.Task | None = None
+
+  @contextlib.asynccontextmanager
+  async def running(self) -> AsyncIterator[None]:
+    """Explores while the block runs; what is in flight at its end is given up."""
+    self._running = asyncio.create_task(self._explore())
+    try:
+      yield
+    finally:
+      self._running.cancel()
+      await asyncio.wait({self._running})
+
+  def advance(self, step: int, served: int) -> None:
+    """The engines serve the weights of `step` (`served` batches into this stage)."""
+    self._step = step
+    self._gate.advance(served)
+
+  async def collect(self) -> tuple[list[Scored], dict[str, int]]:
+    """The next batch: its scored samples in the order of issue, and what was counted on the way.
+
+    Raises:
+      WaitExpired: at `collect_deadline_s`.
+      RunError: when exploring failed, or only unscorable groups come.
+    """
+    ready = asyncio.ensure_future(
+      bounded(
+        self._batch_ready(),
+        name='collect',
+        owner='the loop',
+        waits_for=f'{self._config.groups_per_batch} groups of stage {self._stage} from the engine and the scorers',
+        deadline_s=self._config.collect_deadline_s,
+      )
+    )
+    await asyncio.wait({ready, self._running}, return_when=asyncio.FIRST_COMPLETED)
+    if not ready.done():
+      ready.cancel()
+      await self._running
+    await ready
+    numbers = sorted(self._finished)[: self._config.groups_per_batch]
+    batch = [member for number in numbers for member in self._finished.pop(number)]
+    counts, self._counts = dict(self._counts), collections.Counter()
+    return batch, counts
+
+  async def _batch_ready(self) -> None:
+    while len(self._finished) < self._config.groups_per_batch:
+      self._progress.clear()
+      await self._progress.wait()
+
+  async def _explore(self) -> None:
+    try:
+      async with asyncio.TaskGroup() as groups:
+        while True:
+          draws = [self._sampler.next() for _ in range(await self._gate.admit())]
+          self._store.issue([row for task, visit in draws for row in self._issued(task, visit)], self._step)
+          for task, visit in draws:
+            groups.create_task(self._group(self._started, task, visit))
+            self._started += 1
+    except* RunError as errors:
+      raise errors.exceptions[0] from None
+
+  def _issued(self, task: Task, visit: int) -> list[Issue]:
+    group = f'{self._stage}/{task.uid}/{visit}'
+    return [
+      Issue(uid=f'{group}/{i}', group_id=group, task_id=task.uid, visit=visit) for i in range(self._config.group_size)
+    ]
+
+  async def _group(self, number: int, task: Task, visit: int) -> None:
+    """One group from rollout to admission: each sample is scored the moment it ends, all are joined here."""
+    async with asyncio.TaskGroup() as scoring:
+      pending = []
+      runs = self._workflow.run(
+        task,
+        visit,
+        stage=self._stage,
+        samples=self._config.group_size,
+        sampling=Sampling(temperature=self._config.temperature),
+      )
+      async for sample, completion in runs:
+        pending.append(scoring.create_task(self._score(sample, task, completion)))
+    members = sorted((p.result() for p in pending), key=lambda m: m.sample.sample_index)
+    self._admit(number, members)
+
+  async def _score(self, sample: Sample, task: Task, completion: str) -> Scored:
+    attempt = Attempt(
+      uid=sample.uid,
+      task=task,
+      completion=completion,
+      finish_reason=str(sample.finish_reason),
+      response_len=sample.response_len,
+    )
+    scores = await self._scorers.score(attempt)
+    return Scored(
+      sample=sample, task=task, completion=completion, scores=scores, reward=combine(scores, self._rewards.scorers)
+    )
+
+  def _admit(self, number: int, members: list[Scored]) -> None:
+    """Writes a finished group down; unscorable samples are dropped, and with the last of them the group."""
+    scorable = [m for m in members if m.reward.value is not None]
+    unscorable = [m.sample.uid for m in members if m.reward.value is None]
+    with self._store.transaction():
+      self._store.append([m.sample for m in members], self._step)
+      self._store.score([s for m in members for s in m.scores], self._step)
+      self._store.admit([m.sample.uid for m in scorable], self._step)
+      if unscorable:
+        self._store.drop(unscorable, 'unscorable', self._step)
+    self._counts['dropped/unscorable'] += len(unscorable)
+    if scorable:
+      self._finished[number] = scorable
+    else:
+      self._drop_group(members)
+    self._progress.set()
+
+  def _drop_group(self, members: list[Scored]) -> None:
+    self._counts['dropped/groups'] += 1
+    if self._counts['dropped/groups'] > self._config.max_dropped_groups:
+      first = next(s for s in members[0].scores if s.value is None)
+      raise RunError(
+        f'stage {self._stage}: {self._config.max_dropped_groups} groups in a row of one batch had no scorable sample; '
+        f'the last: scorer {first.scorer} {first.status}: {first.evidence}'
+      )
+    self._gate.drop()

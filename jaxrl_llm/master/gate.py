@@ -1,0 +1,52 @@
+"""Admits rollout groups at most `bound` updates ahead of the version that the engines serve."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+
+class Gate:
+  """Groups may start while `started - dropped < (served + bound + 1) * groups_per_batch` (AReaL's capacity).
+
+  A dropped group gives its capacity back. `served` counts batches of the running stage whose weights the engines
+  have acknowledged.
+  """
+
+  def __init__(self, *, bound: int, groups_per_batch: int):
+    self._bound, self._groups_per_batch = bound, groups_per_batch
+    self._started = self._dropped = 0
+    self._served = -1
+    self._changed = asyncio.Event()
+
+  @property
+  def capacity(self) -> int:
+    """Groups that may start now; 0 before the first version is served."""
+    if self._served < 0:
+      return 0
+    return (self._served + self._bound + 1) * self._groups_per_batch - (self._started - self._dropped)
+
+  def advance(self, served: int) -> None:
+    """The engines acknowledged the weights after `served` batches of this stage."""
+    self._served = served
+    self._changed.set()
+
+  async def admit(self) -> int:
+    """Waits until groups may start, takes all of that capacity and says how many."""
+    while self.capacity <= 0:
+      self._changed.clear()
+      await self._changed.wait()
+    groups = self.capacity
+    self._started += groups
+    return groups
+
+  def drop(self) -> None:
+    """A started group will not enter a batch."""
+    self._dropped += 1
+    self._changed.set()
+
+  def state(self) -> Any:
+    return {'started': self._started, 'dropped': self._dropped}
+
+  def restore(self, state: Any) -> None:
+    self._started, self._dropped = state['started'], state['dropped']

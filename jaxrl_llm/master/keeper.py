@@ -1,0 +1,147 @@
+"""After each step: metrics, rollouts, the evaluation that is due, the commit; in this order, so that a commit holds all.
+
+Every process calls it; what is written besides arrays is process 0's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.experience.task import Task
+from jaxrl_llm.master.evaluation import Evaluator, SuiteConfig
+from jaxrl_llm.master.loop import LoopState
+from jaxrl_llm.master.records import batch_metrics, rollout_rows
+from jaxrl_llm.master.stage import Batches
+from jaxrl_llm.master.trainer import Batch, Stage, Updated
+from jaxrl_llm.parallel.coordinator import Coordinator
+from jaxrl_llm.parallel.device import DeviceThread
+from jaxrl_llm.runtime.checkpoint import Checkpoints
+from jaxrl_llm.runtime.metrics import resolve
+from jaxrl_llm.runtime.phases import PhaseManager
+from jaxrl_llm.runtime.progress import ProgressDisplay
+from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
+from jaxrl_llm.sync.full import Publisher
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Logs:
+  """What process 0 writes to, besides checkpoints."""
+
+  metrics: MetricsWriter
+  rollouts: RolloutsWriter
+  evals: EvalsWriter
+  progress: ProgressDisplay
+  batches: Mapping[str, Batches]
+  evaluator: Evaluator
+  suites: Sequence[tuple[SuiteConfig, Sequence[Task]]]
+  token_text: Callable[[int], str]
+  machine_metrics: Callable[[], dict[str, float]]
+  """Metrics of the process itself (heartbeat, compilations, decisions taken by a clock)."""
+
+
+class RunKeeper:
+  """The Keeper of a run."""
+
+  def __init__(
+    self,
+    *,
+    coordinator: Coordinator,
+    device: DeviceThread,
+    phases: PhaseManager,
+    publisher: Publisher,
+    checkpoints: Checkpoints,
+    attempt: int,
+    stop: asyncio.Future,
+    logs: Logs | None,
+    best: tuple[float, int] | None,
+  ):
+    """
+    Args:
+      stop: a future of a signal number; an evaluation that is going on when it is set is given up.
+      logs: in process 0; None in the others.
+      best: accuracy and step of the best evaluation so far.
+    """
+    self._coordinator, self._device, self._phases = coordinator, device, phases
+    self._publisher, self._checkpoints, self._attempt = publisher, checkpoints, attempt
+    self._stop, self._logs, self._best = stop, logs, best
+
+  async def start(self, state: LoopState, stage: Stage) -> LoopState:
+    """Makes the evaluation that is due before the first step, or that a signal had cut short."""
+    due = state.step == 0 or (state.step > stage.start and stage.evaluation_due(state.step))
+    return await self._evaluate(state, stage) if due and not state.evaluated else state
+
+  async def after_step(self, state: LoopState, stage: Stage, batch: Batch, updated: Updated) -> LoopState:
+    """Writes the step down; commits where its plan says so."""
+    seconds = self._phases.take()
+    if self._logs is not None:
+      self._write(state, stage, batch, updated, seconds)
+    if batch.plan.evaluate:
+      state = await self._evaluate(state, stage)
+    if batch.plan.commit:
+      await self._commit(state, stage)
+    return state
+
+  async def leave(self, state: LoopState, stage: Stage) -> None:
+    """Commits what is done, before the process ends for a signal."""
+    if state.step not in self._checkpoints.steps() and state.step > 0:
+      await self._commit(state, stage)
+
+  def _write(self, state: LoopState, stage: Stage, batch: Batch, updated: Updated, seconds: dict[str, float]) -> None:
+    logs, batches = self._logs, self._logs.batches[stage.name]
+    taken = batches.taken()
+    row = resolve(updated.metrics | batch_metrics(batch, taken)) | logs.machine_metrics()
+    row |= {f'timing_s/{name}': value for name, value in seconds.items()}
+    row['perf/time_per_step'] = seconds['step']
+    row['perf/throughput'] = row['perf/total_num_tokens'] / seconds['step']
+    row = logs.metrics.write(stage.name, state.step, row)
+    if taken:
+      logs.rollouts.write(stage.name, state.step, rollout_rows(batch, updated, taken, logs.token_text))
+    batches.trained(batch.plan)
+    logs.progress.step(stage.name, state.step - stage.start, row)
+
+  async def _evaluate(self, state: LoopState, stage: Stage) -> LoopState:
+    """Publishes the version and measures it; gives up when a signal comes, and says so in the state."""
+    with self._phases.timed('testing'):
+      await self._publisher.publish(state.train.params, Version(self._attempt, state.step))
+      done = await self._coordinator.broadcast(self._run_suites(state, stage) if self._logs is not None else None)
+    return dataclasses.replace(state, evaluated=done)
+
+  async def _run_suites(self, state: LoopState, stage: Stage) -> bool:
+    logs = self._logs
+    for suite, tasks in logs.suites:
+      run = asyncio.ensure_future(logs.evaluator.run(suite, tasks))
+      await asyncio.wait({run, self._stop}, return_when=asyncio.FIRST_COMPLETED)
+      if not run.done():
+        run.cancel()
+        await asyncio.wait({run})
+        return False
+      metrics, rows = run.result()
+      logs.metrics.write(stage.name, state.step, metrics)
+      logs.evals.write(stage.name, state.step, suite.name, rows)
+      accuracy = metrics[f'val-core/{suite.taskset}/acc/greedy']
+      logs.progress.note(f'evaluation {suite.name} at step {state.step} ({stage.name}): greedy accuracy {accuracy:.3f}')
+      if suite is logs.suites[0][0] and (self._best is None or accuracy > self._best[0]):
+        self._best = (accuracy, state.step)
+    return True
+
+  async def _commit(self, state: LoopState, stage: Stage) -> None:
+    host: Any = None
+    if self._logs is not None:
+      host = {
+        'step': state.step,
+        'stage': stage.name,
+        'evaluated': state.evaluated,
+        'metrics_offset': self._logs.metrics.sync(),
+        'best': self._best,
+        'batches': self._logs.batches[stage.name].state(),
+      }
+    arrays = {'train': state.train, 'reference': state.reference} if state.reference is not None else {
+      'train': state.train
+    }
+    best = self._best[1] if self._best else None
+    with self._phases.timed('save_checkpoint'):
+      await self._device.run(self._checkpoints.save, state.step, arrays, host, best=best)

@@ -1,0 +1,107 @@
+"""The one loop: publish, close a batch, annotate, update, keep. The same in every process, in every mode."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from jaxrl_llm.batching.plan import StepPlan
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.learner.state import TrainState
+from jaxrl_llm.master.stage import Batches, Planner
+from jaxrl_llm.master.trainer import Batch, Stage, StageTrainer, Updated
+from jaxrl_llm.parallel.coordinator import Coordinator
+from jaxrl_llm.runtime.phases import Phase, PhaseManager
+from jaxrl_llm.sync.full import Publisher
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopState:
+  """Where the run is."""
+
+  train: TrainState
+  step: int
+  """Completed batches."""
+  reference: Any = None
+  """The reference's parameters, where the stage's algorithm reads it; else None."""
+  evaluated: bool = False
+  """Whether the evaluation that is due at `step` (if one is) has been made."""
+
+
+class Keeper(Protocol):
+  """Metrics, evaluation and commits; knows what of it is process 0's alone."""
+
+  async def start(self, state: LoopState, stage: Stage) -> LoopState: ...
+
+  async def after_step(self, state: LoopState, stage: Stage, batch: Batch, updated: Updated) -> LoopState: ...
+
+  async def leave(self, state: LoopState, stage: Stage) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+  """What the loop is made of. `planner` and `batches` exist in process 0 only."""
+
+  stages: tuple[Stage, ...]
+  coordinator: Coordinator
+  phases: PhaseManager
+  publisher: Publisher
+  keeper: Keeper
+  enter_stage: Callable[[Stage, LoopState], Awaitable[tuple[StageTrainer, LoopState]]]
+  planner: Planner | None
+  batches: dict[str, Batches]
+  attempt: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+  state: LoopState
+  stop: int
+  """0 for a finished run, else the signal it left for."""
+
+
+async def run(parts: Parts, state: LoopState) -> Outcome:
+  """Runs what is left of the stages."""
+  stop = 0
+  for stage in parts.stages:
+    if state.step < stage.end and not stop:
+      state, stop = await _run_stage(parts, stage, state)
+  return Outcome(state, stop)
+
+
+async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> tuple[LoopState, int]:
+  trainer, state = await parts.enter_stage(stage, state)
+  batches = parts.batches.get(stage.name)
+  state = await parts.keeper.start(state, stage)
+  async with batches.running() if batches else contextlib.nullcontext():
+    while state.step < stage.end:
+      with parts.phases.timed('step'):
+        async with parts.phases.enter(Phase.ROLLOUT):
+          if stage.explores:
+            with parts.phases.timed('update_weights'):
+              await parts.publisher.publish(state.train.params, Version(parts.attempt, state.step))
+          plan = await _close(parts, stage, state.step, batches)
+        if plan.stop:
+          await parts.keeper.leave(state, stage)
+          return state, plan.stop
+        async with parts.phases.enter(Phase.INFERENCE):
+          batch = await trainer.annotate(state.train, plan)
+        async with parts.phases.enter(Phase.TRAIN):
+          train, updated = await trainer.update(state.train, batch)
+        state = dataclasses.replace(state, train=train, step=state.step + 1, evaluated=False)
+      state = await parts.keeper.after_step(state, stage, batch, updated)
+  return state, 0
+
+
+async def _close(parts: Parts, stage: Stage, step: int, batches: Batches | None) -> StepPlan:
+  """One plan, the same in every process."""
+  if batches is None:
+    return StepPlan.from_json(await parts.coordinator.broadcast(None))
+  batches.advance(step, step - stage.start)
+
+  async def decide():
+    return (await parts.planner.close(stage, step, batches)).to_json()
+
+  return StepPlan.from_json(await parts.coordinator.broadcast(decide()))

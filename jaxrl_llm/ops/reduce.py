@@ -1,0 +1,84 @@
+"""Sums over packed tokens: named loss terms with their denominators, and the field's aggregations.
+
+A loss is never a mean of means: each term is (numerator, denominator), both summed over micro-batches and ranks, and
+divided once. That is what makes it independent of how sequences were packed and split.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+Aggregation = Literal['token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm']
+
+
+class Term(NamedTuple):
+  """One named part of a loss: contributes `weight * sum(numerator) / sum(denominator)`.
+
+  The denominator depends on the data alone, never on the model's outputs.
+  """
+
+  numerator: Float[Array, '']
+  denominator: Float[Array, '']
+  weight: float
+
+
+class Stat(NamedTuple):
+  """A metric until it is written: `total / count`, both summed over micro-batches, ranks and optimizer steps."""
+
+  total: Float[Array, '']
+  count: Float[Array, '']
+
+
+def segment_sums(
+  values: Float[Array, 'chunks time'], segment_ids: Int[Array, 'chunks time'], *, segments: int
+) -> Float[Array, 'chunks segments']:
+  """Sum of `values` over each segment 1..`segments` of each chunk; segment 0 is padding and left out."""
+  one = lambda v, s: jax.ops.segment_sum(v, s, num_segments=segments + 1)[1:]
+  return jax.vmap(one)(values, segment_ids)
+
+
+def by_segment(
+  per_segment: Float[Array, 'chunks segments'], segment_ids: Int[Array, 'chunks time']
+) -> Float[Array, 'chunks time']:
+  """Gives each token its segment's value; padding gets that of segment 1."""
+  return jnp.take_along_axis(per_segment, jnp.maximum(segment_ids - 1, 0), axis=1)
+
+
+def aggregate(
+  values: Float[Array, 'chunks time'],
+  mask: Bool[Array, 'chunks time'],
+  segment_ids: Int[Array, 'chunks time'],
+  *,
+  segments: int,
+  mode: Aggregation,
+  loss_scale_factor: float = 1.0,
+) -> tuple[Float[Array, ''], Float[Array, '']]:
+  """(numerator, denominator) of a masked aggregation of per-token values.
+
+  token-mean: sum over tokens / number of tokens (DAPO, arXiv:2503.14476).
+  seq-mean-token-sum: sum over tokens / number of sequences.
+  seq-mean-token-mean: sum over sequences of their token means / number of sequences (GRPO, arXiv:2402.03300).
+  seq-mean-token-sum-norm: sum over tokens / (number of sequences * `loss_scale_factor`), which is Dr.GRPO
+    (arXiv:2503.20783) with the factor set to the maximal response length.
+  Sequences without a valid token are in no denominator. `values` at masked positions may be anything finite or not.
+  """
+  values = jnp.where(mask, values, 0.0)
+  tokens = mask.astype(jnp.float32)
+  if mode == 'token-mean':
+    return values.sum(), tokens.sum()
+  lengths = segment_sums(tokens, segment_ids, segments=segments)
+  sequences = (lengths > 0).sum().astype(jnp.float32)
+  if mode == 'seq-mean-token-mean':
+    return (segment_sums(values, segment_ids, segments=segments) / jnp.maximum(lengths, 1.0)).sum(), sequences
+  if mode == 'seq-mean-token-sum':
+    return values.sum(), sequences
+  return values.sum(), sequences * loss_scale_factor
+
+
+def masked_stat(values: Float[Array, '*shape'], mask: Bool[Array, '*shape']) -> Stat:
+  """Mean of `values` where `mask`."""
+  return Stat(jnp.where(mask, values, 0.0).sum(), mask.sum().astype(jnp.float32))

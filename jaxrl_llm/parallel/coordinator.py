@@ -1,0 +1,103 @@
+"""Agreement among the trainer's processes: process 0 decides, all get the same value, at the same point of the program.
+
+A process that waits for process 0 is never silent for longer than a beat: while process 0 is busy it sends beats, so
+that a dead peer is noticed at the next one, and a signal that reached only one process travels to process 0 with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.parallel.device import DeviceThread
+
+_BLOCK = 1 << 16
+"""Bytes of one broadcast: a fixed shape, so that nothing compiles after the first."""
+_BEAT, _VALUE, _ABORT = 0, 1, 2
+
+
+class PeerFailed(RunError):
+  """Process 0 failed while others waited for its decision."""
+
+
+class Coordinator:
+  """`broadcast` for the processes of one `jax.distributed` job; the identity when there is one process."""
+
+  def __init__(self, device: DeviceThread, *, on_signal: Callable[[int], None], beat_s: float = 5.0):
+    """
+    Args:
+      device: all collectives run there.
+      on_signal: called in process 0 when another process reports a signal it received.
+      beat_s: seconds between beats while process 0 is busy.
+    """
+    self._device, self._on_signal, self._beat_s = device, on_signal, beat_s
+    self._signal = 0
+
+  @property
+  def leads(self) -> bool:
+    return jax.process_index() == 0
+
+  def report_signal(self, signum: int) -> None:
+    """Makes a signal that this process received known to process 0, with the next exchange."""
+    self._signal = signum
+
+  async def broadcast(self, decision: Awaitable[Json] | None) -> Any:
+    """What process 0's `decision` evaluates to, in every process.
+
+    Args:
+      decision: an awaitable of a JSON value in process 0, None in the others.
+
+    Raises:
+      PeerFailed: in the others, when `decision` raised in process 0 (where its own exception goes on).
+    """
+    if jax.process_count() == 1:
+      return await decision
+    return await (self._lead(decision) if self.leads else self._follow())
+
+  async def _lead(self, decision: Awaitable[Json]) -> Json:
+    task = asyncio.ensure_future(decision)
+    while not task.done():
+      await asyncio.wait({task}, timeout=self._beat_s)
+      if not task.done():
+        await self._headers(_BEAT, 0)
+    if task.exception() is not None:
+      await self._headers(_ABORT, 0)
+      raise task.exception()
+    payload = json.dumps(task.result()).encode()
+    await self._headers(_VALUE, len(payload))
+    await self._device.run(_broadcast_bytes, payload, len(payload))
+    return json.loads(payload)
+
+  async def _follow(self) -> Json:
+    while True:
+      kind, length = await self._headers(_BEAT, 0)
+      if kind == _ABORT:
+        raise PeerFailed('process 0 failed; its own message says why')
+      if kind == _VALUE:
+        return json.loads(await self._device.run(_broadcast_bytes, b'', length))
+
+  async def _headers(self, kind: int, length: int) -> tuple[int, int]:
+    """Exchanges (kind, length, signal) among all; returns process 0's kind and length."""
+    own = np.array([kind, length, self._signal], np.int32)
+    headers = await self._device.run(multihost_utils.process_allgather, own)
+    signals = [int(s) for s in headers[:, 2] if s]
+    if signals and self.leads:
+      self._on_signal(signals[0])
+    return int(headers[0, 0]), int(headers[0, 1])
+
+
+def _broadcast_bytes(payload: bytes, length: int) -> bytes:
+  """Process 0's `payload` of `length` bytes, in every process, block by block."""
+  blocks = -(-length // _BLOCK)
+  buffer = np.zeros(blocks * _BLOCK, np.uint8)
+  buffer[: len(payload)] = np.frombuffer(payload, np.uint8)
+  received = [multihost_utils.broadcast_one_to_all(block) for block in buffer.reshape(blocks, _BLOCK)]
+  return np.concatenate(received).astype(np.uint8).tobytes()[:length]

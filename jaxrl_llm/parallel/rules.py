@@ -1,0 +1,54 @@
+"""The one table from logical axes (what a dimension means) to mesh axes (where it is cut)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm.parallel.mesh import BATCH_AXES, FSDP, TENSOR
+
+RULES: Mapping[str, tuple[str, ...]] = {
+  'batch': BATCH_AXES,
+  'layers': (),
+  'vocab': (TENSOR,),
+  'embed': (FSDP,),
+  'heads': (TENSOR,),
+  'kv_heads': (TENSOR,),
+  'mlp': (TENSOR,),
+  'norm': (),
+}
+
+
+def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
+  """Sharding of one array: a dimension that the mesh axes do not divide stays whole, and so does one without a rule.
+
+  Args:
+    mesh: the mesh.
+    axes: a logical name for each dimension; None for one that is never cut.
+    shape: the array's shape.
+  """
+  entries = []
+  for name, size in zip(axes, shape, strict=True):
+    mesh_axes = () if name is None else RULES[name]
+    parts = math.prod(mesh.shape[a] for a in mesh_axes)
+    entries.append(mesh_axes if parts > 1 and size % parts == 0 else None)
+  return NamedSharding(mesh, PartitionSpec(*entries))
+
+
+def tree_shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:
+  """Shardings of a parameter tree, from its tree of axis names and its tree of shapes (`jax.eval_shape`)."""
+  is_axes = lambda leaf: isinstance(leaf, tuple)
+  return jax.tree.map(lambda a, s: sharding(mesh, a, s.shape), axes, shapes, is_leaf=is_axes)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+  return NamedSharding(mesh, PartitionSpec())
+
+
+def sharding_of_batch(mesh: Mesh) -> NamedSharding:
+  """Of arrays `[micro_batches, chunks, ...]`: chunks are dealt over the data-parallel ranks."""
+  return NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))

@@ -1,0 +1,382 @@
+"""The durable store of samples: SQLite holds all control state, sealed ArrayRecord segments hold bytes that left it.
+
+Invariants:
+- every sample issued has one row for ever, keyed (uid, attempt); what happens to it is appended to `transitions`, each
+  change stamped with the number of completed batches at that moment; `samples.state` repeats its last transition;
+- a sample that was accepted has its bytes in the open segment or in one sealed, verified segment;
+- each public call is one transaction (or part of the one that `transaction()` opened): after it returns, a killed
+  process loses nothing of it; before, nothing of it happened.
+
+A commit named c holds the changes stamped < c. `recover(c)` undoes the rest, after which the store is what it was at
+the commit, but for the samples that dead attempts had not accepted by then: they are `void`, reason `crash`.
+
+Durability: WAL. With `synchronous='full'` each transaction is on disk when the call returns. With 'normal' a killed
+process loses nothing either, but a power loss may take transactions since the last `flush()`. Flush before a
+checkpoint's COMMIT: what it can take then is later than the COMMIT and would be undone anyway (only the record of which
+samples were void is lost). Segments are on disk before SQLite forgets their bytes, in both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from absl import logging
+
+from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.experience.sample import Sample, decode, encode
+from jaxrl_llm.experience.score import Score, Status
+from jaxrl_llm.replay import recovery, segments
+from jaxrl_llm.replay.tables import BEFORE, ENTRY, INDEX, SEGMENTS, Entry, Issue, State, entry_of, prepare
+
+_NAMED = 'SELECT value FROM json_each(?)'
+
+
+class ReplayStore:
+  """Use `open_store`. Thread-safe; one process writes, any number may read (`open_segment_reader`, the audit).
+
+  Methods that change something take `step`, the number of completed batches, and name samples by uid: the row meant is
+  that of the uid's newest attempt. A uid that is unknown, or in a state that does not permit the change, is a
+  ValueError, and nothing of the call happens.
+  """
+
+  def __init__(self, directory: pathlib.Path, db: sqlite3.Connection, *, attempt: int, max_uses: int, full: bool):
+    self.directory = directory
+    self.attempt = attempt
+    self.max_uses = max_uses
+    self.reader = segments.open_segment_reader(directory / SEGMENTS)
+    self._db = db
+    self._full = full
+    self._lock = threading.RLock()
+    self._depth = 0
+    (earlier,) = db.execute('SELECT count(*) FROM attempts WHERE attempt < ?', (attempt,)).fetchone()
+    self._recovered = earlier == 0
+
+  @contextlib.contextmanager
+  def transaction(self) -> Iterator[None]:
+    """Joins the calls inside into one transaction: one fsync, all or nothing.
+
+    It holds the store's lock: no await inside, and a call that raises inside must end the whole of it.
+    """
+    with self._lock:
+      if self._depth:
+        yield
+        return
+      self._depth = 1
+      try:
+        self._db.execute('BEGIN IMMEDIATE')
+        yield
+        self._db.execute('COMMIT')
+      except sqlite3.OperationalError as error:
+        raise RunError(
+          f'replay store {self.directory / INDEX}: {error}; nothing acknowledged is lost: free disk space, end other '
+          'processes that write to this run directory, and start again with the same command'
+        ) from error
+      finally:
+        self._depth = 0
+        if self._db.in_transaction:
+          self._db.execute('ROLLBACK')
+
+  def issue(self, rows: Sequence[Issue], step: int) -> None:
+    """Records samples about to be asked for. A uid can be issued again only after it became void with its attempt."""
+    if not self._recovered:
+      raise ValueError('issue: call recover first, an earlier attempt wrote to this store')
+    with self.transaction():
+      known = self._entries([row.uid for row in rows], missing='skip')
+      for entry in known.values():
+        if entry.state != State.VOID:
+          raise ValueError(f'issue {entry.uid}: already {entry.state} under attempt {entry.attempt}')
+      self._db.executemany(
+        'INSERT INTO samples VALUES (?,?,?,?,?,?,?,?)',
+        [(r.uid, self.attempt, r.group_id, r.task_id, r.visit, step, State.ISSUED, step) for r in rows],
+      )
+      self._log([(step, self.attempt, row.uid, State.ISSUED, '') for row in rows])
+
+  def append(self, samples: Sequence[Sample], step: int) -> list[str]:
+    """Accepts results; returns the uids accepted. A result whose sample is past `issued` is counted, not accepted."""
+    with self.transaction():
+      known = self._entries(dict.fromkeys(s.uid for s in samples))
+      accepted: dict[str, Sample] = {}
+      for sample in samples:
+        entry = known[sample.uid]
+        if (sample.group_id, sample.task_id, sample.visit) != (entry.group_id, entry.task_id, entry.visit):
+          raise ValueError(f'append {sample.uid}: group, task or visit differ from what was issued')
+        if entry.state != State.ISSUED or sample.uid in accepted:
+          state = State.STORED if sample.uid in accepted else entry.state
+          self._db.execute(
+            'INSERT INTO duplicates(step, attempt, uid, state) VALUES (?,?,?,?)',
+            (step, entry.attempt, sample.uid, state),
+          )
+        else:
+          accepted[sample.uid] = sample
+      self._db.executemany(
+        'INSERT INTO open_segment(step, attempt, uid, payload) VALUES (?,?,?,?)',
+        [(step, known[uid].attempt, uid, encode(sample)) for uid, sample in accepted.items()],
+      )
+      self._move(list(accepted), State.STORED, '', step)
+    return list(accepted)
+
+  def score(self, scores: Sequence[Score], step: int) -> None:
+    """Appends scores of accepted samples."""
+    with self.transaction():
+      known = self._entries(dict.fromkeys(s.uid for s in scores))
+      rows = []
+      for score in scores:
+        if score.value is not None and not math.isfinite(score.value):
+          raise ValueError(f'score {score.uid}: {score.scorer} gave {score.value}; unscorable is None')
+        if known[score.uid].state == State.ISSUED:
+          raise ValueError(f'score {score.uid}: it has no bytes yet')
+        rest = json.dumps(
+          {
+            'parts': dict(score.parts),
+            'turn_values': list(score.turn_values),
+            'evidence': dict(score.evidence),
+            'time': score.time,
+          }
+        )
+        rows.append((step, known[score.uid].attempt, score.uid, score.scorer, score.value, score.status, rest))
+      self._db.executemany(
+        'INSERT INTO scores(step, attempt, uid, scorer, value, status, json) VALUES (?,?,?,?,?,?,?)', rows
+      )
+
+  def admit(self, uids: Sequence[str], step: int) -> None:
+    with self.transaction():
+      self._move(uids, State.ADMITTED, '', step)
+
+  def drop(self, uids: Sequence[str], reason: str, step: int) -> None:
+    if not reason:
+      raise ValueError('drop: a reason is wanted')
+    with self.transaction():
+      self._move(uids, State.DROPPED, reason, step)
+
+  def expire(self, uids: Sequence[str], step: int) -> None:
+    with self.transaction():
+      self._move(uids, State.EXPIRED, '', step)
+
+  def seal(self, uids: Sequence[str], step: int) -> dict[str, segments.Ref]:
+    """Places of admitted samples in sealed segments, moving those still in the open segment into one new one."""
+    with self._lock:
+      for entry in self._entries(uids).values():
+        if entry.state not in (State.ADMITTED, State.TRAINED):
+          raise ValueError(f'seal {entry.uid}: it is {entry.state}, only what was admitted can be sealed')
+      refs = self._refs(uids)
+      payloads = {uid: row for uid, row in self._open_rows(uids).items() if uid not in refs}
+      new = [uid for uid in uids if uid not in refs]
+      if missing := [uid for uid in new if uid not in payloads]:
+        raise RunError(f'seal {missing[0]}: its bytes are in no segment; run the audit on {self.directory}')
+      if new:
+        (count,) = self._db.execute('SELECT count(*) FROM segments WHERE step = ?', (step,)).fetchone()
+        name = f'{step:08d}-{self.attempt:03d}-{count:03d}{segments.SUFFIX}'
+        segments.write_segment(self.directory / SEGMENTS, name, [payloads[uid][1] for uid in new])
+        with self.transaction():
+          self._db.execute('INSERT INTO segments VALUES (?,?,?,?)', (name, step, self.attempt, len(new)))
+          self._db.executemany(
+            'INSERT INTO segment_rows VALUES (?,?,?,?)',
+            [(name, row, uid, payloads[uid][0]) for row, uid in enumerate(new)],
+          )
+          self._db.execute(f'DELETE FROM open_segment WHERE uid IN ({_NAMED})', (json.dumps(new),))
+        refs.update({uid: (name, row) for row, uid in enumerate(new)})
+      return {uid: refs[uid] for uid in uids}
+
+  def trained(self, uids: Sequence[str], step: int) -> None:
+    """Records that one batch trained on these sealed samples."""
+    with self.transaction():
+      if missing := set(uids) - set(self._refs(uids)):
+        raise ValueError(f'trained {min(missing)}: it was not sealed')
+      uses = self._db.execute(
+        f"SELECT uid, count(*) FROM transitions WHERE uid IN ({_NAMED}) AND state = 'trained' GROUP BY uid",
+        (json.dumps(list(uids)),),
+      )
+      for uid, count in uses:
+        if count >= self.max_uses:
+          raise ValueError(f'trained {uid}: it was already used {count} times, max_uses is {self.max_uses}')
+      self._move(uids, State.TRAINED, '', step)
+
+  def record_plan(self, step: int, plan: Any) -> None:
+    """Keeps the JSON of the plan that batch `step` (batches completed before it) is made by."""
+    with self.transaction():
+      self._db.execute('INSERT INTO plans VALUES (?,?,?)', (step, self.attempt, json.dumps(plan)))
+
+  def recover(self, commit_step: int) -> dict[str, int]:
+    """Start-up: undoes, in one transaction, what is later than the commit. See the module's docstring.
+
+    Args:
+      commit_step: name of the newest commit; 0 where there is none.
+
+    Returns:
+      Counts: changes, scores, plans … undone, samples become void, bytes restored to the open segment, files removed.
+    """
+    with self._lock:
+      if self._db.execute('SELECT 1 FROM samples WHERE attempt = ? LIMIT 1', (self.attempt,)).fetchone():
+        raise ValueError('recover: this attempt has already issued samples')
+      with self.transaction():
+        counts = recovery.undo(self._db, self.reader, commit_step=commit_step, attempt=self.attempt)
+      self.reader.close()
+      counts['files'] = recovery.remove_unnamed_files(self._db, self.directory / SEGMENTS)
+      self._recovered = True
+    if any(counts.values()):
+      logging.info('replay: attempt %d starts from commit %d; undone: %s', self.attempt, commit_step, counts)
+    return counts
+
+  def prune(self, commit_step: int) -> int:
+    """Forgets the bytes of samples dropped or expired before the commit; returns how many.
+
+    Not done at the drop itself, which a crash would undo: pass the oldest commit that a start may go back to.
+    """
+    with self.transaction():
+      return self._db.execute(
+        'DELETE FROM open_segment WHERE EXISTS (SELECT 1 FROM samples s WHERE s.uid = open_segment.uid AND '
+        "s.attempt = open_segment.attempt AND s.state IN ('dropped', 'expired') AND s.changed < ?)",
+        (commit_step,),
+      ).rowcount
+
+  def flush(self) -> None:
+    """All that was acknowledged is on disk when this returns; call it before a checkpoint's COMMIT."""
+    if self._full:
+      return
+    with self._lock:
+      self._db.execute('PRAGMA synchronous=FULL')
+      self.set_meta('flushed', {'attempt': self.attempt})  # its fsync covers all of the log before it
+      self._db.execute('PRAGMA synchronous=NORMAL')
+
+  def close(self) -> None:
+    with self._lock:
+      self.reader.close()
+      self._db.close()
+
+  def entries(self, uids: Sequence[str]) -> dict[str, Entry]:
+    with self._lock:
+      return self._entries(uids)
+
+  def live(self) -> list[Entry]:
+    """Samples that have not ended, of this and of earlier attempts, in uid order."""
+    with self._lock:
+      rows = self._db.execute(f"{ENTRY} WHERE state IN ('issued', 'stored', 'admitted') ORDER BY uid").fetchall()
+    return [entry_of(row) for row in rows]
+
+  def scores(self, uids: Sequence[str]) -> dict[str, list[Score]]:
+    """Each sample's newest score by each scorer, in the order in which they were given."""
+    with self._lock:
+      rows = self._db.execute(
+        'SELECT c.uid, scorer, value, status, json FROM scores c JOIN samples s USING (uid, attempt) '
+        f'WHERE uid IN ({_NAMED}) AND attempt = (SELECT max(attempt) FROM samples n WHERE n.uid = c.uid) ORDER BY seq',
+        (json.dumps(list(uids)),),
+      ).fetchall()
+    newest: dict[str, dict[str, Score]] = {uid: {} for uid in uids}
+    for uid, scorer, value, status, rest in rows:
+      fields = json.loads(rest)
+      fields['turn_values'] = tuple(fields['turn_values'])
+      newest[uid].pop(scorer, None)
+      newest[uid][scorer] = Score(uid=uid, scorer=scorer, value=value, status=Status(status), **fields)
+    return {uid: list(by_scorer.values()) for uid, by_scorer in newest.items()}
+
+  def read(self, uids: Sequence[str]) -> list[Sample]:
+    """The accepted samples, wherever their bytes are, in the order of `uids`."""
+    with self._lock:
+      refs, rows = self._refs(uids), self._open_rows(uids)
+    sealed = [uid for uid in uids if uid not in rows]
+    if missing := [uid for uid in sealed if uid not in refs]:
+      raise ValueError(f'read {missing[0]}: it has no bytes')
+    samples = dict(zip(sealed, self.reader.read([refs[uid] for uid in sealed])))
+    return [samples[uid] if uid in samples else decode(rows[uid][1]) for uid in uids]
+
+  def plans(self, first_step: int = 0) -> dict[int, Any]:
+    with self._lock:
+      rows = self._db.execute('SELECT step, json FROM plans WHERE step >= ? ORDER BY step', (first_step,)).fetchall()
+    return {step: json.loads(text) for step, text in rows}
+
+  def meta(self, key: str) -> Any:
+    """The value kept under `key`, or None. Not undone by `recover`."""
+    with self._lock:
+      row = self._db.execute('SELECT json FROM meta WHERE key = ?', (key,)).fetchone()
+    return None if row is None else json.loads(row[0])
+
+  def set_meta(self, key: str, value: Any) -> None:
+    with self.transaction():
+      self._db.execute('INSERT OR REPLACE INTO meta VALUES (?,?)', (key, json.dumps(value)))
+
+  def counts(self) -> dict[str, int]:
+    """Samples per state, and `duplicates`: results that arrived after another one had been accepted."""
+    with self._lock:
+      found = dict(self._db.execute('SELECT state, count(*) FROM samples GROUP BY state').fetchall())
+      (duplicates,) = self._db.execute('SELECT count(*) FROM duplicates').fetchone()
+    return {**{str(state): found.get(state, 0) for state in State}, 'duplicates': duplicates}
+
+  def _entries(self, uids: Sequence[str] | Mapping[str, Any], missing: Literal['raise', 'skip'] = 'raise'):
+    uids = list(uids)
+    if len(set(uids)) != len(uids):
+      raise ValueError(f'a uid is named twice in one call: {next(u for u in uids if uids.count(u) > 1)}')
+    rows = self._db.execute(f'{ENTRY} WHERE uid IN ({_NAMED}) ORDER BY attempt', (json.dumps(uids),))
+    found = {row[0]: entry_of(row) for row in rows}  # the newest attempt's row comes last
+    if missing == 'raise' and len(found) < len(uids):
+      raise ValueError(f'unknown uid {next(u for u in uids if u not in found)}: it was never issued')
+    return found
+
+  def _move(self, uids: Sequence[str], state: State, reason: str, step: int) -> None:
+    found = self._entries(uids)
+    for entry in found.values():
+      if entry.state not in BEFORE[state]:
+        raise ValueError(f'{entry.uid}: is {entry.state}, cannot become {state}')
+      if step < entry.changed:
+        raise ValueError(f'{entry.uid}: became {entry.state} at step {entry.changed}, cannot become {state} at {step}')
+    self._db.executemany(
+      'UPDATE samples SET state = ?, changed = ? WHERE uid = ? AND attempt = ?',
+      [(state, step, uid, found[uid].attempt) for uid in uids],
+    )
+    self._log([(step, found[uid].attempt, uid, state, reason) for uid in uids])
+
+  def _log(self, rows: Sequence[tuple[int, int, str, State, str]]) -> None:
+    self._db.executemany('INSERT INTO transitions(step, attempt, uid, state, reason) VALUES (?,?,?,?,?)', rows)
+
+  def _refs(self, uids: Sequence[str]) -> dict[str, segments.Ref]:
+    rows = self._db.execute(
+      f'SELECT uid, name, row FROM segment_rows WHERE uid IN ({_NAMED}) ORDER BY attempt', (json.dumps(list(uids)),)
+    )
+    return {uid: (name, row) for uid, name, row in rows}
+
+  def _open_rows(self, uids: Sequence[str]) -> dict[str, tuple[int, bytes]]:
+    rows = self._db.execute(
+      f'SELECT uid, attempt, payload FROM open_segment WHERE uid IN ({_NAMED}) ORDER BY attempt',
+      (json.dumps(list(uids)),),
+    )
+    return {uid: (attempt, payload) for uid, attempt, payload in rows}
+
+
+def open_store(
+  directory: str | os.PathLike,
+  *,
+  attempt: int | None = None,
+  max_uses: int = 1,
+  synchronous: Literal['full', 'normal'] = 'full',
+) -> ReplayStore:
+  """Opens or makes the store in `<workdir>/replay` for writing; call `recover` next.
+
+  Args:
+    directory: holds index.sqlite and segments/.
+    attempt: number of this start of the run, larger than all before; None: one more than the last.
+    max_uses: how many batches may train on one sample.
+    synchronous: what a power loss may take, see the module's docstring.
+  """
+  directory = pathlib.Path(directory)
+  path = directory / INDEX
+  (directory / SEGMENTS).mkdir(parents=True, exist_ok=True)
+  db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
+  try:
+    db.execute('PRAGMA journal_mode=WAL')
+    db.execute('PRAGMA synchronous=FULL')
+    attempt = prepare(db, path, attempt, max_uses)
+    db.execute(f'PRAGMA synchronous={synchronous.upper()}')
+  except sqlite3.DatabaseError as error:
+    db.close()
+    raise UserError(f'replay store {path}: {error}; damaged, locked or not a store of this program') from error
+  except UserError:
+    db.close()
+    raise
+  return ReplayStore(directory, db, attempt=attempt, max_uses=max_uses, full=synchronous == 'full')

@@ -1,0 +1,85 @@
+"""Start-up after a crash: takes the index back to the newest commit, and accounts for what died.
+
+Invariant: afterwards the index holds what it held at the commit, except that samples which were not accepted by then
+are `void`, reason `crash`, under the attempt that issued them; no sample's row is ever deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sqlite3
+
+from jaxrl_llm.replay.segments import SegmentReader
+from jaxrl_llm.replay.tables import State
+
+_UNDONE = {
+  'transitions': "AND state NOT IN ('issued', 'void')",
+  'scores': '',
+  'plans': '',
+  'duplicates': '',
+  'open_segment': '',
+}
+"""Tables whose rows stamped at or after the commit go. That a sample was issued, or lost, stays true."""
+
+
+def undo(db: sqlite3.Connection, reader: SegmentReader, *, commit_step: int, attempt: int) -> dict[str, int]:
+  """Undoes, inside the caller's transaction, what is stamped at or after `commit_step`; returns counts by table.
+
+  Args:
+    db: the index.
+    reader: of the segments, from which undone seals take their bytes back.
+    commit_step: name of the newest commit.
+    attempt: the attempt that starts; all others are dead.
+  """
+  counts = {'restored': _unseal(db, reader, commit_step)}
+  for table, which in _UNDONE.items():
+    counts[table] = db.execute(f'DELETE FROM {table} WHERE step >= ? {which}', (commit_step,)).rowcount
+  db.execute(
+    'UPDATE samples SET (state, changed) = (SELECT t.state, t.step FROM transitions t '
+    'WHERE t.uid = samples.uid AND t.attempt = samples.attempt ORDER BY t.seq DESC LIMIT 1) '
+    "WHERE changed >= ? AND state != 'void'",
+    (commit_step,),
+  )
+  # Issued after the commit, or before it and not accepted by then: both are back at `issued`; their worker died.
+  lost = db.execute("SELECT attempt, uid FROM samples WHERE state = 'issued' AND attempt < ?", (attempt,)).fetchall()
+  db.executemany(
+    "UPDATE samples SET state = 'void', changed = ? WHERE attempt = ? AND uid = ?",
+    [(commit_step, dead, uid) for dead, uid in lost],
+  )
+  db.executemany(
+    'INSERT INTO transitions(step, attempt, uid, state, reason) VALUES (?,?,?,?,?)',
+    [(commit_step, dead, uid, State.VOID, 'crash') for dead, uid in lost],
+  )
+  counts['void'] = len(lost)
+  db.execute(
+    'UPDATE attempts SET commit_step = ?, counts = ? WHERE attempt = ?', (commit_step, json.dumps(counts), attempt)
+  )
+  return counts
+
+
+def _unseal(db: sqlite3.Connection, reader: SegmentReader, commit_step: int) -> int:
+  """Undoes seals: the bytes of samples accepted before the commit go back to the open segment."""
+  rows = db.execute(
+    'SELECT r.name, r.row, r.uid, r.attempt, t.step FROM segment_rows r JOIN segments g USING (name) '
+    'JOIN transitions t ON t.uid = r.uid AND t.attempt = r.attempt '
+    "WHERE t.state = 'stored' AND t.step < ?1 AND g.step >= ?1 ORDER BY t.seq",
+    (commit_step,),
+  ).fetchall()
+  payloads = reader.read_bytes([(name, row) for name, row, *_ in rows])
+  db.executemany(
+    'INSERT INTO open_segment(step, attempt, uid, payload) VALUES (?,?,?,?)',
+    [(stored, dead, uid, payload) for (_, _, uid, dead, stored), payload in zip(rows, payloads)],
+  )
+  db.execute('DELETE FROM segment_rows WHERE name IN (SELECT name FROM segments WHERE step >= ?)', (commit_step,))
+  db.execute('DELETE FROM segments WHERE step >= ?', (commit_step,))
+  return len(rows)
+
+
+def remove_unnamed_files(db: sqlite3.Connection, directory: pathlib.Path) -> int:
+  """Removes segment files that the index does not name: of undone seals, and of seals that did not finish."""
+  named = {name for (name,) in db.execute('SELECT name FROM segments')}
+  leftovers = [path for path in directory.iterdir() if path.name not in named]
+  for path in leftovers:
+    path.unlink()
+  return len(leftovers)

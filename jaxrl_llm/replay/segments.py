@@ -1,0 +1,167 @@
+"""Sealed segments: immutable ArrayRecord files of encoded samples, one record per sample, read by (file, row).
+
+Invariant: a file under its final name is complete, was re-read byte for byte after it was closed, and is on disk with
+its directory entry. A writer that dies leaves at most a `.tmp` file (ArrayRecord cannot read a file without a footer).
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import pathlib
+import threading
+from collections.abc import Sequence
+
+from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
+
+from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.experience.sample import Sample, decode
+
+SUFFIX = '.arrayrecord'
+Ref = tuple[str, int]
+"""A sealed sample's place: file name within the segments directory, row."""
+
+_WRITER = 'group_size:1'  # random access decodes whole groups
+_READER = 'readahead_buffer_size:0,max_parallelism:0'
+_UNREADABLE = (RuntimeError, ValueError, IndexError, OSError)  # what ArrayRecordReader raises for a bad file
+
+
+class SegmentError(RunError):
+  """A segment cannot be written, or what is on disk is not what was sealed."""
+
+
+def write_segment(directory: str | os.PathLike, name: str, payloads: Sequence[bytes]) -> pathlib.Path:
+  """Writes `directory/name`, replacing a leftover of that name; on return it is complete, verified and durable."""
+  path = pathlib.Path(directory) / name
+  temporary = path.with_name(path.name + '.tmp')
+  try:
+    writer = ArrayRecordWriter(str(temporary), _WRITER)
+    for payload in payloads:
+      writer.write(payload)
+    writer.close()
+    _verify(temporary, payloads)
+    _fsync(temporary)
+    os.replace(temporary, path)
+    _fsync(path.parent)
+  except _UNREADABLE as error:
+    temporary.unlink(missing_ok=True)
+    raise SegmentError(
+      f'segment {path}: {len(payloads)} rows could not be written: {_first_line(error)}; '
+      'is the disk full? Nothing is lost: free space and start again with the same command'
+    ) from error
+  return path
+
+
+def _verify(path: pathlib.Path, payloads: Sequence[bytes]) -> None:
+  reader = ArrayRecordReader(str(path), _READER)
+  try:
+    found = reader.read(list(range(len(payloads)))) if reader.num_records() == len(payloads) else None
+  finally:
+    reader.close()
+  if found != list(payloads):
+    raise ValueError('rows read back differ from rows written')
+
+
+def _fsync(path: pathlib.Path) -> None:
+  handle = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(handle)
+  finally:
+    os.close(handle)
+
+
+def _first_line(error: Exception) -> str:
+  return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+class SegmentReader:
+  """Random access to sealed rows, with the most recently used files kept open. Thread-safe; picklable by its path."""
+
+  def __init__(self, directory: str | os.PathLike, *, max_open: int = 64):
+    self._directory = pathlib.Path(directory)
+    self._max_open = max_open
+    self._open: collections.OrderedDict[str, ArrayRecordReader] = collections.OrderedDict()
+    self._lock = threading.Lock()
+
+  def read(self, refs: Sequence[Ref]) -> list[Sample]:
+    """The samples at `refs`, in that order. A row that is not what was sealed is a SegmentError."""
+    payloads = self.read_bytes(refs)
+    return [
+      decode_row(payload, f'segment {self._directory / name}, row {row}')
+      for (name, row), payload in zip(refs, payloads)
+    ]
+
+  def read_bytes(self, refs: Sequence[Ref]) -> list[bytes]:
+    by_file: dict[str, list[int]] = {}
+    for place, (name, _) in enumerate(refs):
+      by_file.setdefault(name, []).append(place)
+    payloads: list[bytes] = [b''] * len(refs)
+    with self._lock:
+      for name, places in by_file.items():
+        rows = [refs[place][1] for place in places]
+        for place, payload in zip(places, self._read_file(name, rows)):
+          payloads[place] = payload
+    return payloads
+
+  def close(self) -> None:
+    with self._lock:
+      while self._open:
+        self._open.popitem()[1].close()
+
+  def _read_file(self, name: str, rows: list[int]) -> list[bytes]:
+    try:
+      reader = self._reader(name)
+      count = reader.num_records()
+      if count and not 0 <= min(rows) <= max(rows) < count:
+        raise IndexError(f'it has {count} rows')
+      return reader.read(rows)
+    except _UNREADABLE as error:
+      raise SegmentError(
+        f'segment {self._directory / name}: rows {rows[:3]}{"…" if len(rows) > 3 else ""} cannot be read: '
+        f'{_first_line(error)}; the file is damaged or missing: restore it, or branch with --init_from'
+      ) from error
+
+  def _reader(self, name: str) -> ArrayRecordReader:
+    if name in self._open:
+      self._open.move_to_end(name)
+      return self._open[name]
+    path = self._directory / name
+    if not path.is_file():
+      raise FileNotFoundError('no such file')
+    self._open[name] = ArrayRecordReader(str(path), _READER)
+    if len(self._open) > self._max_open:
+      self._open.popitem(last=False)[1].close()
+    return self._open[name]
+
+  def __reduce__(self):
+    return (open_segment_reader, (self._directory,))
+
+
+def decode_row(payload: bytes, where: str) -> Sample:
+  """The sample in these bytes; a SegmentError that says `where` when they are none."""
+  try:
+    return decode(payload)
+  except (ValueError, TypeError, KeyError, AttributeError) as error:
+    raise SegmentError(f'{where}: not a sample: {_first_line(error)}; restore the file') from error
+
+
+def open_segment_reader(directory: str | os.PathLike) -> SegmentReader:
+  """A reader of `<workdir>/replay/segments`; files are opened when first read and kept open."""
+  return SegmentReader(directory)
+
+
+class SegmentSource:
+  """The samples at fixed refs as a random-access source (`len`, `[i]`), as grain reads them."""
+
+  def __init__(self, reader: SegmentReader, refs: Sequence[Ref]):
+    self._reader = reader
+    self._refs = tuple(refs)
+
+  def __len__(self) -> int:
+    return len(self._refs)
+
+  def __getitem__(self, index: int) -> Sample:
+    return self._reader.read([self._refs[index]])[0]
+
+  def __repr__(self) -> str:
+    return f'SegmentSource({len(self)} rows)'

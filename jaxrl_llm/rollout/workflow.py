@@ -1,0 +1,109 @@
+"""Turns a task into samples. The single-turn workflow: prompt in, n completions out, token-exact."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import numpy as np
+
+from jaxrl_llm.experience.sample import Finish, Role, Sample, Segment, Source
+from jaxrl_llm.experience.task import Task
+from jaxrl_llm.rollout.api import Completion, Engine, Request, Sampling
+from jaxrl_llm.tasks.tokenizer import Tokenizer
+
+
+class SingleTurn:
+  """One prompt, one completion per sample."""
+
+  def __init__(self, engine: Engine, tokenizer: Tokenizer, *, max_tokens: int):
+    self._engine, self._tokenizer, self._max_tokens = engine, tokenizer, max_tokens
+
+  async def run(
+    self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
+  ) -> AsyncIterator[tuple[Sample, str]]:
+    """Yields each sample with its completion as text, as soon as it ends.
+
+    Args:
+      visit: how often the task had been drawn before; part of what the randomness is counted by.
+      stage: first part of the samples' names.
+    """
+    prompt = self._tokenizer.render_prompt(task.prompt)
+    group = f'{stage}/{task.uid}/{visit}'
+    digest = int(task.digest, 16)
+    request = Request(
+      uid=group,
+      prompt=tuple(prompt),
+      max_tokens=self._max_tokens,
+      sampling=sampling,
+      stop_ids=tuple(self._tokenizer.stop_ids),
+      samples=samples,
+      key=(digest & 0xFFFFFFFF, digest >> 32 & 0xFFFFFFFF, visit),
+    )
+    async for index, completion in self._engine.generate(request):
+      sample = rollout_sample(
+        task, visit, index, prompt, completion, group=group, temperature=sampling.temperature
+      )
+      yield sample, completion_text(self._tokenizer, completion)
+
+
+def completion_text(tokenizer: Tokenizer, completion: Completion) -> str:
+  """What the policy said, without the token that ended it."""
+  tokens = completion.tokens[:-1] if completion.finish == Finish.STOP else completion.tokens
+  return tokenizer.decode([int(t) for t in tokens])
+
+
+def rollout_sample(
+  task: Task, visit: int, index: int, prompt: list[int], completion: Completion, *, group: str, temperature: float
+) -> Sample:
+  """The durable record of one completion."""
+  before, after = len(prompt), len(completion.tokens)
+  sampled = np.r_[np.zeros(before, bool), np.ones(after, bool)]
+  segments = tuple(
+    Segment(start=s.start + before, end=s.end + before, version=s.version, engine=s.engine, finish=s.finish)
+    for s in completion.segments
+  )
+  return Sample(
+    uid=f'{group}/{index}',
+    task_id=task.uid,
+    visit=visit,
+    sample_index=index,
+    group_id=group,
+    trajectory_id=f'{group}/{index}',
+    taskset=task.taskset,
+    domain=task.domain,
+    source=Source.ROLLOUT,
+    tokens=np.r_[np.asarray(prompt, np.int32), completion.tokens].astype(np.int32),
+    prompt_len=before,
+    role=np.where(sampled, Role.POLICY, Role.PROMPT).astype(np.uint8),
+    loss_mask=sampled,
+    sampled=sampled,
+    behaviour_logprobs=np.r_[np.zeros(before, np.float32), completion.logprobs].astype(np.float32),
+    segments=segments,
+    temperature=temperature,
+    finish_reason=completion.finish,
+  )
+
+
+def demonstration_sample(task: Task, answer: str, tokenizer: Tokenizer, *, number: int) -> Sample:
+  """The record of a demonstration: trained on, not sampled."""
+  prompt, completion = tokenizer.render_answer(task.prompt, answer)
+  tokens = np.array([*prompt, *completion], np.int32)
+  given = np.r_[np.zeros(len(prompt), bool), np.ones(len(completion), bool)]
+  uid = f'{task.uid}/demonstration/{number}'
+  return Sample(
+    uid=uid,
+    task_id=task.uid,
+    visit=0,
+    sample_index=number,
+    group_id=uid,
+    trajectory_id=uid,
+    taskset=task.taskset,
+    domain=task.domain,
+    source=Source.EXPERT,
+    tokens=tokens,
+    prompt_len=len(prompt),
+    role=np.where(given, Role.POLICY, Role.PROMPT).astype(np.uint8),
+    loss_mask=given,
+    sampled=np.zeros(len(tokens), bool),
+    behaviour_logprobs=np.zeros(len(tokens), np.float32),
+  )

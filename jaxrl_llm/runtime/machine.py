@@ -1,0 +1,55 @@
+"""What the process itself does beside the work: programs it compiles, how long its event loop is blocked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import jax
+
+_COMPILED = '/jax/core/compile/backend_compile_duration'
+
+
+class CompilationCounter:
+  """Programs compiled (or read from the persistent cache) by this process since the last `take`."""
+
+  def __init__(self):
+    self._count = 0
+    jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+  def _on_event(self, event: str, duration: float, **_: object) -> None:
+    self._count += event == _COMPILED
+
+  def take(self) -> int:
+    count, self._count = self._count, 0
+    return count
+
+
+class Heartbeat:
+  """The longest time since the last `take` that the event loop was late."""
+
+  def __init__(self, *, every_s: float = 0.05):
+    self._every_s = every_s
+    self._late = 0.0
+
+  @contextlib.asynccontextmanager
+  async def running(self) -> AsyncIterator[None]:
+    task = asyncio.create_task(self._beat())
+    try:
+      yield
+    finally:
+      task.cancel()
+      await asyncio.wait({task})
+
+  async def _beat(self) -> None:
+    while True:
+      due = time.monotonic() + self._every_s
+      await asyncio.sleep(self._every_s)
+      self._late = max(self._late, time.monotonic() - due)
+
+  def take(self) -> float:
+    """Seconds."""
+    late, self._late = self._late, 0.0
+    return late

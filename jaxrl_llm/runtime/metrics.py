@@ -1,0 +1,261 @@
+"""What is measured, how it adds up, and how to read it.
+
+A metric stays (sum, count), maximum or minimum until it is written: shares of processes, micro-batches and optimizer
+steps are merged first and divided once, so that the written number does not depend on how a step was split. `METRICS`
+documents each key; docs/metrics.md is `document()`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+Scalar = Any
+"""A number, or an array of one (NumPy, JAX)."""
+
+
+class Mean(NamedTuple):
+  """A mean that can still be merged: sum of the values and their count (or weights and their sum)."""
+
+  total: Scalar
+  count: Scalar
+
+  def merge(self, other: Mean) -> Mean:
+    return Mean(self.total + other.total, self.count + other.count)
+
+  def value(self) -> float | None:
+    """total / count; None where nothing was counted."""
+    return float(self.total) / float(self.count) if self.count else None
+
+
+class Sum(NamedTuple):
+  """A total: counts of tokens, of skipped samples."""
+
+  total: Scalar
+
+  def merge(self, other: Sum) -> Sum:
+    return Sum(self.total + other.total)
+
+  def value(self) -> float | None:
+    return float(self.total)
+
+
+class Max(NamedTuple):
+  """The largest value seen; NaN if any was NaN, so that a bad value cannot hide."""
+
+  largest: Scalar
+
+  def merge(self, other: Max) -> Max:
+    return Max(math.nan if math.isnan(self.largest + other.largest) else max(self.largest, other.largest))
+
+  def value(self) -> float | None:
+    return float(self.largest)
+
+
+class Min(NamedTuple):
+  """The smallest value seen; NaN if any was NaN."""
+
+  smallest: Scalar
+
+  def merge(self, other: Min) -> Min:
+    return Min(math.nan if math.isnan(self.smallest + other.smallest) else min(self.smallest, other.smallest))
+
+  def value(self) -> float | None:
+    return float(self.smallest)
+
+
+Metric = Mean | Sum | Max | Min
+
+
+def mean_of(values: Iterable[Scalar]) -> Mean:
+  values = [float(v) for v in values]
+  return Mean(math.fsum(values), len(values))
+
+
+def spread(prefix: str, values: Iterable[Scalar]) -> dict[str, Metric]:
+  """{prefix/mean, prefix/max, prefix/min} of some values; nothing where there are none."""
+  values = [float(v) for v in values]
+  if not values:
+    return {}
+  bad = any(math.isnan(v) for v in values)
+  return {
+    f'{prefix}/mean': mean_of(values),
+    f'{prefix}/max': Max(math.nan if bad else max(values)),
+    f'{prefix}/min': Min(math.nan if bad else min(values)),
+  }
+
+
+def merge(left: Mapping[str, Metric], right: Mapping[str, Metric]) -> dict[str, Metric]:
+  """The metrics of both shares together. Raises TypeError where the two hold one key as different kinds."""
+  merged = dict(left)
+  for key, metric in right.items():
+    if key in merged and type(merged[key]) is not type(metric):
+      raise TypeError(f'metric {key!r}: cannot merge {type(merged[key]).__name__} with {type(metric).__name__}')
+    merged[key] = merged[key].merge(metric) if key in merged else metric
+  return merged
+
+
+def resolve(metrics: Mapping[str, Metric | Scalar]) -> dict[str, float]:
+  """Metrics as the numbers that are written. A mean over nothing is left out: it is unknown, not 0."""
+  row = {}
+  for key, metric in metrics.items():
+    value = metric.value() if isinstance(metric, Mean | Sum | Max | Min) else float(metric)
+    if value is not None:
+      row[key] = value
+  return row
+
+
+_SPREAD = {'mean': 'Mean', 'max': 'Largest', 'min': 'Smallest'}
+
+
+def _of(prefix: str, what: str, reading: str) -> dict[str, str]:
+  return {f'{prefix}/{kind}': f'{word} {what}. {reading}'.strip() for kind, word in _SPREAD.items()}
+
+
+METRICS: dict[str, str] = {
+  'training/global_step': 'Completed optimizer batches when the row was written; the x-axis of every curve.',
+  'training/epoch': 'How often the tasks of this stage have been gone through.',
+  # The policy update.
+  'actor/pg_loss': 'Clipped policy loss. Hovers around 0; its size says little, a drift away from 0 is stale data.',
+  'actor/sft_loss': 'Negative log-likelihood per demonstrated token (nats). Should fall; far below the '
+  "demonstrations' own entropy is memorising.",
+  'actor/loss': 'All loss terms together, each with its weight.',
+  'actor/entropy': 'Entropy of the policy per token (nats). A slow fall is learning; near 0 while the reward is low '
+  'is collapse, a rise without end is divergence.',
+  'actor/grad_norm': 'Global gradient norm before clipping. Spikes ten times the usual mean outliers; always above '
+  'the clip value means the learning rate is set by the clipping.',
+  'actor/lr': 'Learning rate of the step.',
+  'actor/pg_clipfrac': 'Share of tokens whose ratio was clipped. 0 at one update a batch; above 0.3 steps are too '
+  'large or data too stale.',
+  'actor/pg_clipfrac_lower': 'Share of tokens with negative advantage that dual clipping cut. Normally 0; above 0.01 '
+  'the policy moves far within one batch.',
+  'actor/ppo_kl': 'KL (k1 estimate, nats per token) from the policy that is updated to the one before. About 0 at '
+  'one update a batch; above 0.1 steps are too large.',
+  'actor/kl_loss': 'KL to the reference (nats per token), in the estimator configured. Grows slowly from 0; a jump '
+  'means that the policy left the reference.',
+  'actor/kl_coef': 'Coefficient of the KL term.',
+  'actor/reward_kl_penalty': 'Mean KL penalty that was taken from the reward.',
+  # Rewards.
+  **_of('critic/score', 'score of a sample as the scorers gave it, before any shaping', 'The curve that should rise.'),
+  **_of('critic/rewards', 'reward of a sample after shaping (KL penalty, length)', 'Equals the score without shaping.'),
+  **_of(
+    'critic/advantages', 'advantage of a trained token', 'The mean is near 0 for groups; extremes above 5 are rare.'
+  ),
+  **_of('critic/returns', 'return of a trained token', ''),
+  **_of('critic/values', "critic's value of a trained token", 'Should approach the returns.'),
+  'critic/vf_explained_var': 'Share of the variance of returns that the critic explains. 1 is perfect, at or below 0 '
+  'it is worse than a constant.',
+  'rewards/<scorer>/mean': "Mean of one scorer's value before its weight. Shows which part of the reward moves.",
+  'rewards/<scorer>/<part>': "Mean of one named part of a scorer's value.",
+  'frac_reward_zero_std': 'Share of groups whose rewards are all equal: no gradient. Near 1 the tasks are too easy or '
+  'too hard.',
+  'num_unscorable': 'Samples without a reward (truth missing, scorer failed), left out of loss and baseline. '
+  'Should be 0.',
+  # Lengths.
+  **_of('response_length', 'response length in tokens', 'A sudden rise with falling reward is rambling.'),
+  'response_length/clip_ratio': 'Share of responses cut at the token limit. Above 0.1 the limit distorts training.',
+  **_of('prompt_length', 'prompt length in tokens', ''),
+  'prompt_length/clip_ratio': 'Share of prompts at the length limit.',
+  **_of('num_turns', 'turns per trajectory', ''),
+  'response/aborted_ratio': 'Share of responses that ended without a stop token or the limit. Should be 0.',
+  # Trainer against sampler.
+  'rollout_corr/kl': 'KL from the sampler to the trainer (nats per token, same weights). Embedded engine: below 1e-6; '
+  'vLLM in bfloat16: about 1e-3. Above 1e-2 the two compute different models.',
+  'rollout_corr/k3_kl': 'The same in the k3 estimate, which is never negative.',
+  'rollout_corr/log_ppl_diff': 'Log-perplexity of the trainer minus that of the sampler. Should be 0 on average.',
+  'rollout_corr/rollout_is_mean': 'Mean importance weight trainer/sampler. Should be 1.',
+  'rollout_corr/rollout_is_max': 'Largest importance weight before the cap.',
+  'rollout_corr/rollout_is_min': 'Smallest importance weight.',
+  'rollout_corr/rollout_is_capped': 'Share of tokens whose importance weight was capped. Should be below 0.01.',
+  'rollout_corr/<name>': 'Another statistic of the correction, named by its estimator.',
+  'sampling/sampling_logp_difference/mean': 'Mean |trainer − sampler| of the token logprobs. Embedded: 1e-6; '
+  'vLLM in bfloat16: 1e-2.',
+  'sampling/sampling_logp_difference/max': 'Largest such difference. A single large one is a misaligned token.',
+  'sampling/importance_sampling_ratio/<kind>': 'exp(trainer − sampler) over sampled tokens: min, mean, max.',
+  # Time.
+  'timing_s/gen': 'Seconds of generating the rollouts of the step.',
+  'timing_s/reward': 'Seconds waited for scores after the last rollout ended. Near 0: scoring runs beside generation.',
+  'timing_s/old_log_prob': 'Seconds of the proximal pass; absent when the step needs none.',
+  'timing_s/ref': 'Seconds of the reference pass; absent with KL off.',
+  'timing_s/values': "Seconds of the critic's pass.",
+  'timing_s/adv': 'Seconds of annotation on the host, advantages included.',
+  'timing_s/update_actor': 'Seconds of the policy update.',
+  'timing_s/update_critic': "Seconds of the critic's update.",
+  'timing_s/update_weights': 'Seconds of publishing the weights to the engines.',
+  'timing_s/save_checkpoint': 'Seconds that the loop waited for a checkpoint.',
+  'timing_s/testing': 'Seconds of evaluation.',
+  'timing_s/step': 'Seconds of the whole step.',
+  'timing_s/<phase>': 'Seconds of another phase of the step.',
+  'timing_per_token_ms/<phase>': 'Milliseconds per token of a phase.',
+  'perf/total_num_tokens': 'Tokens of the batch, prompts included.',
+  'perf/time_per_step': 'Seconds per step, as timing_s/step.',
+  'perf/throughput': 'Tokens of the batch per second and device.',
+  'perf/packing_utilisation': 'Share of the packed positions that hold a token. Below 0.7 chunk sizes fit badly.',
+  'perf/compilations': 'Programs compiled in the step. 0 after warm-up; otherwise shapes are not planned.',
+  'perf/max_memory_allocated_gb': 'Largest device memory in use, GB.',
+  'perf/mfu/<role>': 'Model FLOPs utilisation of a role.',
+  'perf/<name>': 'Another measure of speed or memory.',
+  # The run.
+  'run/clock_decisions': 'Decisions taken by a clock so far. 0 or the run is not exactly repeatable.',
+  'run/skipped_updates': 'Updates skipped so far for NaN, infinity or an exploding gradient. More than a few: '
+  'lower the learning rate.',
+  'run/heartbeat_max_s': 'Longest time the event loop was blocked in the step. Above 0.05 something blocks it.',
+  'run/<name>': 'Another count of the run itself.',
+  'staleness/<name>': 'Versions between a token and the update that trains on it. At most the configured bound.',
+  # Evaluation.
+  'val-core/<taskset>/acc/greedy': 'Share of held-out tasks solved by greedy decoding. The number to report.',
+  'val-core/<taskset>/acc/greedy/stderr': 'Standard error of the greedy accuracy.',
+  'val-core/<taskset>/acc/mean@<k>': 'Mean share solved over k samples per task.',
+  'val-core/<taskset>/acc/mean@<k>/stderr': 'Standard error of that mean, over tasks.',
+  'val-core/<taskset>/acc/pass@<k>': 'Unbiased estimate that at least one of k samples solves a task.',
+  'val-aux/<taskset>/num_tasks': 'Tasks evaluated.',
+  'val-aux/<taskset>/truncated': 'Share of evaluation responses cut at the token limit.',
+  'val-aux/<taskset>/unscorable': 'Evaluation responses without a score; they are in no accuracy.',
+  'val-aux/<taskset>/<name>': 'Another measure of the evaluation.',
+  '<key>/nonfinite': 'Stands beside a key that is null, and says what it was: nan, inf or -inf.',
+}
+"""Key, or pattern with <placeholders> for one or more path parts, to how to read it. The first that matches counts."""
+
+
+_DEEP = {'<taskset>', '<part>', '<name>'}
+"""Placeholders that may hold several path parts."""
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+  parts = re.split(r'(<\w+>)', key)
+  return re.compile(''.join(('.+?' if p in _DEEP else '[^/]+') if p[:1] == '<' else re.escape(p) for p in parts))
+
+
+_PATTERNS = [(_pattern(key), key) for key in METRICS if '<' in key]
+
+
+def describe(key: str) -> str | None:
+  """How to read a key; None if the table does not know it."""
+  if key in METRICS:
+    return METRICS[key]
+  if key.endswith('/nonfinite'):
+    return METRICS['<key>/nonfinite']
+  for pattern, name in _PATTERNS:
+    if pattern.fullmatch(key):
+      return METRICS[name]
+  return None
+
+
+def document() -> str:
+  """docs/metrics.md. A test keeps the file equal to this; rewrite the file with this after changing the table."""
+  lines = [
+    '# Metrics and how to read them',
+    '',
+    'Rows of `metrics.jsonl` carry `stage`, `training/global_step` and some of these keys; the names are verl’s where',
+    'verl has one. A value that is NaN or infinite is written as `null`, with `<key>/nonfinite` beside it.',
+    'Generated from `jaxrl_llm/runtime/metrics.py`:',
+    '`python -c "from jaxrl_llm.runtime import metrics; import sys; sys.stdout.write(metrics.document())"`.',
+    '',
+    '| key | how to read it |',
+    '|---|---|',
+  ]
+  return '\n'.join(
+    [*lines, *(f'| `{key}` | {text.replace("|", chr(92) + "|")} |' for key, text in METRICS.items()), '']
+  )

@@ -1,0 +1,171 @@
+"""What a person sees while a run goes on: one bar over all stages on a terminal, plain lines anywhere else.
+
+What a line says is a function of the rows reported so far alone. Plain lines are printed for the first reported step
+and the last step of each stage, and for a step that ends at least `interval_s` after the line before it; on a terminal
+every step is shown.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.text import Text
+
+PHASES = {
+  'gen': 'gen',
+  'reward': 'score',
+  'old_log_prob': 'proximal',
+  'ref': 'ref',
+  'values': 'values',
+  'update_critic': 'critic',
+  'update_actor': 'train',
+  'update_weights': 'sync',
+  'save_checkpoint': 'save',
+  'testing': 'eval',
+}
+"""timing_s/<key> to its name in the display, in the order of a step."""
+
+_QUANTITIES = [
+  ('reward', ('critic/score/mean', 'critic/rewards/mean')),
+  ('loss', ('actor/sft_loss', 'actor/loss')),
+  ('len', ('response_length/mean',)),
+  ('KL', ('actor/kl_loss', 'actor/ppo_kl')),
+]
+"""What is shown, and the keys it is read from, the first that the row has. A row with a reward shows no loss."""
+
+_WINDOW = 20
+"""Steps over which the trend of the reward and the time per step are taken."""
+
+
+class ProgressDisplay:
+  """Shows a run's steps. A context manager; `step` and `note` are called between entering and leaving."""
+
+  def __init__(
+    self,
+    stages: Mapping[str, int],
+    *,
+    console: Console | None = None,
+    interval_s: float = 5.0,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """A display that shows nothing yet.
+
+    Args:
+      stages: Stage name to its number of steps, in the order in which they run.
+      console: Where to show; standard output if None.
+      interval_s: Least time between plain lines inside a stage.
+      clock: Seconds, monotonic.
+    """
+    self._stages = dict(stages)
+    self._console = console or Console()
+    self._interval_s = interval_s
+    self._clock = clock
+    self._seen: set[str] = set()
+    self._last_line = -math.inf
+    self._rewards: dict[str, collections.deque[float]] = {}
+    self._times: collections.deque[float] = collections.deque(maxlen=_WINDOW)
+    self._text = Text('starting')
+    self._bar = Progress(
+      TextColumn('[bold]{task.fields[stage]}'),
+      BarColumn(bar_width=None),
+      TaskProgressColumn(),
+      TextColumn('{task.completed:.0f}/{task.total:.0f} steps  ETA {task.fields[eta]}'),
+      console=self._console,
+      expand=True,
+    )
+    self._task = self._bar.add_task('', total=sum(self._stages.values()), stage='', eta='?')
+    self._live: Live | None = None
+    if self._console.is_terminal:
+      self._live = Live(Group(self._bar, self._text), console=self._console, refresh_per_second=4)
+
+  def __enter__(self) -> ProgressDisplay:
+    if self._live is not None:
+      self._live.start()
+    return self
+
+  def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    if self._live is not None:
+      self._live.stop()
+
+  def step(self, stage: str, step: int, row: Mapping[str, Any]) -> None:
+    """Shows that `step` steps of a stage are done (counted within the stage); `row` is the last one's metrics."""
+    took = row.get('timing_s/step')
+    if took is not None:
+      self._times.append(took)
+    eta = self._eta(stage, step)
+    line = ' | '.join([f'{stage} step {step}/{self._stages[stage]}', *self._fields(stage, row)])
+    if self._live is None:
+      self._plain(stage, step, f'{line} | ETA {eta}')
+    else:
+      self._bar.update(self._task, completed=self._done(stage) + step, stage=stage, eta=eta)
+      self._text.plain = line
+
+  def note(self, text: str) -> None:
+    """A line that stays: the result of an evaluation, a checkpoint, a skipped update."""
+    self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+  def _done(self, stage: str) -> int:
+    """Steps of the stages before this one."""
+    names = list(self._stages)
+    return sum(self._stages[name] for name in names[: names.index(stage)])
+
+  def _eta(self, stage: str, step: int) -> str:
+    """Remaining steps times the median time of the last ones; '~' where stages follow whose steps may differ."""
+    if not self._times:
+      return '?'
+    remaining = sum(self._stages.values()) - self._done(stage) - step
+    guess = '' if stage == list(self._stages)[-1] else '~'
+    return guess + duration(remaining * statistics.median(self._times))
+
+  def _fields(self, stage: str, row: Mapping[str, Any]) -> list[str]:
+    fields = []
+    for name, keys in _QUANTITIES:
+      key = next((k for k in keys if k in row), None)
+      if key is None or (name == 'loss' and fields):
+        continue
+      trend = self._trend(stage, row[key]) if name == 'reward' else ''
+      fields.append(f'{name} {number(row[key])}{trend}')
+    phases = [f'{PHASES[p]} {row[f"timing_s/{p}"]:.2f} s' for p in PHASES if row.get(f'timing_s/{p}')]
+    return [*fields, ' '.join(phases)] if phases else fields
+
+  def _trend(self, stage: str, reward: float | int | None) -> str:
+    """▲ or ▼ where the reward differs from its mean over the last steps by more than a hundredth of the latter."""
+    if reward is None:
+      return ''
+    window = self._rewards.setdefault(stage, collections.deque(maxlen=_WINDOW))
+    before = statistics.fmean(window) if window else reward
+    window.append(reward)
+    margin = 0.01 * abs(before)
+    return ' ▲' if reward > before + margin else ' ▼' if reward < before - margin else ''
+
+  def _plain(self, stage: str, step: int, line: str) -> None:
+    now = self._clock()
+    edge = stage not in self._seen or step == self._stages[stage]
+    if edge or now - self._last_line >= self._interval_s:
+      self._seen.add(stage)
+      self._last_line = now
+      self.note(line)
+
+
+def number(value: float | int | None) -> str:
+  """Three significant digits; a value that was not finite (null in the log) is 'nan'."""
+  return 'nan' if value is None or not math.isfinite(value) else f'{value:.3g}'
+
+
+def duration(seconds: float | int) -> str:
+  """41 s, 3 m 05 s, 2 h 07 m."""
+  whole = round(seconds)
+  if whole < 60:
+    return f'{whole} s'
+  if whole < 3600:
+    return f'{whole // 60} m {whole % 60:02d} s'
+  return f'{whole // 3600} h {whole % 3600 // 60:02d} m'

@@ -1,0 +1,226 @@
+"""report.html: a run's curves, evaluations, rollouts and configuration in one file that needs no network.
+
+It is built from the run's logs alone, so that it can be rebuilt at any time and is the same each time. What the logs
+say is data: it enters the page as JSON whose `<` are escaped and reaches the document as text nodes only, and the
+page's content security policy runs no script but the report's own, by its digest.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import pathlib
+import re
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.runtime import metrics, transcripts, writers
+from jaxrl_llm.runtime.transcripts import is_number, short
+
+ASSETS = pathlib.Path(__file__).parent / 'report'
+SCRIPTS = ('dom.js', 'charts.js', 'rollouts.js', 'page.js')
+
+MAX_POINTS = 2000
+"""Points kept of a longer curve: the smallest and the largest of each of MAX_POINTS / 2 equal stretches."""
+Row = dict[str, Any]
+
+
+def build(workdir: pathlib.Path | str, target: pathlib.Path | str | None = None) -> pathlib.Path:
+  """Writes `<workdir>/report.html` (or `target`) from the run's logs and returns its path."""
+  workdir = pathlib.Path(workdir)
+  path = pathlib.Path(target) if target else workdir / 'report.html'
+  text = render(payload(workdir))
+  temporary = path.with_name(path.name + '.tmp')
+  temporary.write_text(text, encoding='utf-8')
+  temporary.replace(path)
+  return path
+
+
+def render(data: Mapping[str, Any]) -> str:
+  """The page that shows a payload."""
+  style = (ASSETS / 'style.css').read_text(encoding='utf-8')
+  script = "(() => {\n'use strict';\n" + '\n'.join((ASSETS / s).read_text(encoding='utf-8') for s in SCRIPTS) + '})();'
+  parts = {
+    'title': html.escape(f'{data["name"]} · report'),
+    'style': style,
+    'script': script,
+    'style_hash': _digest(style),
+    'script_hash': _digest(script),
+    'data': json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(',', ':')).replace('<', '\\u003c'),
+  }
+  template = (ASSETS / 'template.html').read_text(encoding='utf-8')
+  return re.sub(r'{{(\w+)}}', lambda match: parts[match[1]], template)
+
+
+def _digest(text: str) -> str:
+  return 'sha256-' + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def payload(workdir: pathlib.Path) -> Row:
+  """All that the page shows, as JSON."""
+  log = workdir / writers.METRICS_FILE
+  if not workdir.is_dir():
+    raise UserError(f'--workdir={workdir}: no such directory; give the directory of a run')
+  if not log.is_file():
+    raise UserError(f'--workdir={workdir}: has no {writers.METRICS_FILE}; give the directory of a run that has started')
+  rows, corrupt = writers.read_jsonl(log)
+  stages = _stages(rows)
+  series = _series(rows, stages)
+  rollouts, corrupt_rollouts = transcripts.rollouts(workdir, stages)
+  answers, corrupt_answers = transcripts.answers(workdir, stages)
+  return {
+    'name': workdir.resolve().name,
+    'subtitle': ' → '.join(f'{s["name"]} {s["steps"]:,} steps' for s in stages),
+    'stages': stages,
+    'summary': _summary(rows, stages),
+    'warnings': _warnings(rows, {log.name: corrupt, 'rollouts': corrupt_rollouts, 'evals': corrupt_answers}),
+    'series': series,
+    'descriptions': {key: text for key in series if (text := metrics.describe(key))},
+    'evaluations': _evaluations(rows, stages),
+    'answers': answers,
+    'rollouts': rollouts,
+    'config': _config(workdir / 'config.json'),
+  }
+
+
+def _config(path: pathlib.Path) -> Any:
+  try:
+    return json.loads(path.read_bytes()) if path.is_file() else None
+  except ValueError as error:
+    return {'config.json cannot be read': str(error)}
+
+
+def _step(row: Row) -> int:
+  step = row.get(writers.STEP)
+  return step if isinstance(step, int) else 0
+
+
+def _stages(rows: list[Row]) -> list[Row]:
+  """Stages in order of appearance. `start` is where one begins on the x-axis, `offset` what is added to its steps.
+
+  The offset is 0 where steps count through the whole run; where a stage starts again below the last one's end, it
+  follows that end.
+  """
+  stages: list[Row] = []
+  names = list(dict.fromkeys(str(row.get(writers.STAGE, 'run')) for row in rows)) or ['run']
+  end = 0
+  for name in names:
+    steps = [_step(row) for row in rows if str(row.get(writers.STAGE, 'run')) == name] or [0]
+    offset = end if min(steps) < end else 0
+    start = end if stages else min(steps)
+    end = max(steps) + offset
+    stages.append({'name': name, 'start': start, 'offset': offset, 'steps': end - start})
+  return stages
+
+
+def _stage_of(row: Row, stages: list[Row]) -> int:
+  return [s['name'] for s in stages].index(str(row.get(writers.STAGE, 'run')))
+
+
+def _series(rows: list[Row], stages: list[Row]) -> dict[str, Row]:
+  points: dict[str, list[tuple[int, float | int | None, int]]] = {}
+  for row in rows:
+    stage = _stage_of(row, stages)
+    x = _step(row) + stages[stage]['offset']
+    for key, value in row.items():
+      if key not in (writers.STAGE, writers.STEP) and (value is None or is_number(value)):
+        points.setdefault(key, []).append((x, short(value), stage))
+  series = {}
+  for key, values in points.items():
+    if any(y is not None for _, y, _ in values):
+      xs, ys, of = zip(*_thinned(sorted(values, key=lambda p: p[0])))
+      series[key] = {'x': xs, 'y': ys, 'stage': of}
+  return series
+
+
+def _thinned(points: list[tuple[int, float | int | None, int]]) -> list[tuple[int, float | int | None, int]]:
+  if len(points) <= MAX_POINTS:
+    return points
+  kept = {0, len(points) - 1}
+  stretches = MAX_POINTS // 2 - 1
+  for i in range(stretches):
+    indices = range(i * len(points) // stretches, (i + 1) * len(points) // stretches)
+    finite = [j for j in indices if points[j][1] is not None] or [indices[0]]
+    kept |= {min(finite, key=lambda j: points[j][1] or 0.0), max(finite, key=lambda j: points[j][1] or 0.0)}
+  return [points[j] for j in sorted(kept)]
+
+
+def _evaluations(rows: list[Row], stages: list[Row]) -> Row:
+  """A row per stage and step that was evaluated (of several for one, the last), a column per accuracy or count."""
+  columns: dict[str, None] = {}
+  table: dict[tuple[int, int], Row] = {}
+  for row in rows:
+    measured = {key: value for key, value in row.items() if key.startswith('val-') and is_number(value)}
+    if measured:
+      columns.update(dict.fromkeys(measured))
+      table.setdefault((_stage_of(row, stages), _step(row)), {}).update(measured)
+  order = sorted(columns, key=lambda c: (not c.startswith('val-core/'), c))
+  return {
+    'columns': order,
+    'rows': [
+      {'stage': stage, 'step': step, 'values': [short(values.get(column)) for column in order]}
+      for (stage, step), values in table.items()
+    ],
+  }
+
+
+def _summary(rows: list[Row], stages: list[Row]) -> list[Row]:
+  """The tiles of the header: accuracy first to last, reward or loss first to last, steps, time, tokens."""
+  tiles = []
+  accuracies = [key for key in _evaluations(rows, stages)['columns'] if re.fullmatch(r'val-core/.+/acc/[^/]+', key)]
+  greedy = [key for key in accuracies if key.endswith('/greedy')]
+  for key in (greedy or accuracies)[:3]:
+    taskset, how = key.removeprefix('val-core/').split('/acc/')
+    measured = [row for row in rows if is_number(row.get(key))]
+    milestones = [measured[0], *_stage_ends(measured)[:-1]] if len(measured) > 1 else []
+    way = [f'{row[key]:.3f} at {row.get(writers.STAGE)} {_step(row):,}' for row in _distinct(milestones, measured[-1])]
+    detail = 'from ' + ', '.join(way) if way else 'the only evaluation'
+    tiles.append({'label': f'Accuracy, {how}: {taskset}', 'value': f'{measured[-1][key]:.3f}', 'detail': detail})
+  for label, key in (('Reward', 'critic/score/mean'), ('Supervised loss', 'actor/sft_loss')):
+    values = [row[key] for row in rows if is_number(row.get(key))]
+    if values:
+      first, last = statistics.fmean(values[:10]), statistics.fmean(values[-10:])
+      detail = f'from {first:.3g} (means of {min(10, len(values))} steps)'
+      tiles.append({'label': label, 'value': f'{last:.3g}', 'detail': detail})
+  seconds = [row['timing_s/step'] for row in rows if is_number(row.get('timing_s/step'))]
+  tokens = [row['perf/total_num_tokens'] for row in rows if is_number(row.get('perf/total_num_tokens'))]
+  detail = f'{statistics.median(seconds):.3g} s per step (median)' if seconds else ''
+  tiles.append({'label': 'Time in steps', 'value': _duration(sum(seconds)) if seconds else '–', 'detail': detail})
+  detail = f'{sum(tokens):,.0f} tokens trained on' if tokens else ''
+  tiles.append({'label': 'Steps', 'value': f'{sum(s["steps"] for s in stages):,}', 'detail': detail})
+  return tiles
+
+
+def _stage_ends(rows: list[Row]) -> list[Row]:
+  return list({row.get(writers.STAGE): row for row in rows}.values())
+
+
+def _distinct(rows: list[Row], last: Row) -> list[Row]:
+  return list({id(row): row for row in rows if row is not last}.values())
+
+
+def _duration(seconds: float | int) -> str:
+  if seconds < 100:
+    return f'{seconds:.3g} s'
+  minutes = seconds / 60
+  return f'{minutes:.1f} min' if minutes < 100 else f'{minutes / 60:.1f} h'
+
+
+def _warnings(rows: list[Row], corrupt: Mapping[str, int]) -> list[str]:
+  found = [f'{n:,} unreadable {"line" if n == 1 else "lines"} in {name} left out.' for name, n in corrupt.items() if n]
+  nonfinite: dict[str, list[Row]] = {}
+  for row in rows:
+    for key in row:
+      if key.endswith('/nonfinite'):
+        nonfinite.setdefault(key.removesuffix('/nonfinite'), []).append(row)
+  for key, bad in nonfinite.items():
+    first = f'{bad[0].get(writers.STAGE)} {_step(bad[0]):,}'
+    found.append(f'{key} was not finite in {len(bad):,} {"row" if len(bad) == 1 else "rows"}, first at {first}.')
+  skipped = [row['run/skipped_updates'] for row in rows if is_number(row.get('run/skipped_updates'))]
+  if skipped and max(skipped):
+    found.append(f'{max(skipped):,.0f} updates were skipped.')
+  return found if rows else [*found, 'The run has written no metrics yet.']

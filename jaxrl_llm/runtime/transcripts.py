@@ -1,0 +1,186 @@
+"""Rollouts and evaluation answers of a run in the short form that its report embeds.
+
+A report stays a few megabytes whatever the run's size: what is left out follows stated rules (`ROLLOUT_BYTES`,
+`MAX_ANSWERS`) that depend on the files alone, and the page says so. A row that cannot be used is counted, never fatal.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import pathlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxrl_llm.runtime import writers
+
+ROLLOUT_BYTES = 12_000_000
+"""Bytes of rollouts files that are embedded. Beyond, steps are taken evenly, the first and last of each stage among
+them, and if those are too large, the first whole groups of each."""
+MAX_ANSWERS = 300
+"""Evaluation answers embedded per suite, the first of the file."""
+
+Row = dict[str, Any]
+File = tuple[int, int, pathlib.Path]
+"""Index of the stage, step, path."""
+
+
+def is_number(value: Any) -> bool:
+  return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def short(value: Any, digits: int = 6) -> Any:
+  """A float cut to so many significant digits, which is what makes the page small."""
+  return float(f'{value:.{digits}g}') if isinstance(value, float) and math.isfinite(value) else value
+
+
+def _files(directory: pathlib.Path, stages: list[Row]) -> list[File]:
+  """(stage, step, file) of a run's rollouts or evals, in the run's order; files of unknown stages are left out."""
+  found = []
+  for index, stage in enumerate(stages):
+    for path in directory.glob(f'{stage["name"]}/*.jsonl'):
+      if step := re.match(r'\d+', path.name):
+        found.append((index, int(step[0]), path))
+  return sorted(found)
+
+
+def _text(value: Any) -> str:
+  return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def answers(workdir: pathlib.Path, stages: list[Row]) -> tuple[list[Row], int]:
+  """Per suite, the greedy answers at the first evaluation and at the last of each stage, by prompt."""
+  suites: dict[str, list[File]] = {}
+  for file in _files(workdir / writers.EVALS_DIR, stages):
+    suites.setdefault(file[2].stem.partition('-')[2], []).append(file)
+  result, corrupt = [], 0
+  for suite, files in suites.items():
+    chosen = sorted({files[0], *{file[0]: file for file in files}.values()})
+    rows: dict[str, Row] = {}
+    total = 0
+    for column, (_, _, path) in enumerate(chosen):
+      read, bad = writers.read_jsonl(path)
+      corrupt += bad
+      greedy = [row for row in read if row.get('mode') == 'greedy']
+      total = max(total, len(greedy))
+      for row in greedy:
+        prompt = _text(row.get('prompt'))
+        if prompt not in rows and (column or len(rows) >= MAX_ANSWERS):
+          continue
+        entry = rows.setdefault(prompt, {'prompt': prompt, 'truth': row.get('truth'), 'answers': [None] * len(chosen)})
+        score = row.get('score')
+        entry['answers'][column] = (_text(row.get('completion')), score if is_number(score) else None)
+    columns = [{'stage': stages[stage]['name'], 'step': step} for stage, step, _ in chosen]
+    if rows:
+      result.append({'suite': suite, 'columns': columns, 'rows': list(rows.values()), 'total': total})
+  return result, corrupt
+
+
+def _spread_evenly(items: Sequence[Any], count: int) -> list[Any]:
+  """`count` of the items at equal distances, the first and the last among them; all if there are no more."""
+  if len(items) <= count:
+    return list(items)
+  return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+
+
+def _chosen(files: list[File]) -> tuple[list[File], float]:
+  """The rollouts files to embed and how many bytes of each, by the rule of ROLLOUT_BYTES."""
+  total = sum(path.stat().st_size for _, _, path in files)
+  if total <= ROLLOUT_BYTES:
+    return files, math.inf
+  chosen = []
+  for _, group in itertools.groupby(files, key=lambda file: file[0]):
+    of_stage = list(group)
+    chosen += _spread_evenly(of_stage, max(2, int(len(of_stage) * ROLLOUT_BYTES / total)))
+  size = sum(path.stat().st_size for _, _, path in chosen)
+  return chosen, math.inf if size <= 1.5 * ROLLOUT_BYTES else ROLLOUT_BYTES / len(chosen)
+
+
+def _leading_groups(path: pathlib.Path, limit: float) -> Iterator[Row | None]:
+  """Rows of a rollouts file, None for an unreadable line; past `limit` bytes it ends with the group it is in."""
+  size, last = 0, None
+  with path.open('rb') as file:
+    for line in file:
+      try:
+        row = json.loads(line)
+      except ValueError:
+        row = None
+      group = row.get('group_id') if isinstance(row, dict) else last
+      if size > limit and group != last:
+        return
+      size, last = size + len(line), group
+      yield row if isinstance(row, dict) else None
+
+
+class _Table(dict):
+  """Values to their index, in order of arrival."""
+
+  def place(self, value: Any) -> int:
+    return self.setdefault(value, len(self))
+
+
+def rollouts(workdir: pathlib.Path, stages: list[Row]) -> tuple[Row, int]:
+  """The rollouts to embed, with tokens, tasks and scores as tables, and how many rows could not be read."""
+  files = _files(workdir / writers.ROLLOUTS_DIR, stages)
+  chosen, limit = _chosen(files)
+  tokens, scores, tasks = _Table(), _Table(), {}
+  rows, corrupt = [], 0
+  for stage, step, path in chosen:
+    for row in _leading_groups(path, limit):
+      compact = None if row is None else _compact(row, tokens, scores)
+      if compact is None:
+        corrupt += 1
+        continue
+      task = (_text(row.get('task_id')), _text(row.get('prompt')))
+      place = tasks.setdefault(task, (len(tasks), row.get('truth'), row.get('taskset')))[0]
+      rows.append({'s': stage, 'p': step, 'x': step + stages[stage]['offset'], 'k': place, **compact})
+  return {
+    'tokens': list(tokens),
+    'scores': [json.loads(score) for score in scores],
+    'tasks': [{'id': i, 'prompt': p, 'truth': t, 'taskset': s} for (i, p), (_, t, s) in tasks.items()],
+    'rows': rows,
+    'shown': _shown(len(rows), len(chosen), len(files), limit),
+  }, corrupt
+
+
+def _shown(rows: int, chosen: int, files: int, limit: float) -> str:
+  if chosen == files and limit == math.inf:
+    return f'All {rows:,} rollouts of {files:,} steps.'
+  what = 'the first groups' if limit < math.inf else 'all'
+  spacing = 'evenly spaced, the first and last of each stage included'
+  return f'{rows:,} rollouts: {what} of {chosen:,} steps out of {files:,} ({spacing}). The rest is in rollouts/.'
+
+
+def _compact(row: Row, tokens: _Table, scores: _Table) -> Row | None:
+  """A rollout in the page's short form; None where its lists do not belong together."""
+  texts, ids = row.get('tokens'), row.get('token_ids')
+  lists = {name: row.get(name) or None for name in ('advantages', 'behaviour_logprobs', 'trainer_logprobs')}
+  if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+    return None
+  ids = ids if isinstance(ids, list) and len(ids) == len(texts) else [None] * len(texts)
+  if any(v is not None and (not isinstance(v, list) or len(v) != len(texts)) for v in lists.values()):
+    return None
+  advantages, sampler, trainer = lists.values()
+  if not all(is_number(v) or v is None for values in lists.values() for v in values or []):
+    return None
+  reward = row.get('reward')
+  completion = _text(row.get('completion', ''))
+  compact = {
+    'u': row.get('uid'),
+    't': [tokens.place((token, text)) for token, text in zip(ids, texts)],
+    'r': short(float(reward), 5) if is_number(reward) else None,
+    'f': row.get('finish_reason'),
+    'v': row.get('version_step'),
+    'c': scores.place(json.dumps(row.get('scores') or {}, sort_keys=True)),
+    'a': None if advantages is None else [short(v, 4) for v in advantages],
+    'b': None if sampler is None else [short(v, 5) for v in sampler],
+  }
+  if advantages and len(set(advantages)) == 1:
+    compact['a'] = compact['a'][0]
+  if sampler is not None and trainer is not None:
+    compact['d'] = [None if a is None or b is None else short(a - b, 3) for a, b in zip(trainer, sampler)]
+  if completion != ''.join(texts):
+    compact['q'] = completion
+  return compact

@@ -1,0 +1,262 @@
+"""The logs of a run: metrics.jsonl with its TensorBoard copy, rollouts/ and evals/.
+
+Invariant: after a resume each log equals that of a run that was never interrupted. metrics.jsonl is the truth and is
+cut back to the byte offset that the checkpoint committed; TensorBoard files are derived from it and are written anew;
+each rollouts and evals file is one step's, replaced whole or not at all, and those of later steps are removed.
+
+Valid JSON always: a metric that is NaN or infinite is written as null with `<key>/nonfinite` = 'nan', 'inf' or '-inf'
+beside it; in rollouts and evals it is null. Arrays there are rounded to 8 decimals, below the resolution of float32.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+import re
+import struct
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto import event_pb2, summary_pb2
+
+from jaxrl_llm.core.errors import RunError, UserError
+
+METRICS_FILE = 'metrics.jsonl'
+TENSORBOARD_DIR = 'tensorboard'
+ROLLOUTS_DIR = 'rollouts'
+EVALS_DIR = 'evals'
+STAGE, STEP = 'stage', 'training/global_step'
+
+
+def read_jsonl(path: pathlib.Path) -> tuple[list[dict[str, Any]], int]:
+  """The rows of a log, and how many lines were no JSON object (a half-written last line among them)."""
+  rows, corrupt = [], 0
+  with path.open('rb') as file:
+    for line in file:
+      try:
+        row = json.loads(line)
+      except ValueError:
+        row = None
+      if isinstance(row, dict):
+        rows.append(row)
+      else:
+        corrupt += bool(line.strip())
+  return rows, corrupt
+
+
+def finite_row(values: Mapping[str, Any]) -> dict[str, float | int | str | None]:
+  """Metrics as JSON numbers, sorted by key; see the module about NaN and infinity."""
+  row: dict[str, float | int | str | None] = {}
+  for key in sorted(values):
+    value = np.asarray(values[key]).item()
+    if isinstance(value, float) and not math.isfinite(value):
+      row[key] = None
+      row[f'{key}/nonfinite'] = str(value)
+    else:
+      row[key] = int(value) if isinstance(value, bool) else value
+  return row
+
+
+class MetricsWriter:
+  """Appends rows to `<workdir>/metrics.jsonl` and to `<workdir>/tensorboard/<stage>/`. One process of a run has one."""
+
+  def __init__(self, workdir: pathlib.Path | str, *, committed: int | None, tensorboard: bool = True):
+    """Opens the log.
+
+    Args:
+      workdir: The run directory; made where it is missing.
+      committed: Bytes of metrics.jsonl that a checkpoint vouches for; what follows them is cut off. 0 starts the log
+        anew. None keeps every whole line and cuts only a half-written last one.
+      tensorboard: Whether event files are written too.
+    """
+    self._path = pathlib.Path(workdir) / METRICS_FILE
+    self._path.parent.mkdir(parents=True, exist_ok=True)
+    self._path.touch()
+    keep = _whole_lines(self._path) if committed is None else committed
+    _check_offset(self._path, keep)
+    self._file = self._path.open('r+b')
+    self._file.truncate(keep)
+    self._file.seek(keep)
+    self._boards: _Boards | None = None
+    if tensorboard:
+      self._boards = _Boards(self._path.parent / TENSORBOARD_DIR, read_jsonl(self._path)[0])
+
+  @property
+  def offset(self) -> int:
+    """Bytes written so far: what a checkpoint commits, after `sync`."""
+    return self._file.tell()
+
+  def write(self, stage: str, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Appends one row and flushes it. Returns the row as written."""
+    row = {STAGE: stage, STEP: int(step), **finite_row({k: v for k, v in values.items() if k not in (STAGE, STEP)})}
+    self._file.write(json.dumps(row, allow_nan=False).encode() + b'\n')
+    self._file.flush()
+    if self._boards is not None:
+      self._boards.write(row, time.time())
+    return row
+
+  def sync(self) -> int:
+    """Makes everything written so far durable, and returns its length in bytes."""
+    self._file.flush()
+    os.fsync(self._file.fileno())
+    return self.offset
+
+  def close(self) -> None:
+    self._file.close()
+    if self._boards is not None:
+      self._boards.close()
+
+
+def _whole_lines(path: pathlib.Path) -> int:
+  return path.read_bytes().rfind(b'\n') + 1
+
+
+def _check_offset(path: pathlib.Path, offset: int) -> None:
+  size = path.stat().st_size
+  with path.open('rb') as file:
+    file.seek(max(0, min(offset, size) - 1))
+    ends_line = offset == 0 or file.read(1) == b'\n'
+  if offset > size or not ends_line:
+    problem = f'has {size} bytes' if offset > size else 'has no end of line there'
+    raise RunError(
+      f'{path}: the checkpoint committed its first {offset} bytes, but it {problem}: '
+      'the file was changed after the checkpoint; restore it, or start in a new --workdir with --init_from'
+    )
+
+
+class _Boards:
+  """One TensorBoard event file per stage, with exactly one event per row of metrics.jsonl."""
+
+  def __init__(self, directory: pathlib.Path, rows: list[dict[str, Any]]):
+    self._directory = directory
+    self._writers: dict[str, EventsWriter] = {}
+    times: dict[str, list[float]] = {}
+    old = sorted(directory.glob('*/events.out.tfevents.*'))
+    for path in old:
+      times.setdefault(path.parent.name, []).extend(_row_times(path))
+    self._serial = 1 + max((int(p.suffix[1:]) for p in old if p.suffix[1:].isdigit()), default=-1)
+    now = time.time()
+    for row in rows:
+      kept = times.get(_file_name(str(row.get(STAGE))), [])
+      self.write(row, kept.pop(0) if kept else now)
+    for path in old:
+      path.unlink()
+
+  def write(self, row: Mapping[str, Any], when: float) -> None:
+    stage = _file_name(str(row.get(STAGE)))
+    if stage not in self._writers:
+      directory = self._directory / stage
+      directory.mkdir(parents=True, exist_ok=True)
+      writer = EventsWriter(str(directory / 'events'), f'.{self._serial}')
+      # Tells a TensorBoard that is watching to forget what it read from the files this one replaces.
+      start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+      writer.write_event(event_pb2.Event(wall_time=when, step=0, session_log=start))
+      self._writers[stage] = writer
+    values = [
+      summary_pb2.Summary.Value(tag=key, simple_value=value)
+      for key, value in row.items()
+      if key != STEP and isinstance(value, int | float)
+    ]
+    event = event_pb2.Event(wall_time=when, step=row.get(STEP, 0), summary=summary_pb2.Summary(value=values))
+    self._writers[stage].write_event(event)
+    self._writers[stage].flush()
+
+  def close(self) -> None:
+    for writer in self._writers.values():
+      writer.close()
+
+
+def read_events(path: pathlib.Path) -> list[event_pb2.Event]:
+  """The events of a TensorBoard file up to its first incomplete record (TFRecord: length, crc, bytes, crc)."""
+  data, events, at = path.read_bytes(), [], 0
+  while at + 12 <= len(data):
+    (length,) = struct.unpack_from('<Q', data, at)
+    if at + 16 + length > len(data):
+      break
+    events.append(event_pb2.Event.FromString(data[at + 12 : at + 12 + length]))
+    at += 16 + length
+  return events
+
+
+def _row_times(path: pathlib.Path) -> list[float]:
+  return [event.wall_time for event in read_events(path) if event.WhichOneof('what') == 'summary']
+
+
+class RolloutsWriter:
+  """`rollouts/<stage>/<step:06d>.jsonl`: one file per step, one row per trained sample."""
+
+  def __init__(self, workdir: pathlib.Path | str):
+    self.directory = pathlib.Path(workdir) / ROLLOUTS_DIR
+
+  def write(self, stage: str, step: int, rows: Iterable[Mapping[str, Any]]) -> pathlib.Path:
+    return _write_rows(self.directory / _file_name(stage) / f'{step:06d}.jsonl', rows)
+
+  def discard_later(self, last_steps: Mapping[str, int]) -> int:
+    """Removes the files of steps after the committed ones; a stage that is not named has none committed."""
+    return _discard_later(self.directory, last_steps)
+
+
+class EvalsWriter:
+  """`evals/<stage>/<step:06d>-<suite>.jsonl`: one file per evaluation of a suite, one row per response."""
+
+  def __init__(self, workdir: pathlib.Path | str):
+    self.directory = pathlib.Path(workdir) / EVALS_DIR
+
+  def write(self, stage: str, step: int, suite: str, rows: Iterable[Mapping[str, Any]]) -> pathlib.Path:
+    return _write_rows(self.directory / _file_name(stage) / f'{step:06d}-{_file_name(suite)}.jsonl', rows)
+
+  def discard_later(self, last_steps: Mapping[str, int]) -> int:
+    """Removes the files of steps after the committed ones; a stage that is not named has none committed."""
+    return _discard_later(self.directory, last_steps)
+
+
+def _file_name(name: str) -> str:
+  if not re.fullmatch(r'\w[\w.@+ -]*', name):
+    raise UserError(f'stage or suite {name!r} names a file: use letters, digits and . _ - + @ only, a letter first')
+  return name
+
+
+def _write_rows(path: pathlib.Path, rows: Iterable[Mapping[str, Any]]) -> pathlib.Path:
+  path.parent.mkdir(parents=True, exist_ok=True)
+  temporary = path.with_suffix('.jsonl.tmp')
+  with temporary.open('w', encoding='utf-8') as file:
+    for row in rows:
+      file.write(json.dumps(_plain(row), ensure_ascii=False, allow_nan=False) + '\n')
+    file.flush()
+    os.fsync(file.fileno())
+  temporary.replace(path)
+  return path
+
+
+def _plain(value: Any) -> Any:
+  """JSON for what a row may hold: arrays become lists, numbers that are not finite null."""
+  if isinstance(value, Mapping):
+    return {str(k): _plain(v) for k, v in value.items()}
+  if isinstance(value, np.ndarray):
+    if not np.issubdtype(value.dtype, np.floating):
+      return value.tolist()
+    rounded = np.round(value.astype(np.float64), 8).tolist()
+    return rounded if np.isfinite(value).all() else _plain(rounded)
+  if isinstance(value, list | tuple):
+    return [_plain(v) for v in value]
+  if isinstance(value, np.generic):
+    return _plain(value.item())
+  if isinstance(value, float) and not math.isfinite(value):
+    return None
+  return value
+
+
+def _discard_later(directory: pathlib.Path, last_steps: Mapping[str, int]) -> int:
+  removed = 0
+  for path in sorted(directory.glob('*/*.jsonl*')):
+    step = re.match(r'(\d+)', path.name)
+    late = step is None or int(step[1]) > last_steps.get(path.parent.name, -1)
+    if late or path.suffix == '.tmp':
+      path.unlink()
+      removed += 1
+  return removed

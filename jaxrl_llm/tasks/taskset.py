@@ -1,0 +1,264 @@
+"""Tasksets: rows of a source turned into Tasks, each prompt once, split by digest.
+
+Every row read is counted in exactly one of `kept, corrupt, unmatched, duplicate, other_split, too_long`, so the counts
+add up to `read`; and a task's split depends on its prompt alone, so train and evaluation are disjoint whatever the
+seeds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import xxhash
+from absl import logging
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.experience.task import Message, Task
+from jaxrl_llm.tasks import sources, templates
+
+_ROLES = ('system', 'user', 'assistant', 'tool')
+_CORRUPT_SHOWN = 20
+_NAME = re.compile(r'[A-Za-z0-9_.-]+')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TasksetConfig:
+  """Which tasks. Templates are `str.format` over the row's fields, see `tasks.templates`."""
+
+  name: str
+  source: str
+  """'reasoning_gym:<dataset>', a path ending .jsonl or .parquet, or 'datasets:<directory or hub id>[#split]'."""
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  """The source's own parameters."""
+  domain: str = 'general'
+  """Of rows that name no `ability` of their own."""
+  size: int | None = None
+  """Procedural sources: items drawn, duplicates included (required); others: at most so many rows."""
+  seed: int = 0
+  """Procedural sources only. Item i draws from Random(seed + i), so nearby seeds give the same items."""
+  prompt: str | None = None
+  """Template of the prompt; None: the row's `prompt` or `question`."""
+  truth: str | None = None
+  """Template of the reference answer; None: the row's `reward_model.ground_truth` or `answer`."""
+  system: str | None = None
+  """System message; None: the row's own, if it has one."""
+  match: str | None = None
+  """Regular expression that the text of the prompt's last message must match in full."""
+  split: Literal['all', 'train', 'eval'] = 'all'
+  holdout: float = 0.0
+  """Fraction of all prompts that is 'eval', in [0, 1); the rest is 'train'."""
+  on_corrupt: Literal['fail', 'skip'] = 'fail'
+
+  def __post_init__(self):
+    if not _NAME.fullmatch(self.name):
+      raise UserError(f'taskset name {self.name!r}: wanted letters, digits, dots, dashes and underscores only')
+    if not 0 <= self.holdout < 1:
+      raise UserError(f'taskset {self.name}: holdout is {self.holdout}, wanted a fraction in [0, 1)')
+    if self.split == 'eval' and not self.holdout:
+      raise UserError(f"taskset {self.name}: split 'eval' with holdout 0 has no tasks; set holdout as for 'train'")
+    if self.match is not None:
+      try:
+        re.compile(self.match)
+      except re.error as error:
+        raise UserError(f'taskset {self.name}: match {self.match!r} is no regular expression: {error}') from None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Taskset:
+  """Tasks with distinct prompts, in the order of their source."""
+
+  name: str
+  tasks: tuple[Task, ...]
+  counts: Mapping[str, int]
+  """`read`, and what became of it: kept, corrupt, unmatched, duplicate, other_split, too_long."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DemonstrationsConfig:
+  """Answers to imitate, of stated quality: each task is answered by one of several templates."""
+
+  templates: tuple[str, ...]
+  weights: tuple[float, ...] = (1.0,)
+  """Chance of each template, up to a factor."""
+  count: int | None = None
+  """How many tasks, from the taskset's first on; None: all."""
+  seed: int = 0
+
+  def __post_init__(self):
+    if not self.templates or len(self.weights) != len(self.templates):
+      raise UserError(
+        f'demonstrations: {len(self.templates)} templates and {len(self.weights)} weights; wanted as many'
+      )
+    if min(self.weights) < 0 or not 0 < sum(self.weights) < float('inf'):
+      raise UserError(f'demonstrations: weights are {self.weights}, wanted them not negative and some positive')
+
+
+def load_taskset(config: TasksetConfig) -> Taskset:
+  """Reads, filters, deduplicates and splits.
+
+  Raises:
+    UserError: the source cannot be read; a row is corrupt and `on_corrupt` is 'fail'; no task is left.
+  """
+  counts = dict.fromkeys(('read', 'kept', 'corrupt', 'unmatched', 'duplicate', 'other_split', 'too_long'), 0)
+  tasks, seen = [], set()
+  for row in sources.read_rows(config.source, options=config.options, size=config.size, seed=config.seed):
+    counts['read'] += 1
+    task = _task_or_corrupt(row, config)
+    if isinstance(task, sources.Corrupt):
+      counts['corrupt'] += 1
+      _report_corrupt(task, config, counts['corrupt'])
+      continue
+    fate = _fate(task, config, seen)
+    counts[fate] += 1
+    if fate == 'kept':
+      tasks.append(task)
+  logging.info('taskset %s: %s', config.name, _told(counts))
+  if not tasks:
+    raise UserError(f'taskset {config.name}: no task left of {config.source}: {_told(counts)}')
+  return Taskset(name=config.name, tasks=tuple(tasks), counts=counts)
+
+
+def drop_long(taskset: Taskset, limit: int, length_of: Callable[[Task], int]) -> Taskset:
+  """Without the tasks whose prompt is longer than `limit` tokens; they are counted as too_long."""
+  kept = tuple(task for task in taskset.tasks if length_of(task) <= limit)
+  dropped = len(taskset.tasks) - len(kept)
+  if not dropped:
+    return taskset
+  counts = {**taskset.counts, 'kept': len(kept), 'too_long': taskset.counts['too_long'] + dropped}
+  logging.warning('taskset %s: skipped %d prompts longer than %d tokens', taskset.name, dropped, limit)
+  if not kept:
+    raise UserError(f'taskset {taskset.name}: every prompt is longer than {limit} tokens; raise the prompt limit')
+  return Taskset(name=taskset.name, tasks=kept, counts=counts)
+
+
+def demonstrations(taskset: Taskset, config: DemonstrationsConfig) -> list[tuple[Task, str]]:
+  """The first `count` tasks with an answer each; which template a task gets depends on (seed, its prompt) alone."""
+  count = len(taskset.tasks) if config.count is None else config.count
+  if not 0 < count <= len(taskset.tasks):
+    raise UserError(
+      f'demonstrations of taskset {taskset.name}: count is {count}, the taskset has {len(taskset.tasks)} tasks; '
+      'lower count or raise the size of the taskset'
+    )
+  pairs = []
+  for task in taskset.tasks[:count]:
+    try:
+      pairs.append((task, templates.render(_choice(task, config), task.fields)))
+    except ValueError as error:
+      raise UserError(f'demonstrations of task {task.uid}: {error}') from None
+  return pairs
+
+
+def check_disjoint(train: Taskset, evaluation: Taskset) -> None:
+  """Raises UserError with an example if a prompt is in both tasksets."""
+  digests = {task.digest for task in train.tasks}
+  common = [task for task in evaluation.tasks if task.digest in digests]
+  if common:
+    raise UserError(
+      f'tasksets {train.name} (training) and {evaluation.name} (evaluation) share {len(common)} prompts, for example '
+      f"{common[0].prompt[-1]['content'][:80]!r}; give both the same holdout, and split 'train' and 'eval'"
+    )
+
+
+def _report_corrupt(corrupt: sources.Corrupt, config: TasksetConfig, count: int) -> None:
+  if config.on_corrupt == 'fail':
+    raise UserError(f"{corrupt.where}: {corrupt.reason} (taskset {config.name}; on_corrupt='skip' skips such rows)")
+  if count <= _CORRUPT_SHOWN:
+    logging.warning('taskset %s: skipped %s: %s', config.name, corrupt.where, corrupt.reason)
+
+
+def _told(counts: Mapping[str, int]) -> str:
+  return ', '.join(f'{name} {count}' for name, count in counts.items() if count or name in ('read', 'kept'))
+
+
+def _fate(task: Task, config: TasksetConfig, seen: set[str]) -> str:
+  """Under which count the task goes; remembers its digest."""
+  if config.match is not None and not re.fullmatch(config.match, task.prompt[-1]['content']):
+    return 'unmatched'
+  digest = task.digest
+  if digest in seen:
+    return 'duplicate'
+  seen.add(digest)
+  is_eval = int(digest, 16) < config.holdout * 16 ** len(digest)
+  if config.split != 'all' and is_eval != (config.split == 'eval'):
+    return 'other_split'
+  return 'kept'
+
+
+def _choice(task: Task, config: DemonstrationsConfig) -> str:
+  point = xxhash.xxh3_64_intdigest(f'{config.seed}:{task.digest}'.encode()) / 2**64 * sum(config.weights)
+  for template, weight in zip(config.templates, config.weights):
+    point -= weight
+    if point < 0:
+      return template
+  return config.templates[-1]
+
+
+def _task_or_corrupt(row: sources.Row | sources.Corrupt, config: TasksetConfig) -> Task | sources.Corrupt:
+  if isinstance(row, sources.Corrupt):
+    return row
+  try:
+    return _task(row.fields, config)
+  except ValueError as error:
+    return sources.Corrupt(where=row.where, reason=str(error))
+
+
+def _task(fields: Mapping[str, Json], config: TasksetConfig) -> Task:
+  """Raises ValueError for a row that is no task."""
+  ability = fields.get('ability')
+  return Task(
+    taskset=config.name,
+    domain=ability if isinstance(ability, str) and ability else config.domain,
+    prompt=_prompt(fields, config),
+    truth=_truth(fields) if config.truth is None else templates.render(config.truth, fields),
+    fields=fields,
+  )
+
+
+def _prompt(fields: Mapping[str, Json], config: TasksetConfig) -> tuple[Message, ...]:
+  if config.prompt is None:
+    messages = _own_messages(fields)
+  else:
+    own = fields.get('prompt')
+    system = [message for message in _messages(own) if message['role'] == 'system'] if isinstance(own, list) else []
+    messages = [*system, {'role': 'user', 'content': templates.render(config.prompt, fields)}]
+  if config.system is not None:
+    messages = [{'role': 'system', 'content': config.system}, *(m for m in messages if m['role'] != 'system')]
+  if not messages or messages[-1]['role'] not in ('user', 'tool'):
+    raise ValueError(
+      f"prompt must end with a message of 'user' or 'tool', its roles are {[m['role'] for m in messages]}"
+    )
+  if not any(message['content'].strip() for message in messages):
+    raise ValueError('prompt is empty')
+  return tuple(messages)
+
+
+def _own_messages(fields: Mapping[str, Json]) -> list[Message]:
+  source = fields['entry'] if 'reasoning_gym' in fields else fields
+  for key in ('prompt', 'question'):
+    value = source.get(key)
+    if isinstance(value, str):
+      return [{'role': 'user', 'content': value}]
+    if isinstance(value, list):
+      return _messages(value)
+  raise ValueError(f"no 'prompt' or 'question' of text or messages among its fields {', '.join(sorted(source))}")
+
+
+def _messages(value: list[Json]) -> list[Message]:
+  messages = []
+  for item in value:
+    if not isinstance(item, Mapping) or item.get('role') not in _ROLES or not isinstance(item.get('content'), str):
+      raise ValueError(f'prompt message {json.dumps(item)[:80]} is not {{role: {"|".join(_ROLES)}, content: text}}')
+    messages.append({'role': item['role'], 'content': item['content']})
+  return messages
+
+
+def _truth(fields: Mapping[str, Json]) -> str | None:
+  source = fields['entry'] if 'reasoning_gym' in fields else fields
+  judge = source.get('reward_model')
+  value = judge.get('ground_truth') if isinstance(judge, Mapping) else source.get('answer')
+  return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)

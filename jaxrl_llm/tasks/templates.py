@@ -1,0 +1,71 @@
+"""Texts made of a row's fields: Python's `str.format` over one flat set of names, whatever the source.
+
+Two format specs are added to Python's: `{numbers:csv}` joins a list with commas, whole numbers without their '.0'
+(['61.0', 33] -> '61,33'), and `{answer:after ####}` is what follows the last '####', without surrounding space.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import string
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl_llm.core.types import Json
+
+_AFTER = 'after '
+_WHOLE = re.compile(r'(-?\d+)\.0+')
+
+
+def names(fields: Mapping[str, Json]) -> dict[str, Json]:
+  """What a template may name, for `Task.fields`.
+
+  A reasoning-gym entry: its metadata's keys, `metadata`, `question`, `answer`. Any other row: the keys of its
+  `extra_info`, `ground_truth` of its `reward_model`, and its own keys. Where two claim a name, the later one has it.
+  """
+  if 'reasoning_gym' in fields:
+    entry = fields['entry']
+    return {**entry['metadata'], **entry}
+  nested: dict[str, Json] = {}
+  for key in ('extra_info', 'reward_model'):
+    value = fields.get(key)
+    if isinstance(value, Mapping):
+      nested.update(value)
+  return {**nested, **fields}
+
+
+def render(template: str, fields: Mapping[str, Json]) -> str:
+  """The template with `names(fields)` filled in. Raises ValueError that says which name or format does not fit."""
+  known = names(fields)
+  try:
+    return _FORMATTER.vformat(template, (), known)
+  except KeyError as error:
+    name = str(error.args[0])
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f'did you mean {near[0]!r}?' if near else f'there are {", ".join(sorted(known))}'
+    raise ValueError(f'template {template!r} names {name!r}, which the row lacks; {hint}') from None
+  except (IndexError, AttributeError, TypeError, ValueError) as error:
+    raise ValueError(f'template {template!r}: {error}') from None
+
+
+class _Formatter(string.Formatter):
+  def format_field(self, value: Any, format_spec: str) -> str:
+    if format_spec == 'csv':
+      if not isinstance(value, list):
+        raise ValueError(f"'csv' joins a list, got {value!r}")
+      return ','.join(_whole(str(item)) for item in value)
+    if format_spec.startswith(_AFTER):
+      _, marker, rest = str(value).rpartition(format_spec.removeprefix(_AFTER))
+      if not marker:
+        raise ValueError(f'no {format_spec.removeprefix(_AFTER)!r} in {value!r}')
+      return rest.strip()
+    return super().format_field(value, format_spec)
+
+
+def _whole(text: str) -> str:
+  match = _WHOLE.fullmatch(text)
+  return match[1] if match else text
+
+
+_FORMATTER = _Formatter()

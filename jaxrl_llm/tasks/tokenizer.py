@@ -1,0 +1,235 @@
+"""Text to tokens and back, by the model's own tokenizer and chat template.
+
+One renderer for everything: rollouts, expert data and preference data come from `render_prompt` and `render_answer`,
+and the prompt's tokens are the same in both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import jinja2
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.experience.task import Message, Task
+
+Template = Literal['plain', 'chatml']
+
+# 'plain' adds nothing but the end of an answer; 'chatml' is Qwen's, less its default system message.
+_TEMPLATES = {
+  'plain': (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+  ),
+  'chatml': (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+  ),
+}
+_EOS = {'plain': '<eos>', 'chatml': '<|im_end|>'}
+_SPECIALS = {'plain': ['<pad>', '<eos>'], 'chatml': ['<pad>', '<|im_start|>', '<|im_end|>']}
+_SCAFFOLD = {'plain': '', 'chatml': 'systemuserassistanttool\n'}
+_FILES = (
+  'tokenizer.json',
+  'tokenizer_config.json',
+  'special_tokens_map.json',
+  'added_tokens.json',
+  'chat_template.jinja',
+  'chat_template.json',
+  'vocab.json',
+  'merges.txt',
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+  """An existing tokenizer, or one to build from the tasks' text."""
+
+  path: str | None = None
+  """Directory of an existing one; the other fields are then not read."""
+  kind: Literal['character', 'bpe'] = 'character'
+  template: Template = 'plain'
+  vocab_size: int = 1024
+  """Of 'bpe', special tokens included; 'character' has as many as there are characters."""
+
+
+class Tokenizer:
+  """A `PreTrainedTokenizerFast` directory, read-only."""
+
+  def __init__(self, fast: PreTrainedTokenizerFast, *, files: dict[str, bytes], stop_ids: Sequence[int], name: str):
+    self._fast = fast
+    self._files = files
+    self._name = name
+    self.vocab_size: int = len(fast)
+    self.eos_id: int = fast.eos_token_id
+    self.pad_id: int = fast.eos_token_id if fast.pad_token_id is None else fast.pad_token_id
+    self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([fast.eos_token_id, *stop_ids]))
+    model = json.loads(files['tokenizer.json'])['model']
+    specials = [token.content for token in fast.added_tokens_decoder.values()]
+    self._alphabet = frozenset(model['vocab']) if model['type'] == 'WordLevel' else None
+    self._specials = re.compile('|'.join(map(re.escape, specials)) or r'(?!)')
+
+  @classmethod
+  def from_directory(cls, directory: str | pathlib.Path) -> Tokenizer:
+    """Raises UserError if there is no tokenizer with an end token and a chat template."""
+    path = pathlib.Path(directory)
+    if not (path / 'tokenizer.json').is_file():
+      raise UserError(f'tokenizer {path}: no tokenizer.json there; wanted a directory as launch/tokenizer.py makes it')
+    try:
+      fast = PreTrainedTokenizerFast.from_pretrained(str(path))
+    except (OSError, ValueError, KeyError) as error:
+      raise UserError(f'tokenizer {path}: cannot be read: {str(error).splitlines()[0]}') from error
+    if fast.eos_token_id is None:
+      raise UserError(f'tokenizer {path}: has no eos_token, so no answer would end; name one in tokenizer_config.json')
+    if fast.chat_template is None:
+      raise UserError(f'tokenizer {path}: has no chat template; add a chat_template.jinja')
+    files = {name: (path / name).read_bytes() for name in _FILES if (path / name).is_file()}
+    return cls(fast, files=files, stop_ids=_generation_stops(path), name=str(path))
+
+  def encode(self, text: str) -> list[int]:
+    """Token ids, nothing added. Raises UserError that names a character which a character table lacks."""
+    if self._alphabet is not None and not self._alphabet.issuperset(text):
+      self._check_characters(text)
+    return self._fast.encode(text, add_special_tokens=False)
+
+  def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+    return self._fast.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+
+  def token_text(self, token: int) -> str:
+    """One token as text, special or not; part of a character shows as U+FFFD."""
+    return self.decode([token], skip_special=False)
+
+  def render_prompt(self, messages: Sequence[Message]) -> list[int]:
+    """Token ids of the messages and of what opens an answer."""
+    return self.encode(self._render(messages, add_generation_prompt=True))
+
+  def render_answer(self, messages: Sequence[Message], answer: str) -> tuple[list[int], list[int]]:
+    """Token ids of the prompt, equal to `render_prompt(messages)`, and of the answer up to its stop token.
+
+    The two are encoded apart, as a policy meets them: no token straddles the border.
+    """
+    prompt = self._render(messages, add_generation_prompt=True)
+    whole = self._render([*messages, {'role': 'assistant', 'content': answer}], add_generation_prompt=False)
+    if not whole.startswith(prompt):
+      raise UserError(f'tokenizer {self._name}: its chat template opens an answer otherwise than it renders one')
+    completion = self.encode(whole[len(prompt) :])
+    while completion and completion[-1] not in self.stop_ids and _is_blank(self.token_text(completion[-1])):
+      completion.pop()  # chatml ends an answer with a line break after the stop token
+    if not completion or completion[-1] not in self.stop_ids:
+      completion = [*self.encode(whole[len(prompt) :]), self.eos_id]
+    return self.encode(prompt), completion
+
+  def save(self, directory: str | pathlib.Path) -> None:
+    """Writes the tokenizer's files as they were read."""
+    path = pathlib.Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    for name, data in self._files.items():
+      (path / name).write_bytes(data)
+
+  def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    plain = [dict(message) for message in messages]
+    try:
+      return self._fast.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except jinja2.TemplateError as error:
+      raise UserError(f'tokenizer {self._name}: its chat template refuses {plain}: {error}') from error
+
+  def _check_characters(self, text: str) -> None:
+    lacking = sorted(set(self._specials.sub('', text)) - self._alphabet)
+    if lacking:
+      character = lacking[0]
+      name = unicodedata.name(character, 'unnamed')
+      at = text.index(character)
+      raise UserError(
+        f'tokenizer {self._name}: its character table lacks {character!r} (U+{ord(character):04X} {name}), '
+        f'found in {text[max(0, at - 20) : at + 20]!r}; build it from texts that have it, or with kind bpe'
+      )
+
+
+def task_texts(tasks: Iterable[Task]) -> Iterable[str]:
+  """What a tokenizer is built from: the tasks' messages and reference answers."""
+  for task in tasks:
+    for message in task.prompt:
+      yield message['content']
+    if task.truth is not None:
+      yield task.truth
+
+
+def build_tokenizer(config: TokenizerConfig, texts: Iterable[str], directory: str | pathlib.Path) -> Tokenizer:
+  """The tokenizer of `config.path`, or a new one from `texts`; either way its files are then in `directory`."""
+  if config.path is not None:
+    tokenizer = Tokenizer.from_directory(config.path)
+    tokenizer.save(directory)
+    return tokenizer
+  if config.kind == 'character':
+    return build_character_tokenizer(texts, directory, template=config.template)
+  return build_bpe_tokenizer(texts, directory, vocab_size=config.vocab_size, template=config.template)
+
+
+def build_character_tokenizer(texts: Iterable[str], directory: str | pathlib.Path, *, template: Template) -> Tokenizer:
+  """One token per Unicode character of the texts (and of the template), in code point order, then special tokens."""
+  characters = set(_SCAFFOLD[template]).union(*texts)
+  if not characters:
+    raise UserError('character tokenizer: the texts are empty, so it would have no character')
+  table = tokenizers.Tokenizer(models.WordLevel({c: i for i, c in enumerate(sorted(characters))}))
+  table.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r'[\s\S]'), 'isolated')
+  table.decoder = decoders.Fuse()
+  table.add_special_tokens(_SPECIALS[template])
+  return _write(table, pathlib.Path(directory), template)
+
+
+def build_bpe_tokenizer(
+  texts: Iterable[str], directory: str | pathlib.Path, *, vocab_size: int, template: Template
+) -> Tokenizer:
+  """Byte-level BPE: every text can be encoded and decodes to itself. Special tokens come first."""
+  smallest = 256 + len(_SPECIALS[template])
+  if vocab_size < smallest:
+    raise UserError(f'BPE tokenizer: vocab_size is {vocab_size}, wanted at least {smallest}: 256 bytes, special tokens')
+  table = tokenizers.Tokenizer(models.BPE())
+  table.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  table.decoder = decoders.ByteLevel()
+  trainer = trainers.BpeTrainer(
+    vocab_size=vocab_size,
+    special_tokens=_SPECIALS[template],
+    initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    show_progress=False,
+  )
+  table.train_from_iterator(texts, trainer)
+  return _write(table, pathlib.Path(directory), template)
+
+
+def _write(table: tokenizers.Tokenizer, directory: pathlib.Path, template: Template) -> Tokenizer:
+  fast = PreTrainedTokenizerFast(
+    tokenizer_object=table,
+    eos_token=_EOS[template],
+    pad_token='<pad>',
+    clean_up_tokenization_spaces=False,
+    chat_template=_TEMPLATES[template],
+  )
+  fast.save_pretrained(str(directory))
+  # transformers 5 writes its new class name here, which version 4 cannot load; both know this one.
+  path = directory / 'tokenizer_config.json'
+  config = {**json.loads(path.read_text()), 'tokenizer_class': 'PreTrainedTokenizerFast'}
+  path.write_text(json.dumps(config, indent=2, sort_keys=True) + '\n')
+  return Tokenizer.from_directory(directory)
+
+
+def _generation_stops(path: pathlib.Path) -> list[int]:
+  """Further stop tokens of a model's directory: `eos_token_id` of generation_config.json is one id or several."""
+  config = path / 'generation_config.json'
+  if not config.is_file():
+    return []
+  stops = json.loads(config.read_text()).get('eos_token_id')
+  return stops if isinstance(stops, list) else [] if stops is None else [stops]
+
+
+def _is_blank(text: str) -> bool:
+  return not text.strip()

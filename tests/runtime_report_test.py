@@ -1,0 +1,319 @@
+"""The report shows what the logs say, whatever they hold; in a browser it draws, answers to the mouse and sorts."""
+
+import json
+import math
+import pathlib
+import re
+import shutil
+import string
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from selenium import webdriver
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.runtime import report, transcripts, writers
+
+ROOT = pathlib.Path(__file__).parents[1]
+HOSTILE = '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">{{data}}<!-- <script>'
+WORDS = ['tree', 'river', 'moon', 'apple', 'stone', 'cat', 'light', 'green', 'hand', 'bread', 'sun', 'glass']
+
+
+def rollout(rng, *, stage, step, group, index, word, good):
+  """A row as the contract of rollouts/ says. The wrong answer copies the word, as the demonstrations do."""
+  completion = word[::-1] if good else word
+  tokens = [*completion, '<eos>']
+  behaviour = -rng.exponential(0.2, len(tokens))
+  return {
+    'uid': f'{stage}/spell:{word}/{step}/{index}',
+    'task_id': f'spell:{word}',
+    'group_id': f'{step}:{group}',
+    'sample_index': index,
+    'taskset': 'spell',
+    'prompt': f'{word}>',
+    'completion': completion,
+    'truth': word[::-1],
+    'tokens': tokens,
+    'token_ids': [ord(t[0]) for t in tokens],
+    'behaviour_logprobs': behaviour.astype(np.float32),
+    'trainer_logprobs': (behaviour + rng.normal(0, 1e-6, len(tokens))).astype(np.float32),
+    'reward': float(good),
+    'scores': {'verifier': {'value': float(good), 'parts': {'exact': float(good)}, 'status': 'ok'}},
+    'finish_reason': 'stop',
+    'version_step': step - 1,
+  }
+
+
+def group_rows(rng, step, group, accuracy):
+  word = ''.join(rng.choice(list(string.ascii_lowercase), rng.integers(3, 6)))
+  if rng.random() < 0.3:
+    word = WORDS[rng.integers(len(WORDS))]
+  rows = [
+    rollout(rng, stage='grpo', step=step, group=group, index=i, word=word, good=bool(rng.random() < accuracy))
+    for i in range(8)
+  ]
+  rewards = np.array([row['reward'] for row in rows])
+  for row in rows:
+    advantage = (row['reward'] - rewards.mean()) / (rewards.std(ddof=1) + 1e-6) if rewards.std() else 0.0
+    row['advantages'] = np.full(len(row['tokens']), advantage, np.float32)
+  return rows
+
+
+def evaluate(rng, log, evals, stage, step, accuracy):
+  correct = rng.random(512) < accuracy
+  rows = []
+  for i, good in enumerate(correct):
+    word = ''.join(np.random.default_rng(i).choice(list(string.ascii_lowercase), 4))
+    row = {'suite': 'spell', 'uid': f'{stage}/{i}', 'prompt': f'{word}>', 'completion': word[:: -1 if good else 1]}
+    rows.append({**row, 'truth': word[::-1], 'mode': 'greedy', 'sample_index': 0, 'score': float(good)})
+  evals.write(stage, step, 'spell', rows)
+  values = {'greedy': correct.mean(), 'mean@4': correct.mean() * 0.96, 'pass@4': min(1, correct.mean() * 1.1 + 0.05)}
+  log.write(stage, step, {f'val-core/spell/acc/{k}': v for k, v in values.items()} | {'val-aux/spell/num_tasks': 512})
+
+
+def make_run(workdir, *, sft_steps=500, grpo_steps=250, groups=16, every=50, restart=False):
+  """A run directory as the quickstart leaves it: SFT on mixed demonstrations, then GRPO."""
+  rng = np.random.default_rng(0)
+  log = writers.MetricsWriter(workdir, committed=0)
+  rollouts, evals = writers.RolloutsWriter(workdir), writers.EvalsWriter(workdir)
+  evaluate(rng, log, evals, 'sft', 0, 0.0)
+  for step in range(1, sft_steps + 1):
+    values = {
+      'actor/sft_loss': 0.35 + 2.6 * math.exp(-step / 40) + rng.normal(0, 0.02),
+      'actor/grad_norm': 0.4 + 2 * math.exp(-step / 30) + rng.exponential(0.08),
+      'actor/lr': 3e-3 * 0.5 * (1 + math.cos(math.pi * step / sft_steps)),
+      'timing_s/update_actor': 0.021 + rng.exponential(0.002) + 9.5 * (step == 1),
+      'perf/total_num_tokens': 900,
+    }
+    log.write('sft', step, {**values, 'timing_s/step': values['timing_s/update_actor'] + 0.002})
+  evaluate(rng, log, evals, 'sft', sft_steps, 0.29)
+  base = 0 if restart else sft_steps
+  for i in range(1, grpo_steps + 1):
+    step = base + i
+    accuracy = 1 - 0.71 * math.exp(-i / 60)
+    rows = [row for g in range(groups) for row in group_rows(rng, step, g, accuracy)]
+    rollouts.write('grpo', step, rows)
+    log.write('grpo', step, grpo_metrics(rng, i, rows))
+    if i % every == 0:
+      evaluate(rng, log, evals, 'grpo', step, accuracy)
+  log.close()
+  (workdir / 'config.json').write_text(
+    json.dumps({'name': 'quickstart', 'note': HOSTILE, 'model': {'hidden_size': 128}})
+  )
+  return workdir
+
+
+def grpo_metrics(rng, i, rows):
+  lengths = [len(row['tokens']) for row in rows]
+  timing = {'gen': 0.11 + 8 * (i == 1), 'reward': 0.004, 'adv': 0.003, 'update_actor': 0.05 + 5 * (i == 1)}
+  timing = {k: v * (1 + rng.exponential(0.08)) for k, v in timing.items()} | {'update_weights': 0.002}
+  if i % 10 == 0:
+    timing['save_checkpoint'] = 0.03
+  return {
+    'critic/score/mean': float(np.mean([row['reward'] for row in rows])),
+    'actor/pg_loss': rng.normal(0, 0.01),
+    'actor/entropy': 0.5 * math.exp(-i / 80) + 0.02 + rng.normal(0, 0.004),
+    'actor/ppo_kl': abs(rng.normal(0, 2e-4)),
+    'actor/kl_loss': 0.03 * (1 - math.exp(-i / 100)) + abs(rng.normal(0, 1e-3)),
+    'actor/grad_norm': float('nan') if i == 120 else 0.5 + rng.exponential(0.15),
+    'actor/lr': 5e-4,
+    'response_length/mean': float(np.mean(lengths)),
+    'response_length/min': min(lengths),
+    'response_length/max': max(lengths),
+    'frac_reward_zero_std': min(1.0, i / 300 + rng.random() * 0.1),
+    'perf/total_num_tokens': sum(lengths) * 2,
+    **{f'timing_s/{k}': v for k, v in timing.items()},
+    'timing_s/step': sum(timing.values()) + 0.004,
+  }
+
+
+@pytest.fixture(scope='module')
+def small(tmp_path_factory):
+  return make_run(tmp_path_factory.mktemp('runs') / 'small', sft_steps=20, grpo_steps=12, groups=2, every=6)
+
+
+def embedded(page):
+  """The payload as a browser reads it: up to the first end tag of the data element."""
+  return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script', page, re.DOTALL)[1])
+
+
+def test_series_hold_every_row_of_the_log(small):
+  series = report.payload(small)['series']
+  rows, _ = writers.read_jsonl(small / 'metrics.jsonl')
+  for key in ('actor/grad_norm', 'critic/score/mean', 'val-core/spell/acc/greedy'):
+    expected = [(row['training/global_step'], row[key]) for row in rows if key in row]
+    got = list(zip(series[key]['x'], series[key]['y']))
+    assert [x for x, _ in got] == [x for x, _ in expected]
+    assert [y for _, y in got] == pytest.approx([y for _, y in expected], rel=1e-5)
+  assert set(series['critic/score/mean']['stage']) == {1}
+
+
+def test_stages_follow_one_another_whether_or_not_steps_start_again(tmp_path):
+  sizes = {'sft_steps': 20, 'grpo_steps': 6, 'groups': 1, 'every': 3}
+  data = [report.payload(make_run(tmp_path / str(r), **sizes, restart=r)) for r in (False, True)]
+  for d, offset in zip(data, (0, 20)):
+    assert d['stages'][0] == {'name': 'sft', 'start': 0, 'offset': 0, 'steps': 20}
+    assert d['stages'][1] == {'name': 'grpo', 'start': 20, 'offset': offset, 'steps': 6}
+  # The same curves and rollouts stand at the same places of the x-axis.
+  assert data[0]['series'] == data[1]['series']
+  assert [row['x'] for row in data[0]['rollouts']['rows']] == [row['x'] for row in data[1]['rollouts']['rows']]
+
+
+def test_headline_goes_from_the_first_to_the_last_evaluation(small):
+  rows, _ = writers.read_jsonl(small / 'metrics.jsonl')
+  accuracy = [row['val-core/spell/acc/greedy'] for row in rows if 'val-core/spell/acc/greedy' in row]
+  tile = report.payload(small)['summary'][0]
+  assert tile['label'] == 'Accuracy, greedy: spell' and tile['value'] == f'{accuracy[-1]:.3f}'
+  assert tile['detail'] == f'from 0.000 at sft 0, {accuracy[1]:.3f} at sft 20'
+
+
+def test_evaluation_table(small):
+  table = report.payload(small)['evaluations']
+  assert table['columns'] == [f'val-core/spell/acc/{k}' for k in ('greedy', 'mean@4', 'pass@4')] + [
+    'val-aux/spell/num_tasks'
+  ]
+  assert [(row['stage'], row['step']) for row in table['rows']] == [(0, 0), (0, 20), (1, 26), (1, 32)]
+  assert table['rows'][0]['values'] == [0.0, 0.0, 0.05, 512]
+
+
+def test_answers_are_those_of_the_milestones_by_prompt(small):
+  (suite,) = report.payload(small)['answers']
+  assert [(c['stage'], c['step']) for c in suite['columns']] == [('sft', 0), ('sft', 20), ('grpo', 32)]
+  assert suite['total'] == 512 and len(suite['rows']) == transcripts.MAX_ANSWERS
+  last, _ = writers.read_jsonl(small / 'evals' / 'grpo' / '000032-spell.jsonl')
+  by_prompt = {row['prompt']: (row['completion'], row['score']) for row in last}
+  assert all(tuple(row['answers'][2]) == by_prompt[row['prompt']] for row in suite['rows'])
+
+
+def test_rollouts_round_trip(small):
+  data = report.payload(small)['rollouts']
+  source, _ = writers.read_jsonl(small / 'rollouts' / 'grpo' / '000021.jsonl')
+  shown = [row for row in data['rows'] if row['p'] == 21]
+  assert data['shown'] == 'All 192 rollouts of 12 steps.' and len(shown) == len(source) == 16
+  for want, got in zip(source, shown):
+    assert [data['tokens'][t] for t in got['t']] == list(zip(want['token_ids'], want['tokens']))
+    assert data['tasks'][got['k']]['prompt'] == want['prompt'] and got['r'] == want['reward']
+    assert data['scores'][got['c']] == want['scores']
+    assert got['a'] == pytest.approx(want['advantages'][0], rel=1e-3)  # one number: GRPO's are equal in a sample
+    difference = np.subtract(want['trainer_logprobs'], want['behaviour_logprobs'])
+    assert got['d'] == pytest.approx(list(difference), rel=6e-3, abs=1e-12)
+    assert got['b'] == pytest.approx(want['behaviour_logprobs'], rel=6e-5)
+
+
+def test_a_large_run_is_sampled_evenly_and_says_so(small, monkeypatch):
+  sizes = [p.stat().st_size for p in sorted((small / 'rollouts' / 'grpo').iterdir())]
+  monkeypatch.setattr(transcripts, 'ROLLOUT_BYTES', sum(sizes) // 3)
+  data = report.payload(small)['rollouts']
+  # A third of 12 steps is 4 (rounded down: 3 or 4): equal distances over 21 ... 32, ends included.
+  steps = sorted({row['p'] for row in data['rows']})
+  assert steps in ([21, 26, 32], [21, 25, 28, 32], [21, 27, 32])
+  assert data['shown'].startswith(f'{16 * len(steps)} rollouts: all of {len(steps)} steps out of 12 (evenly')
+  # So little that even two steps are too much: whole groups of each.
+  monkeypatch.setattr(transcripts, 'ROLLOUT_BYTES', sizes[0] // 2)
+  data = report.payload(small)['rollouts']
+  assert [row['p'] for row in data['rows']] == [21] * 8 + [32] * 8
+  assert data['shown'].startswith('16 rollouts: the first groups of 2 steps out of 12')
+
+
+def test_thinned_curves_keep_their_extremes():
+  points = [(i, 1.0 if i != 54321 else 99.0, 0) for i in range(100_000)]
+  points[777] = (777, None, 0)
+  points[888] = (888, -5.0, 0)
+  kept = report._thinned(points)
+  assert len(kept) <= report.MAX_POINTS and kept[0] == points[0] and kept[-1] == points[-1]
+  assert points[54321] in kept and points[888] in kept and kept == sorted(kept)
+  assert report._thinned(points[:2000]) == points[:2000]
+
+
+def test_damaged_logs_are_counted_and_shown(small, tmp_path):
+  run = tmp_path / 'damaged'
+  shutil.copytree(small, run)
+  log = run / 'metrics.jsonl'
+  log.write_bytes(log.read_bytes() + b'{"stage": "grpo", "training\n\x00\xff\n{"half')
+  path = run / 'rollouts' / 'grpo' / '000021.jsonl'
+  row = json.loads(path.read_text().splitlines()[0])
+  broken = [
+    {**row, 'advantages': [1.0]},
+    {**row, 'tokens': 'abc'},
+    {**row, 'behaviour_logprobs': ['x'] * len(row['tokens'])},
+  ]
+  path.write_text('\n'.join(json.dumps(b) for b in broken) + '\nnot json\n' + path.read_text())
+  (run / 'config.json').write_text('{')
+  data = report.payload(run)
+  assert data['warnings'][:2] == [
+    '3 unreadable lines in metrics.jsonl left out.',
+    '4 unreadable lines in rollouts left out.',
+  ]
+  assert data['series'] == report.payload(small)['series']
+  assert data['rollouts']['rows'] == report.payload(small)['rollouts']['rows']
+  assert 'config.json cannot be read' in data['config']
+
+
+def test_a_value_that_was_not_finite_is_a_gap_and_a_warning(tmp_path):
+  log = writers.MetricsWriter(tmp_path, committed=0, tensorboard=False)
+  for step, value in enumerate([1.0, math.inf, 3.0]):
+    log.write('grpo', step, {'actor/grad_norm': value, 'run/skipped_updates': int(step > 0)})
+  log.close()
+  data = report.payload(tmp_path)
+  assert list(data['series']['actor/grad_norm']['y']) == [1.0, None, 3.0]
+  assert data['warnings'] == ['actor/grad_norm was not finite in 1 row, first at grpo 1.', '1 updates were skipped.']
+
+
+def test_hostile_text_cannot_leave_the_data(small, tmp_path):
+  run = tmp_path / 'hostile'
+  shutil.copytree(small, run)
+  row = json.loads((run / 'rollouts' / 'grpo' / '000021.jsonl').read_text().splitlines()[0])
+  hostile = {**row, 'prompt': HOSTILE, 'tokens': [HOSTILE] * len(row['tokens'])}
+  (run / 'rollouts' / 'grpo' / '000021.jsonl').write_text(json.dumps(hostile))
+  page = report.build(run).read_text()
+  assert embedded(page)['rollouts']['tasks'][0]['prompt'] == HOSTILE and embedded(page)['config']['note'] == HOSTILE
+  # Exactly the data element and the report's script, and no other element of the run's making.
+  assert page.count('<script') == 2 and page.count('</script') == 2 and '<img' not in page
+
+
+def test_the_page_is_whole_and_the_same_each_time(small):
+  page = report.build(small).read_text()
+  assert page == report.build(small).read_text()
+  assert not re.search(r'(src|href)\s*=\s*["\']|@import|url\(\s*["\']?http', page.split('id="data"')[0])
+  assert not re.findall(r'https?://(?!www\.w3\.org/2000/svg)[\w.]+', page)
+  assert not re.findall(r'innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(', page)
+
+
+def test_a_run_without_rows_or_extras_still_has_a_page(tmp_path):
+  (tmp_path / 'metrics.jsonl').touch()
+  data = embedded(report.build(tmp_path).read_text())
+  assert data['warnings'] == ['The run has written no metrics yet.'] and data['rollouts']['rows'] == []
+
+
+def test_missing_input_is_one_line(tmp_path):
+  with pytest.raises(UserError, match='no such directory'):
+    report.build(tmp_path / 'nothing')
+  with pytest.raises(UserError, match=r'has no metrics\.jsonl'):
+    report.build(tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+  ('arguments', 'message'),
+  [
+    (['--workdir=/nowhere/at/all'], 'error: --workdir=/nowhere/at/all: no such directory'),
+    ([], 'error: --workdir is missing'),
+    (['--wrkdir=x'], "error: Unknown command line flag 'wrkdir'. Did you mean: workdir ?"),
+    (['runs/x'], "error: argument 'runs/x' is not a flag"),
+  ],
+)
+def test_the_command_refuses_bad_input_in_one_line(arguments, message):
+  done = subprocess.run([sys.executable, 'launch/report.py', *arguments], cwd=ROOT, capture_output=True, text=True)
+  assert done.returncode == 2 and done.stderr.startswith(message) and done.stderr.count('\n') == 1, done.stderr
+
+
+@pytest.mark.full
+def test_the_command_builds_the_page(small):
+  done = subprocess.run(
+    [sys.executable, 'launch/report.py', f'--workdir={small}'], cwd=ROOT, capture_output=True, text=True, check=True
+  )
+  assert done.stdout.startswith(str(small / 'report.html'))

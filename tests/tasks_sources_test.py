@@ -1,0 +1,96 @@
+import json
+import random
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.tasks.sources import Corrupt, Row, read_rows
+
+
+def read(source, *, options=None, size=None, seed=0):
+  return list(read_rows(str(source), options=options or {}, size=size, seed=seed))
+
+
+ROWS = [{'prompt': 'a', 'answer': '1'}, {'prompt': 'ü', 'answer': None}, {'prompt': 'c', 'answer': '3'}]
+
+
+def test_jsonl_names_each_corrupt_line_by_its_number(tmp_path):
+  path = tmp_path / 'rows.jsonl'
+  path.write_bytes(b'{"prompt": "a"}\n\n{"prompt": \n[1]\n\xff\xfe\n{"x": NaN}\n{"prompt": "b"}')
+  rows = read(path)
+  # line 2 is blank: no row and no error
+  assert [row.where.removeprefix(f'{path}:') for row in rows] == ['1', '3', '4', '5', '6', '7']
+  assert [type(row) for row in rows] == [Row, Corrupt, Corrupt, Corrupt, Corrupt, Row]
+  assert rows[0].fields == {'prompt': 'a'} and rows[-1].fields == {'prompt': 'b'}
+  assert 'list' in rows[2].reason and 'utf-8' in rows[3].reason and 'NaN' in rows[4].reason
+
+
+def test_files_and_datasets_give_the_same_rows(tmp_path):
+  (tmp_path / 'rows.jsonl').write_text('\n'.join(json.dumps(row, ensure_ascii=False) for row in ROWS))
+  pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / 'rows.parquet')
+  datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / 'saved'))
+  datasets.DatasetDict({'test': datasets.Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / 'splits'))
+  for source in ('rows.jsonl', 'rows.parquet'):
+    assert [row.fields for row in read(tmp_path / source)] == ROWS
+    assert [row.fields for row in read(tmp_path / source, size=2)] == ROWS[:2]
+  for target in ('saved', 'splits', 'splits#test'):
+    assert [row.fields for row in read(f'datasets:{tmp_path / target}')] == ROWS
+  options = {'data_files': str(tmp_path / 'rows.jsonl'), 'cache_dir': str(tmp_path / 'cache')}
+  assert [row.fields for row in read('datasets:json#train', options=options)] == ROWS
+
+
+def test_parquet_value_that_is_not_json_is_corrupt(tmp_path):
+  pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{'prompt': 'a', 'image': b'x'}]), tmp_path / 'r.parquet')
+  (row,) = read(tmp_path / 'r.parquet')
+  assert isinstance(row, Corrupt) and row.where.endswith('r.parquet row 1') and 'bytes' in row.reason
+
+
+def test_procedural_item_draws_from_seed_plus_index():
+  options = {'min_word_len': 3, 'max_word_len': 5}
+  first = read('reasoning_gym:spell_backward', options=options, size=8, seed=100)
+  later = read('reasoning_gym:spell_backward', options=options, size=5, seed=103)
+  words = [row.fields['entry']['metadata']['word'] for row in first]
+  assert words[3:] == [row.fields['entry']['metadata']['word'] for row in later]
+  assert all(row.fields['entry']['answer'] == word[::-1] and 3 <= len(word) <= 5 for row, word in zip(first, words))
+  # an independent draw by the same rule
+  from reasoning_gym import create_dataset
+
+  assert words[4] == random.Random(104).choice(create_dataset('spell_backward', **options).words)
+
+
+def test_verifier_that_needs_tuples_is_refused():
+  with pytest.raises(UserError, match=r'arc_agi.*stored as JSON'):
+    read('reasoning_gym:arc_agi', size=2)
+
+
+@pytest.mark.parametrize(
+  'source, kwargs, message',
+  [
+    ('reasoning_gym:spell_backwrd', {'size': 1}, "did you mean 'spell_backward'"),
+    ('reasoning_gym:spell_backward', {}, 'set size'),
+    ('reasoning_gym:spell_backward', {'size': 0}, 'at least 1'),
+    ('reasoning_gym:spell_backward', {'size': 1, 'options': {'min_word_length': 3}}, "did you mean 'min_word_len'"),
+    ('reasoning_gym:spell_backward', {'size': 1, 'options': {'seed': 3}}, "the taskset's own seed"),
+    ('reasoning_gym:spell_backward', {'size': 1, 'options': {'min_word_len': 5, 'max_word_len': 4}}, 'must be >='),
+    ('rows.csv', {}, 'no known form'),
+    ('{dir}/trian.jsonl', {}, 'did you mean .*train.jsonl'),
+    ('{dir}/none/train.jsonl', {}, 'directory .*none does not exist'),
+    ('{dir}/train.jsonl', {'options': {'a': 1}}, 'takes no options'),
+    ('{dir}/bad.parquet', {}, 'not a readable Parquet'),
+    ('datasets:{dir}/nothing', {}, 'cannot be loaded'),
+    ('datasets:{dir}/splits', {}, r"splits \['a', 'b'\]"),
+    ('datasets:{dir}/splits#c', {}, 'cannot be loaded'),
+  ],
+)
+def test_bad_source_is_one_line_that_says_what_to_do(tmp_path, source, kwargs, message):
+  (tmp_path / 'train.jsonl').write_text('{}')
+  (tmp_path / 'bad.parquet').write_text('PAR1 cut short')
+  if 'splits' in source:
+    part = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({'a': part, 'b': part}).save_to_disk(str(tmp_path / 'splits'))
+  with pytest.raises(UserError, match=message) as error:
+    read(source.format(dir=tmp_path), **kwargs)
+  assert '\n' not in str(error.value)

@@ -1,0 +1,203 @@
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.tasks.tokenizer import (
+  Tokenizer,
+  TokenizerConfig,
+  build_bpe_tokenizer,
+  build_character_tokenizer,
+  build_tokenizer,
+)
+
+ROOT = pathlib.Path(__file__).parents[1]
+TEXTS = ['later>', 'retal', 'the cat sat on the mat, the cat spat\n', 'naïve 日本']
+USER = [{'role': 'user', 'content': 'later>'}]
+CHAT = [{'role': 'system', 'content': 'a cat'}, *USER, {'role': 'assistant', 'content': 'retal'}, *USER]
+
+
+def build(kind, template, directory):
+  return build_tokenizer(TokenizerConfig(kind=kind, template=template, vocab_size=320), TEXTS, directory)
+
+
+@pytest.fixture(scope='module')
+def built(tmp_path_factory):
+  return {
+    (kind, template): (build(kind, template, path := tmp_path_factory.mktemp('tok')), path)
+    for kind in ('character', 'bpe')
+    for template in ('plain', 'chatml')
+  }
+
+
+@pytest.fixture(scope='module')
+def byte_level(built):
+  return built['bpe', 'chatml'][0]
+
+
+def test_character_ids_are_the_sorted_characters_then_the_special_tokens(tmp_path):
+  tokenizer = build_character_tokenizer(['cab>', 'a\n'], tmp_path, template='plain')
+  # sorted: '\n' 0, '>' 1, 'a' 2, 'b' 3, 'c' 4; then <pad> 5, <eos> 6
+  assert tokenizer.encode('abc>\n\n') == [2, 3, 4, 1, 0, 0]
+  assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.stop_ids, tokenizer.vocab_size) == (5, 6, (6,), 7)
+  assert [tokenizer.token_text(i) for i in range(7)] == ['\n', '>', 'a', 'b', 'c', '<pad>', '<eos>']
+  assert tokenizer.decode([2, 0, 3, 6, 5]) == 'a\nb' and tokenizer.decode([2, 6], skip_special=False) == 'a<eos>'
+
+
+def test_lacking_character_is_named(built):
+  tokenizer, _ = built['character', 'plain']
+  with pytest.raises(UserError, match=r"lacks 'Z' \(U\+005A LATIN CAPITAL LETTER Z\), found in 'later Z>'"):
+    tokenizer.encode('later Z>')
+  with pytest.raises(UserError, match=r'U\+000D'):
+    tokenizer.encode('\r')
+  assert tokenizer.decode(tokenizer.encode('cat<eos>'), skip_special=False) == 'cat<eos>'
+
+
+@given(st.text(alphabet=sorted(set(''.join(TEXTS)))))
+@settings(max_examples=200, deadline=None)
+def test_character_text_round_trips(built, text):
+  tokenizer, _ = built['character', 'plain']
+  ids = tokenizer.encode(text)
+  assert len(ids) == len(text) and tokenizer.decode(ids) == text
+
+
+@given(st.text())
+@settings(max_examples=300, deadline=None)
+def test_any_text_round_trips_through_bytes(byte_level, text):
+  assert byte_level.decode(byte_level.encode(text), skip_special=False) == text
+
+
+def test_every_byte_has_a_token(byte_level):
+  # UTF-8 uses all bytes but C0, C1 and F5..FF; these code points meet each of the others
+  code_points = [*range(0x80), *range(0x80, 0x800, 7), *range(0x800, 0xD800, 97), *range(0xE000, 0x110000, 4093)]
+  text = ''.join(map(chr, code_points)) + ''.join(chr(0x80 + i) for i in range(64))
+  assert set(text.encode()) == set(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}
+  assert byte_level.decode(byte_level.encode(text), skip_special=False) == text
+
+
+def test_bpe_learns_frequent_words_within_its_size(built):
+  tokenizer, _ = built['bpe', 'plain']
+  assert 258 < tokenizer.vocab_size <= 320
+  assert len(tokenizer.encode(' the cat')) < len(' the cat') / 2
+
+
+def test_plain_prompt_is_the_contents_and_an_answer_ends_with_eos(built):
+  for kind in ('character', 'bpe'):
+    tokenizer, _ = built[kind, 'plain']
+    assert tokenizer.decode(tokenizer.render_prompt(CHAT), skip_special=False) == 'a catlater>retal<eos>later>'
+    prompt, completion = tokenizer.render_answer(USER, 'retal')
+    assert prompt == tokenizer.render_prompt(USER) == tokenizer.encode('later>')
+    assert completion == [*tokenizer.encode('retal'), tokenizer.eos_id]
+
+
+def test_chatml_is_what_its_users_expect(built):
+  for kind in ('character', 'bpe'):
+    tokenizer, _ = built[kind, 'chatml']
+    turns = '<|im_start|>system\na cat<|im_end|>\n<|im_start|>user\nlater><|im_end|>\n<|im_start|>assistant\n'
+    prompt, completion = tokenizer.render_answer(CHAT[:2], 'retal')
+    assert prompt == tokenizer.render_prompt(CHAT[:2])
+    assert tokenizer.decode(prompt, skip_special=False) == turns
+    assert tokenizer.decode(completion, skip_special=False) == 'retal<|im_end|>' and completion[-1] == tokenizer.eos_id
+    assert tokenizer.decode([*prompt, *completion]) == 'system\na cat\nuser\nlater>\nassistant\nretal'
+
+
+def test_answer_that_ends_in_blanks_keeps_them(built):
+  for tokenizer, _ in built.values():
+    _, completion = tokenizer.render_answer(USER, 'cat \n')
+    assert tokenizer.decode(completion) == 'cat \n' and completion[-1] == tokenizer.eos_id
+    assert completion.count(tokenizer.eos_id) == 1
+
+
+@pytest.mark.parametrize('kind', ['character', 'bpe'])
+@pytest.mark.parametrize('template', ['plain', 'chatml'])
+def test_saved_directory_is_the_same_tokenizer_in_transformers(built, tmp_path, kind, template):
+  tokenizer, _ = built[kind, template]
+  tokenizer.save(tmp_path / 'saved')
+  for loader in (transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast):
+    theirs = loader.from_pretrained(str(tmp_path / 'saved'))
+    for text in [*TEXTS, 'the naïve mat']:
+      assert theirs(text)['input_ids'] == tokenizer.encode(text)
+      assert theirs.decode(tokenizer.encode(text)) == text
+    rendered = theirs.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert list(rendered) == tokenizer.render_prompt(CHAT)
+    assert (theirs.eos_token_id, theirs.pad_token_id) == (tokenizer.eos_id, tokenizer.pad_id)
+    assert theirs.decode(tokenizer.render_prompt(CHAT), skip_special_tokens=True) == tokenizer.decode(
+      tokenizer.render_prompt(CHAT)
+    )
+
+
+def test_building_and_saving_are_deterministic(built, tmp_path):
+  for (kind, template), (tokenizer, path) in built.items():
+    build(kind, template, tmp_path / kind / template)
+    tokenizer.save(tmp_path / 'saved' / kind / template)
+    for copy in (tmp_path / kind / template, tmp_path / 'saved' / kind / template):
+      assert {p.name: p.read_bytes() for p in copy.iterdir()} == {p.name: p.read_bytes() for p in path.iterdir()}
+
+
+def test_existing_tokenizer_is_taken_as_it_is(built, tmp_path):
+  _, path = built['bpe', 'chatml']
+  taken = build_tokenizer(TokenizerConfig(path=str(path)), ['ignored'], tmp_path / 'run')
+  assert (tmp_path / 'run' / 'tokenizer.json').read_bytes() == (path / 'tokenizer.json').read_bytes()
+  assert taken.encode('cat') == built['bpe', 'chatml'][0].encode('cat')
+
+
+def test_generation_config_adds_stop_tokens(built, tmp_path):
+  tokenizer, _ = built['character', 'chatml']
+  tokenizer.save(tmp_path)
+  (tmp_path / 'generation_config.json').write_text(json.dumps({'eos_token_id': [tokenizer.pad_id, tokenizer.eos_id]}))
+  assert Tokenizer.from_directory(tmp_path).stop_ids == (tokenizer.eos_id, tokenizer.pad_id)
+
+
+def test_template_without_a_stop_token_still_ends_the_answer(built, tmp_path):
+  tokenizer, _ = built['character', 'plain']
+  tokenizer.save(tmp_path)
+  (tmp_path / 'chat_template.jinja').write_text("{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
+  _, completion = Tokenizer.from_directory(tmp_path).render_answer(USER, 'cat')
+  assert completion == [*tokenizer.encode('cat\n'), tokenizer.eos_id]
+
+
+def test_directory_that_is_no_tokenizer_is_one_line(built, tmp_path):
+  built['character', 'plain'][0].save(tmp_path / 'mute')
+  (tmp_path / 'mute' / 'chat_template.jinja').unlink()
+  built['character', 'plain'][0].save(tmp_path / 'refusing')
+  (tmp_path / 'refusing' / 'chat_template.jinja').write_text("{{ raise_exception('no system role') }}")
+  for make, message in [
+    (lambda: Tokenizer.from_directory(tmp_path / 'none'), 'no tokenizer.json'),
+    (lambda: Tokenizer.from_directory(tmp_path / 'mute'), 'no chat template'),
+    (lambda: Tokenizer.from_directory(tmp_path / 'refusing').render_prompt(USER), 'no system role'),
+    (lambda: build_bpe_tokenizer(TEXTS, tmp_path, vocab_size=100, template='plain'), 'at least 258'),
+    (lambda: build_character_tokenizer([], tmp_path, template='plain'), 'empty'),
+  ]:
+    with pytest.raises(UserError, match=message):
+      make()
+
+
+def launch(*args):
+  command = [sys.executable, str(ROOT / 'launch' / 'tokenizer.py'), *args]
+  return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+
+
+def test_launch_script_makes_a_directory_and_shows_a_round_trip(tmp_path):
+  (tmp_path / 'train.jsonl').write_text('{"question": "2+3", "answer": "two and three: #### 5"}\n')
+  done = launch(
+    f'--source={tmp_path}/train.jsonl', '--prompt={question}=', '--truth={answer:after ####}', f'--target={tmp_path}/t'
+  )
+  assert done.returncode == 0, done.stderr
+  # characters + 2 3 5 =, two special tokens: '+' 0, '2' 1, '3' 2, '5' 3, '=' 4, <pad> 5, <eos> 6
+  assert 'vocabulary of 7 tokens' in done.stdout and "'2+3=5<eos>' <-> [1, 0, 2, 4, 3, 6]" in done.stdout
+  assert Tokenizer.from_directory(tmp_path / 't').encode('5=') == [3, 4]
+
+
+def test_launch_script_says_bad_input_in_one_line(tmp_path):
+  (tmp_path / 'train.jsonl').write_text('{"question": "2+3"}\n')
+  done = launch(f'--source={tmp_path}/trian.jsonl', f'--target={tmp_path}/t')
+  assert done.returncode == 2 and not (tmp_path / 't').exists()
+  assert done.stderr.strip().splitlines() == [
+    f'error: {tmp_path}/trian.jsonl: no such file; did you mean {tmp_path}/train.jsonl?'
+  ]
