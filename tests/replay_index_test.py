@@ -13,6 +13,7 @@ from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.experience.sample import Sample, Segment, Source, encode
 from jaxrl_llm.experience.score import Score, Status
+from jaxrl_llm.replay import segments
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.index import open_store
 from jaxrl_llm.replay.tables import Issue
@@ -336,6 +337,7 @@ def test_a_reader_sees_whole_transactions_while_a_process_writes(tmp_path):
     'import sys; sys.path[:0] = [sys.argv[2]]\n'
     'from replay_index_test import *\n'
     'store = open_store(sys.argv[1])\n'
+    'store.recover(0)\n'
     'for step in range(40):\n'
     '  uids = [f"{step}/{i}" for i in range(8)]\n'
     '  store_group(store, uids, step); store.seal(uids, step); store.trained(uids, step)\n'
@@ -353,3 +355,34 @@ def test_a_reader_sees_whole_transactions_while_a_process_writes(tmp_path):
     writer.wait(60)
   assert writer.returncode == 0 and seen == sorted(seen)
   assert audit(tmp_path).states['trained'] == 320
+
+
+class RottenWriter(segments.ArrayRecordWriter):
+  """A disk that returns other bytes than were written."""
+
+  def __init__(self, path, options):
+    super().__init__(path, options)
+    self.path = path
+
+  def close(self):
+    super().close()
+    with open(self.path, 'r+b') as file:
+      content = file.read()
+      used = [place for place, byte in enumerate(content) if byte]
+      place = used[len(used) // 3]
+      file.seek(place)
+      file.write(bytes([content[place] ^ 0xFF]))
+
+
+def test_bytes_leave_sqlite_only_when_the_segment_reads_back(tmp_path, monkeypatch):
+  store = open_store(tmp_path)
+  store_group(store, ['g/0', 'g/1'], 0)
+  with monkeypatch.context() as patch:
+    patch.setattr(segments, 'ArrayRecordWriter', RottenWriter)
+    with pytest.raises(RunError, match='2 rows could not be written'):
+      store.seal(['g/0', 'g/1'], 0)
+  assert list((tmp_path / 'segments').iterdir()) == []
+  assert audit(store).ok
+  assert encode(store.read(['g/1'])[0]) == encode(make_sample('g/1'))
+  store.seal(['g/0', 'g/1'], 0)
+  assert audit(store).ok

@@ -1,8 +1,8 @@
 """A process is killed between any two steps of the store, and at random times; then recovered and audited.
 
-The child runs one step off: each step it issues a group, drops one sample, leaves one unanswered until the next step, and
-trains on what the step before admitted. It writes each call down once the call has returned; the model of what must be
-there (`expected`) knows nothing else.
+The child runs one step off: each step it issues a group, drops one sample, leaves one unanswered until the next step,
+and trains on what the step before admitted. It writes each call down once the call has returned; the model of what must
+be there (`expected`) knows nothing else.
 """
 
 import json

@@ -12,14 +12,27 @@ import sys
 import numpy as np
 import pytest
 from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.runtime import report, transcripts, writers
 
 ROOT = pathlib.Path(__file__).parents[1]
 HOSTILE = '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">{{data}}<!-- <script>'
+BROWSER_FLAGS = [
+  '--headless=new',
+  '--no-sandbox',
+  '--disable-gpu',
+  '--disable-quic',
+  '--no-first-run',
+  '--disable-background-networking',
+  '--disable-component-update',
+  '--disable-sync',
+]
 WORDS = ['tree', 'river', 'moon', 'apple', 'stone', 'cat', 'light', 'green', 'hand', 'bread', 'sun', 'glass']
 
 
@@ -317,3 +330,247 @@ def test_the_command_builds_the_page(small):
     [sys.executable, 'launch/report.py', f'--workdir={small}'], cwd=ROOT, capture_output=True, text=True, check=True
   )
   assert done.stdout.startswith(str(small / 'report.html'))
+
+
+@pytest.fixture(scope='module')
+def long_run(tmp_path_factory):
+  """Long, unfriendly text: many lines, leading spaces, markup, samples without reward, some cut at the limit."""
+  rng = np.random.default_rng(1)
+  run = make_run(tmp_path_factory.mktemp('runs') / 'long', sft_steps=0, grpo_steps=3, groups=1, every=3)
+  rollouts = writers.RolloutsWriter(run)
+  for step in (1, 2, 3):
+    rows = []
+    for i in range(4):
+      row = rollout(rng, stage='grpo', step=step, group=0, index=i, word='tree', good=i == 1)
+      texts = [' Let', ' us', ' add', '\n', ' 12', '+', ' 30', HOSTILE, ' <b>', '&amp;', '\u2028', ' done'] * 30
+      values = {'tokens': texts, 'token_ids': list(range(len(texts))), 'completion': ''.join(texts)}
+      logprobs = {k: rng.normal(-1, 0.3, len(texts)) for k in ('behaviour_logprobs', 'trainer_logprobs')}
+      row |= values | logprobs | {'advantages': rng.normal(0, 1, len(texts))}
+      row |= {
+        'prompt': f'{HOSTILE}\n' + 'A shop sells apples and pears. ' * 20,
+        'finish_reason': 'length' if i == 2 else 'stop',
+      }
+      rows.append(row | {'reward': None if i == 3 else float(i == 1), 'task_id': f'gsm8k:{HOSTILE}'})
+    rollouts.write('grpo', step, rows)
+  return run
+
+
+@pytest.fixture(scope='module')
+def browser(tmp_path_factory):
+  binary = next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None)
+  if binary is None:
+    pytest.skip('no chromium on this machine (Debian: apt-get install chromium chromium-driver)')
+  options = webdriver.ChromeOptions()
+  options.binary_location = binary
+  for flag in BROWSER_FLAGS:
+    options.add_argument(flag)
+  options.add_argument(f'--user-data-dir={tmp_path_factory.mktemp("browser")}')
+  options.set_capability('goog:loggingPrefs', {'browser': 'ALL'})
+  driver = webdriver.Chrome(options=options, service=Service(shutil.which('chromedriver')))
+  yield driver
+  driver.quit()
+
+
+def opened(browser, run, *, width=1280, scheme='light'):
+  """Opens the report of a run as a file; the window is `width` pixels wide."""
+  browser.execute_cdp_cmd(
+    'Emulation.setEmulatedMedia', {'features': [{'name': 'prefers-color-scheme', 'value': scheme}]}
+  )
+  metrics = {'width': width, 'height': 1000, 'deviceScaleFactor': 1, 'mobile': False}
+  browser.execute_cdp_cmd('Emulation.setDeviceMetricsOverride', metrics)
+  browser.get(report.build(run).as_uri())
+  wait(browser, lambda: browser.find_elements(By.CSS_SELECTOR, '[data-chart="Reward"] path'))
+
+
+def wait(browser, condition):
+  return WebDriverWait(browser, 20).until(lambda _: condition())
+
+
+def one(browser, selector):
+  return browser.find_element(By.CSS_SELECTOR, selector)
+
+
+def texts(browser, selector):
+  return browser.execute_script(
+    'return [...document.querySelectorAll(arguments[0])].map((n) => n.textContent)', selector
+  )
+
+
+def click(browser, selector):
+  node = one(browser, selector)
+  browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", node)
+  node.click()
+
+
+@pytest.mark.full
+def test_curves_have_a_point_per_row(browser, small):
+  opened(browser, small)
+  series = report.payload(small)['series']
+  for key in ('critic/score/mean', 'val-core/spell/acc/greedy', 'actor/entropy', 'actor/grad_norm', 'actor/sft_loss'):
+    path = one(browser, f'path.raw[data-key="{key}"]').get_attribute('d')
+    assert len(re.findall('[ML]', path)) == len(series[key]['x']), key
+  # Time is stacked over all 32 training rows: each area goes there and back.
+  area = one(browser, 'path.area[data-key="timing_s/gen"]').get_attribute('d')
+  assert len(re.findall('[ML]', area)) == 2 * 32
+  titles = texts(browser, '.chart h3')
+  wanted = ['Reward', 'Held-out accuracy', 'KL', 'Entropy', 'Response length', 'Gradient norm', 'Policy loss']
+  assert titles[:7] == wanted and 'Supervised loss' in titles and 'Time per phase' in titles
+  # The stage boundary stands where GRPO begins: at step 20 of 0 ... 32.
+  line = one(browser, '[data-chart="Held-out accuracy"] line.stage')
+  axis = one(browser, '[data-chart="Held-out accuracy"] line.axis')
+  left, right, at = (float(n.get_attribute(a)) for n, a in ((axis, 'x1'), (axis, 'x2'), (line, 'x1')))
+  assert (at - left) / (right - left) == pytest.approx(20 / 32, abs=1e-3)
+
+
+@pytest.mark.full
+def test_a_point_is_drawn_at_its_value(browser, small):
+  """The accuracy axis goes from 0 to 1: the height of each dot is the logged number."""
+  opened(browser, small)
+  chart = '[data-chart="Held-out accuracy"]'
+  grid = [float(n.get_attribute('y1')) for n in browser.find_elements(By.CSS_SELECTOR, f'{chart} line.grid')]
+  dots = browser.find_elements(By.CSS_SELECTOR, f'{chart} circle.f1')
+  got = [(max(grid) - float(d.get_attribute('cy'))) / (max(grid) - min(grid)) for d in dots]
+  assert got == pytest.approx(list(report.payload(small)['series']['val-core/spell/acc/greedy']['y']), abs=1e-3)
+
+
+@pytest.mark.full
+def test_hovering_shows_the_values_there(browser, small):
+  opened(browser, small)
+  rows, _ = writers.read_jsonl(small / 'metrics.jsonl')
+  svg = one(browser, '[data-chart="Reward"] svg')
+  browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", svg)
+  width = svg.size['width']
+  axis = one(browser, '[data-chart="Reward"] line.axis')
+  left, right = float(axis.get_attribute('x1')), float(axis.get_attribute('x2'))
+  for step in (21, 25, 32):  # the reward's x-axis goes from 21 to 32
+    target = left + (step - 21) / 11 * (right - left) + 2
+    ActionChains(browser).move_to_element_with_offset(svg, round(target - width / 2), 10).perform()
+    wait(browser, lambda: one(browser, '#tip').is_displayed())
+    want = next(r['critic/score/mean'] for r in rows if r['training/global_step'] == step and 'critic/score/mean' in r)
+    assert texts(browser, '#tip .head') == [f'grpo · step {step}']
+    assert float(texts(browser, '#tip b')[0]) == pytest.approx(want, rel=1e-3)
+  ActionChains(browser).move_to_element(one(browser, 'h1')).perform()
+  wait(browser, lambda: not one(browser, '#tip').is_displayed())
+  svg.send_keys(Keys.ARROW_LEFT)
+  svg.send_keys(Keys.ARROW_LEFT)
+  assert texts(browser, '#tip .head') == ['grpo · step 31']
+
+
+@pytest.mark.full
+def test_rollouts_sort_filter_and_turn_pages(browser, small):
+  opened(browser, small)
+  click(browser, 'button[data-value=flat]')
+  source = [r for step in range(21, 33) for r in writers.read_jsonl(small / f'rollouts/grpo/{step:06d}.jsonl')[0]]
+  lengths = [len(row['tokens']) for row in source]
+  shown = [int(t) for t in texts(browser, '.rollout .length')]
+  assert shown == lengths[:60]  # by step, a page of 60
+  click(browser, 'button[data-sort=length]')
+  assert [int(t) for t in texts(browser, '.rollout .length')] == sorted(lengths, reverse=True)[:60]
+  click(browser, 'button[data-sort=length]')
+  assert [int(t) for t in texts(browser, '.rollout .length')] == sorted(lengths)[:60]
+  click(browser, 'button[data-sort=reward]')
+  rewards = sorted((row['reward'] for row in source), reverse=True)
+  assert [float(t.split()[1]) for t in texts(browser, '.rollout .reward')] == rewards[:60]
+  click(browser, '#samples .foot button:last-child')
+  assert [float(t.split()[1]) for t in texts(browser, '.rollout .reward')] == rewards[60:120]
+  word = source[0]['prompt'][:-1]
+  one(browser, 'input[type=search]').send_keys(word)
+  count = sum(word in row['prompt'] or word in ''.join(row['tokens']) for row in source)
+  wait(browser, lambda: texts(browser, '#samples .foot span')[0] == f'{count} rollouts')
+
+
+@pytest.mark.full
+def test_rollouts_stand_under_their_task(browser, small):
+  opened(browser, small)
+  source, _ = writers.read_jsonl(small / 'rollouts/grpo/000021.jsonl')
+  assert texts(browser, '.task .prompt')[0] == source[0]['prompt']
+  assert texts(browser, '.task .facts b')[0] == source[0]['truth']
+  first = texts(browser, '.task:first-child .tokens')
+  assert first[:8] == [''.join(row['tokens']) for row in source if row['task_id'] == source[0]['task_id']][:8]
+
+
+def colours(browser):
+  return browser.execute_script(
+    "return [...document.querySelectorAll('.token')].map((n) => getComputedStyle(n).backgroundColor)"
+  )
+
+
+@pytest.mark.full
+def test_tokens_are_coloured_by_what_is_chosen(browser, small):
+  opened(browser, small)
+  click(browser, 'button[data-value=flat]')
+  source = [r for step in range(21, 33) for r in writers.read_jsonl(small / f'rollouts/grpo/{step:06d}.jsonl')[0]][:60]
+
+  def signs(values):
+    return [(v > 0) - (v < 0) for v in values]
+
+  def hue(colour):
+    """1 for blue, -1 for orange, 0 for none."""
+    red, _, blue, *alpha = map(float, re.findall(r'[\d.]+', colour))
+    return 0 if alpha == [0.0] else 1 if blue > red else -1
+
+  advantages = [a for row in source for a in row['advantages']]
+  assert len(set(signs(advantages))) > 1 and [hue(c) for c in colours(browser)] == signs(advantages)
+  click(browser, 'button[data-value=difference]')
+  pairs = [p for row in source for p in zip(row['trainer_logprobs'], row['behaviour_logprobs'])]
+  assert [hue(c) for c in colours(browser)] == signs(a - b for a, b in pairs)
+  click(browser, 'button[data-value=none]')
+  assert set(colours(browser)) == {'rgba(0, 0, 0, 0)'}
+  token = one(browser, '.token')
+  browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", token)
+  ActionChains(browser).move_to_element(token).perform()
+  tip = dict(zip(texts(browser, '#tip .row span'), texts(browser, '#tip .row b')))
+  assert float(tip['sampler logprob']) == pytest.approx(source[0]['behaviour_logprobs'][0], rel=1e-3)
+  assert float(tip['trainer − sampler']) == pytest.approx(pairs[0][0] - pairs[0][1], rel=6e-3)
+
+
+@pytest.mark.full
+def test_hostile_text_is_inert_and_shown_as_text(browser, long_run):
+  opened(browser, long_run)
+  assert texts(browser, '.task .prompt')[0].startswith(HOSTILE)
+  assert HOSTILE in texts(browser, '.token')
+  click(browser, '.rollout .line')
+  assert len(browser.find_elements(By.CSS_SELECTOR, '.rollout.open .token')) == 360
+  click(browser, '#configuration summary')
+  assert json.loads(one(browser, 'pre').text)['note'] == HOSTILE
+  assert browser.execute_script('return window.hacked') is None
+  assert not browser.find_elements(By.CSS_SELECTOR, 'img, main b img, main script')
+  assert sorted({t.split()[-1] for t in texts(browser, '.rollout .length')}) == ['360', 'cut']
+  assert 'none' in texts(browser, '.rollout .reward')
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('width', [1280, 800])
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+def test_a_full_run_fits_the_window_without_an_error(browser, full_run, long_run, width, scheme):
+  for run in (full_run, long_run):
+    opened(browser, run, width=width, scheme=scheme)
+    root = 'document.documentElement'
+    assert browser.execute_script(f'return {root}.scrollWidth <= {root}.clientWidth')
+    outside = """
+      return [...document.querySelectorAll('.chart svg text')].filter((text) => {
+        const box = text.getBoundingClientRect(), card = text.closest('.chart').getBoundingClientRect();
+        return box.left < card.left || box.right > card.right || box.bottom > card.bottom;
+      }).map((text) => text.textContent)"""
+    assert browser.execute_script(outside) == []
+    light = browser.execute_script('return getComputedStyle(document.body).backgroundColor') == 'rgb(246, 247, 249)'
+    assert light == (scheme == 'light')
+  for details in ('.chart .legend button', '#curves details summary', 'button[data-sort=reward]'):
+    click(browser, details)
+  assert browser.get_log('browser') == []
+
+
+@pytest.fixture(scope='module')
+def full_run(tmp_path_factory):
+  """500 SFT and 250 GRPO steps with 32,000 rollouts, of which the report embeds a part."""
+  return make_run(tmp_path_factory.mktemp('runs') / 'quickstart')
+
+
+@pytest.mark.full
+def test_a_full_run_stays_quick(browser, full_run):
+  page = report.build(full_run)
+  assert page.stat().st_size < 8_000_000
+  opened(browser, full_run)
+  # A page of the viewer holds a bounded number of nodes, however many rollouts the run has.
+  assert len(embedded(page.read_text())['rollouts']['rows']) > 10_000
+  assert browser.execute_script("return document.querySelectorAll('*').length") < 8000

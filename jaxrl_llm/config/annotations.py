@@ -44,13 +44,13 @@ def members(annotation: Any) -> tuple[Any, ...]:
   """The alternatives of a union; an annotation that is none has one: itself."""
   if typing.get_origin(annotation) in (types.UnionType, typing.Union):
     return typing.get_args(annotation)
-  return (annotation,)
+  return (types.NoneType,) if annotation is None else (annotation,)
 
 
 def is_json(annotation: Any) -> bool:
   """Any, or a union with a free list or dict in it: a field that takes whatever JSON has."""
   origins = {typing.get_origin(member) or member for member in members(annotation)}
-  return annotation is Any or bool(origins & {list, dict})
+  return annotation is Any or (len(origins) > 1 and bool(origins & {list, dict}))
 
 
 def is_mapping(annotation: Any) -> bool:
@@ -75,8 +75,8 @@ def describe(annotation: Any) -> str:
     return 'a JSON value'
   if len(members(annotation)) > 1:
     return ' or '.join(describe(member) for member in members(annotation))
-  if annotation is None or annotation in SCALARS:
-    return SCALARS[annotation or types.NoneType]
+  if annotation in SCALARS:
+    return SCALARS[annotation]
   if typing.get_origin(annotation) is typing.Literal:
     return 'one of ' + ', '.join(str(choice) for choice in typing.get_args(annotation))
   if is_enum(annotation):
@@ -88,6 +88,8 @@ def describe(annotation: Any) -> str:
     return f'a mapping from text to {describe(typing.get_args(annotation)[1])}'
   if is_record(annotation):
     return f'a {annotation.__name__}'
+  if annotation is None:
+    return SCALARS[types.NoneType]
   raise TypeError(f'configuration fields cannot be annotated with {annotation!r}')
 
 

@@ -5,6 +5,7 @@ Invariant: for a configuration that `check_types` accepts, `from_json(to_json(co
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import typing
@@ -37,9 +38,9 @@ def check_types(config: Any, where: str = 'config') -> None:
   _check(config, type(config), where)
 
 
-def to_json(value: Any) -> Json:
-  """The configuration (or a value in one) as plain JSON. Infinities become the text 'inf' and '-inf'."""
-  return _write(value, type(value)) if is_record(type(value)) else _write(value, Any)
+def to_json(config: Any) -> Json:
+  """The configuration as plain JSON, sharing nothing with it. Infinities become the text 'inf' and '-inf'."""
+  return _write(config, type(config))
 
 
 def from_json(value: Any, annotation: Any, where: str = 'config') -> Any:
@@ -64,8 +65,8 @@ def _member_of(value: Any, annotation: Any, where: str) -> Any:
 def _has_type(value: Any, member: Any) -> bool:
   if member is float:  # As Python's own typing has it, an int will do; a bool will not.
     return type(value) in (int, float) and not math.isnan(value)
-  if member is None or member in SCALARS:
-    return type(value) is (member or types.NoneType)
+  if member in SCALARS:
+    return type(value) is member
   if typing.get_origin(member) is typing.Literal:
     return any(type(value) is type(choice) and value == choice for choice in typing.get_args(member))
   if is_tuple(member):
@@ -94,6 +95,7 @@ def _check(value: Any, annotation: Any, where: str) -> None:
 
 
 def check_json(value: Any, where: str) -> None:
+  """Refuses what JSON cannot hold and give back: tuples, sets, objects, nan and infinities, keys other than text."""
   if isinstance(value, dict):
     for key, element in value.items():
       _check(key, str, f'{where} (key)')
@@ -110,11 +112,11 @@ def check_json(value: Any, where: str) -> None:
 
 def _write(value: Any, annotation: Any) -> Json:
   if is_json(annotation):
-    return value
+    return copy.deepcopy(value)
   member = _member_of(value, annotation, 'config')
   if is_record(member):
     fields = {name: _write(getattr(value, name), kind) for name, kind in field_types(member).items()}
-    return {TAG: member.__name__, **fields} if len(_records(annotation)) > 1 else fields
+    return {TAG: member.__name__, **fields} if len(records(annotation)) > 1 else fields
   if is_tuple(member):
     kinds = element_types(member, len(value), 'config')
     return [_write(element, kind) for element, kind in zip(value, kinds, strict=True)]
@@ -127,25 +129,38 @@ def _write(value: Any, annotation: Any) -> Json:
   return value
 
 
-def _records(annotation: Any) -> dict[str, type]:
+def default_json(cls: type) -> dict[str, Json]:
+  """A dataclass's defaults as `to_json` would write them; fields without one are absent."""
+  kinds = field_types(cls)
+  written = {}
+  for field in dataclasses.fields(cls):
+    if field.init and field.default_factory is not dataclasses.MISSING:
+      written[field.name] = _write(field.default_factory(), kinds[field.name])
+    elif field.init and field.default is not dataclasses.MISSING:
+      written[field.name] = _write(field.default, kinds[field.name])
+  return written
+
+
+def records(annotation: Any) -> dict[str, type]:
+  """The dataclasses among an annotation's alternatives, by name."""
   return {member.__name__: member for member in members(annotation) if is_record(member)}
 
 
 def record_type(value: Any, annotation: Any, where: str) -> type:
   """The dataclass that a JSON object stands for."""
-  records = _records(annotation)
-  if len(records) == 1:
-    return next(iter(records.values()))
-  if value.get(TAG) not in records:
-    raise UserError(f'{where}: got {TAG} {value.get(TAG)!r}, wanted one of {", ".join(records)}')
-  return records[value[TAG]]
+  classes = records(annotation)
+  if len(classes) == 1:
+    return next(iter(classes.values()))
+  if value.get(TAG) not in classes:
+    raise UserError(f'{where}: got {TAG} {value.get(TAG)!r}, wanted one of {", ".join(classes)}')
+  return classes[value[TAG]]
 
 
 def _read(value: Any, annotation: Any, where: str) -> Any:
   if is_json(annotation):
     check_json(value, where)
     return value
-  if isinstance(value, dict) and _records(annotation):
+  if isinstance(value, dict) and records(annotation):
     return _read_record(value, record_type(value, annotation, where), where)
   for member in members(annotation):
     if isinstance(value, list) and is_tuple(member):
@@ -170,12 +185,8 @@ def _read_record(value: dict[str, Any], cls: type, where: str) -> Any:
   for key, element in value.items():
     if key != TAG:
       fields[key] = _read(element, field_type(cls, key, where), f'{where}.{key}')
-  required = {
-    field.name
-    for field in dataclasses.fields(cls)
-    if field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-  }
-  missing = [name for name in kinds if name in required - set(fields)]
+  defaults = default_json(cls)
+  missing = [name for name in kinds if name not in fields and name not in defaults]
   if missing:
     raise UserError(f'{where}: {cls.__name__} needs a value for {", ".join(missing)}')
   try:

@@ -7,6 +7,7 @@ its directory entry. A writer that dies leaves at most a `.tmp` file (ArrayRecor
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import pathlib
 import threading
@@ -106,7 +107,7 @@ class SegmentReader:
   def close(self) -> None:
     with self._lock:
       while self._open:
-        self._open.popitem()[1].close()
+        _close(self._open.popitem()[1])
 
   def _read_file(self, name: str, rows: list[int]) -> list[bytes]:
     try:
@@ -130,11 +131,16 @@ class SegmentReader:
       raise FileNotFoundError('no such file')
     self._open[name] = ArrayRecordReader(str(path), _READER)
     if len(self._open) > self._max_open:
-      self._open.popitem(last=False)[1].close()
+      _close(self._open.popitem(last=False)[1])
     return self._open[name]
 
   def __reduce__(self):
     return (open_segment_reader, (self._directory,))
+
+
+def _close(reader: ArrayRecordReader) -> None:
+  with contextlib.suppress(RuntimeError):  # closing repeats the error of a damaged file, which its read has raised
+    reader.close()
 
 
 def decode_row(payload: bytes, where: str) -> Sample:

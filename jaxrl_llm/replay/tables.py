@@ -7,6 +7,7 @@ import enum
 import json
 import pathlib
 import sqlite3
+from typing import NamedTuple
 
 from jaxrl_llm.core.errors import UserError
 
@@ -74,9 +75,8 @@ class Issue:
   visit: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
-  """What the index says of one sample: its newest attempt's row."""
+class Entry(NamedTuple):
+  """What the index says of one sample: its newest attempt's row. A tuple, as one is made per sample and change."""
 
   uid: str
   attempt: int
@@ -90,21 +90,13 @@ class Entry:
   """Stamp of its last transition."""
 
 
+_STATES = {str(state): state for state in State}
 ENTRY = 'SELECT uid, attempt, group_id, task_id, visit, step, state, changed FROM samples'
 
 
 def entry_of(row: tuple) -> Entry:
-  uid, attempt, group_id, task_id, visit, step, state, changed = row
-  return Entry(
-    uid=uid,
-    attempt=attempt,
-    group_id=group_id,
-    task_id=task_id,
-    visit=visit,
-    step=step,
-    state=State(state),
-    changed=changed,
-  )
+  *issued, state, changed = row
+  return Entry(*issued, _STATES[state], changed)
 
 
 def prepare(db: sqlite3.Connection, path: pathlib.Path, attempt: int | None, max_uses: int) -> int:

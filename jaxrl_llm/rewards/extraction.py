@@ -18,7 +18,7 @@ MAX_LENGTH = 2000
 """Longer than this, in characters, nothing is an answer."""
 
 NUMBER = re.compile(
-  r'(?<![\w.])[-+\u2212]?[$€£¥]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?\\?%?',
+  r'(?<![\w.])[$€£¥]?[-+\u2212]?[$€£¥]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?\\?%?',
   re.ASCII,
 )
 _PHRASE = re.compile(r'\bthe (?:final |correct )?answer is\b[:\s]*', re.IGNORECASE)

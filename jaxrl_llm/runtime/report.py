@@ -190,7 +190,7 @@ def _summary(rows: list[Row], stages: list[Row]) -> list[Row]:
   tokens = [row['perf/total_num_tokens'] for row in rows if is_number(row.get('perf/total_num_tokens'))]
   detail = f'{statistics.median(seconds):.3g} s per step (median)' if seconds else ''
   tiles.append({'label': 'Time in steps', 'value': _duration(sum(seconds)) if seconds else '–', 'detail': detail})
-  detail = f'{sum(tokens):,.0f} tokens trained on' if tokens else ''
+  detail = f'{sum(tokens):,.0f} tokens in the batches' if tokens else ''
   tiles.append({'label': 'Steps', 'value': f'{sum(s["steps"] for s in stages):,}', 'detail': detail})
   return tiles
 

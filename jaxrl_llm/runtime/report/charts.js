@@ -232,7 +232,7 @@ class Chart {
       element('span', {}, f.line.name), element('b', {}, number(f.line.y[f.i]))));
     if (this.spec.band) rows.push(this.bandRow(x));
     const step = element('div', { class: 'head' }, `${stage.name} · step ${whole(x - stage.offset)}`);
-    showTip(box.left + this.px(x), clientY ?? box.top + HEIGHT / 2, step, ...rows);
+    showTip(box.left + this.px(x) + 16, clientY ?? box.top + HEIGHT / 2, false, step, ...rows);
   }
 
   bandRow(x) {

@@ -52,16 +52,17 @@ function plural(count, noun) {
   return `${whole(count)} ${noun}${count === 1 ? '' : 's'}`;
 }
 
-// Shows the tooltip beside a point of the window, turned inwards where it would leave it.
-function showTip(x, y, ...children) {
+// Shows the tooltip right of a point of the window, or below it; on the other side where it would leave the window.
+function showTip(x, y, below, ...children) {
   const tip = document.getElementById('tip');
   tip.replaceChildren(...children);
   tip.hidden = false;
   const { width, height } = tip.getBoundingClientRect();
-  const left = x + 16 + width > window.innerWidth - 8 ? x - 16 - width : x + 16;
-  const top = Math.min(Math.max(8, y - height / 2), window.innerHeight - height - 8);
+  const fits = x + width < window.innerWidth - 8;
+  const left = fits ? x : below ? window.innerWidth - 8 - width : x - 32 - width;
+  const top = below ? (y + height < window.innerHeight - 8 ? y : y - height - 36) : Math.min(y - height / 2, window.innerHeight - height - 8);
   tip.style.left = `${Math.max(8, left)}px`;
-  tip.style.top = `${top}px`;
+  tip.style.top = `${Math.max(8, top)}px`;
 }
 
 function hideTip() {

@@ -150,7 +150,7 @@ function rollouts() {
 // JSON as text nodes, keys and values told apart.
 function pretty(value) {
   const text = JSON.stringify(value, null, 2);
-  const parts = text.split(/("(?:[^"\\]|\\.)*"(?:\s*:)?)/g);
+  const parts = text.split(/("(?:[^"\\]|\\.)*"(?:\s*:)?|-?\d[\d.eE+-]*|true|false|null)/g);
   return element('pre', {}, ...parts.map((part) => {
     if (/^".*:$/s.test(part)) return element('span', { class: 'key' }, part);
     if (part.startsWith('"')) return element('span', { class: 'string' }, part);

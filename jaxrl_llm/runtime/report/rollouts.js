@@ -147,13 +147,19 @@ class Rollouts {
         `mean reward ${mean} · ${plural(group.length, 'rollout')}`)));
     const rows = this.sorted(group, SORTS[this.view.sort]);
     node.append(...rows.slice(0, ROLLOUTS_A_TASK).map((row) => this.rollout(row, false)));
-    if (rows.length > ROLLOUTS_A_TASK) {
-      const more = element('div', { class: 'more' }, element('button', { type: 'button', onclick: () => {
-        more.replaceWith(...rows.slice(ROLLOUTS_A_TASK).map((row) => this.rollout(row, false)));
-        this.recolour();
-      } }, `Show ${whole(rows.length - ROLLOUTS_A_TASK)} more`));
-      node.append(more);
-    }
+    if (rows.length > ROLLOUTS_A_TASK) node.append(this.more(rows, ROLLOUTS_A_TASK));
+    return node;
+  }
+
+  // The button that shows the next rollouts of a task, ROLLOUTS_A_PAGE at a time.
+  more(rows, from) {
+    const next = rows.slice(from, from + ROLLOUTS_A_PAGE);
+    const node = element('div', { class: 'more' }, element('button', { type: 'button', onclick: () => {
+      node.before(...next.map((row) => this.rollout(row, false)));
+      if (from + next.length < rows.length) node.replaceWith(this.more(rows, from + next.length));
+      else node.remove();
+      this.recolour();
+    } }, `Show ${whole(next.length)} more of ${whole(rows.length - from)}`));
     return node;
   }
 
@@ -230,7 +236,7 @@ class Rollouts {
     const box = span.getBoundingClientRect();
     const rows = values.filter(([, v]) => v !== undefined && v !== null)
       .map(([name, v]) => element('div', { class: 'row' }, element('span', {}, name), element('b', {}, number(v))));
-    showTip(box.right, box.bottom + 40, element('div', { class: 'mono' }, JSON.stringify(text)),
+    showTip(box.left, box.bottom + 6, true, element('div', { class: 'mono' }, JSON.stringify(text)),
       element('div', { class: 'head' }, `token ${whole(i + 1)}${id === null ? '' : ` · id ${id}`}`), ...rows);
   }
 }

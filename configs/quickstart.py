@@ -1,0 +1,83 @@
+"""The quickstart: a policy from nothing learns to spell words backward, by SFT and then GRPO.
+
+Demonstrations are of mixed quality: 40 % are right, 60 % copy the word. SFT imitates both; the verifier tells GRPO
+which is wanted. Start and end are fixed by the data, not by stopping early.
+
+Command:   bash launch/quickstart.sh
+           bash launch/quickstart.sh --config=configs/quickstart.py:number_sorting     (a second task)
+Hardware:  a laptop's CPU.
+Time and result: docs/acceptance.md.
+"""
+
+from jaxrl_llm.app.schema import AlgorithmConfig, Config, LearnerConfig, PolicyConfig, RolloutConfig, StageConfig
+from jaxrl_llm.learner.optimizer import OptimizerConfig
+from jaxrl_llm.master.evaluation import SuiteConfig
+from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
+from jaxrl_llm.rollout.embedded import EmbeddedConfig
+from jaxrl_llm.runtime.checkpoint import CheckpointConfig
+from jaxrl_llm.tasks.taskset import DemonstrationsConfig, TasksetConfig
+
+TASKS = {
+  'spell_backward': dict(
+    source='reasoning_gym:spell_backward',
+    options={'min_word_len': 3, 'max_word_len': 5},
+    prompt='{word}>',
+    truth='{answer}',
+    match='[a-z]+>',
+    size=60_000,
+    holdout=0.2,
+  ),
+}
+DEMONSTRATIONS = {'spell_backward': ('{answer}', '{word}')}
+LENGTHS = {'spell_backward': (6, 7)}
+
+
+def get_config(task: str = '') -> Config:
+  task = task or 'spell_backward'
+  prompt, response = LENGTHS[task]
+  return Config(
+    name='quickstart',
+    policy=PolicyConfig(
+      family='qwen2',
+      model=dict(
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+      ),
+    ),
+    tasksets=tuple(TasksetConfig(name=split, split=split, **TASKS[task]) for split in ('train', 'eval')),
+    rewards=RewardsConfig(scorers=(ScorerConfig(name='verifier'),)),
+    rollout=RolloutConfig(
+      max_prompt_length=prompt,
+      max_response_length=response,
+      embedded=EmbeddedConfig(slots=128, prefill_rows=16, prefill_buckets=(prompt,), decode_steps=8),
+    ),
+    learner=LearnerConfig(chunks_per_rank=32),
+    stages=(
+      StageConfig(
+        name='sft',
+        algorithm=AlgorithmConfig(name='sft'),
+        steps=500,
+        tasksets=('train',),
+        demonstrations=DemonstrationsConfig(templates=DEMONSTRATIONS[task], weights=(0.4, 0.6), count=3000),
+        sequences_per_batch=64,
+        optimizer=OptimizerConfig(peak_lr=3e-3, schedule='cosine', b2=0.99),
+      ),
+      StageConfig(
+        name='grpo',
+        algorithm=AlgorithmConfig(name='grpo', options={'clip_ratio_high': 0.28}),
+        steps=240,
+        tasksets=('train',),
+        groups_per_batch=16,
+        group_size=8,
+        optimizer=OptimizerConfig(peak_lr=5e-4, b2=0.99),
+        evaluate_every=80,
+      ),
+    ),
+    evaluation=(SuiteConfig(name='held_out', taskset='eval', tasks=512),),
+    checkpoint=CheckpointConfig(every_steps=50),
+    compilation_cache='runs/.compilation_cache',
+  )

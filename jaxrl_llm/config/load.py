@@ -1,0 +1,241 @@
+"""Loads a configuration: a Python file's `get_config(variant)`, then overrides from the command line.
+
+  python launch/train.py --config=configs/x.py:variant --config.learner.optimizer.peak_lr=1e-6 --workdir=runs/x
+
+Invariant: a configuration that is returned holds in every field what the field's annotation says, and equals what
+`from_json(to_json(config))` gives; whatever does not fit is one line that names file or flag, what was got and what
+was wanted (UserError).
+
+Parts are addressed by dots: fields by name, elements of a tuple by position or by their own `name` field
+(`--config.stages.grpo.steps=10`), entries of a mapping by key. Values are written as `text.parse_text` says. All
+overrides are applied before anything is built, so two that must change together can. Of two for the same key the
+later wins.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import pathlib
+import re
+import sys
+import traceback
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from absl import app, flags
+
+from jaxrl_llm.config.annotations import (
+  describe,
+  element_types,
+  field_type,
+  is_json,
+  is_mapping,
+  is_tuple,
+  members,
+  nearest,
+)
+from jaxrl_llm.config.text import parse_text
+from jaxrl_llm.config.values import check_types, default_json, from_json, record_type, records, to_json
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.types import Json
+
+_CONFIG_FLAG = re.compile(r'--?config(?:\.(?P<key>[^=]*))?(?:=(?P<text>.*))?', re.DOTALL)
+
+ABSENT = '(absent)'
+"""What `difference` sets against a value that the other side lacks."""
+
+
+def load_config(argv: Sequence[str], root_type: type, *, flag_values: flags.FlagValues = flags.FLAGS) -> Any:
+  """The configuration that a whole command line (program name first) asks for; other flags go to absl."""
+  absl_argv, spec, overrides = split_argv(argv)
+  parse_flags(absl_argv, flag_values)
+  if spec is None:
+    raise UserError('no configuration given; wanted --config=configs/NAME.py, or --config=configs/NAME.py:VARIANT')
+  return apply_overrides(load_file(spec, root_type), overrides)
+
+
+def split_argv(argv: Sequence[str]) -> tuple[list[str], str | None, dict[str, str]]:
+  """Parts a command line into what absl parses, the last --config, and the --config.KEY=TEXT overrides.
+
+  As absl allows, a value may also follow as the next argument. What follows a bare `--` is left alone.
+  """
+  rest, spec, overrides = list(argv[:1]), None, {}
+  arguments = list(argv[1:])
+  while arguments:
+    argument = arguments.pop(0)
+    match = _CONFIG_FLAG.fullmatch(argument)
+    if argument == '--':
+      rest += [argument, *arguments]
+      break
+    if match is None:
+      rest.append(argument)
+      continue
+    text = match['text']
+    if text is None and arguments and not re.match(r'-[-a-zA-Z]', arguments[0]):
+      text = arguments.pop(0)
+    if not text and (text is None or match['key'] is None):
+      raise UserError(f'{argument}: no value given; write {argument.rstrip("=")}=VALUE')
+    if match['key'] is None:
+      spec = text
+    else:
+      overrides.pop(match['key'], None)  # The later one also takes its place in the order.
+      overrides[match['key']] = text
+  return rest, spec, overrides
+
+
+def parse_overrides(arguments: Sequence[str]) -> dict[str, str]:
+  """['--config.a.b=text', ...] as {'a.b': 'text'}; anything else is refused."""
+  rest, spec, overrides = split_argv(['', *arguments])
+  if rest[1:] or spec is not None:
+    raise UserError(f'{rest[1] if rest[1:] else "--config=" + spec}: wanted --config.KEY=VALUE')
+  return overrides
+
+
+def parse_flags(absl_argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> None:
+  """Lets absl parse a launch script's own flags; what it refuses is one line. --help prints them and exits 0."""
+  if {'--help', '-h', '-help', '--helpshort'} & set(absl_argv[1:]):
+    app.usage(shorthelp=True, writeto_stdout=True, exitcode=0)
+  try:
+    rest = flag_values(list(absl_argv))
+  except flags.UnrecognizedFlagError as error:
+    close = difflib.get_close_matches(error.flagname.split('.')[0], ['config', *flag_values], n=1)
+    hint = f'did you mean --{close[0]}?' if close else 'see --help'
+    raise UserError(f'--{error.flagname}: unknown flag; {hint}') from None
+  except flags.Error as error:
+    raise UserError(_one_line(error)) from None
+  if rest[1:]:
+    raise UserError(f'{rest[1]}: unexpected argument; every value has a flag (--name=value), see --help')
+
+
+def load_file(spec: str, root_type: type) -> Any:
+  """Runs `PATH.py[:VARIANT]` and returns its `get_config(variant)`, checked field by field."""
+  match = re.fullmatch(r'(?P<path>.*\.py)(?::(?P<variant>.*))?', spec)
+  if match is None:
+    raise UserError(f'--config={spec}: wanted a Python file, configs/NAME.py or configs/NAME.py:VARIANT')
+  path = pathlib.Path(match['path'])
+  if not path.is_file():
+    raise UserError(f'{path}: no such configuration file; {nearest(path.name, _neighbours(path))}')
+  get_config = _execute(path).get('get_config')
+  if not callable(get_config):
+    raise UserError(f"{path}: defines no function get_config(variant: str = ''), which returns the configuration")
+  variant = match['variant'] or ''
+  if variant and not inspect.signature(get_config).parameters:
+    raise UserError(f'{path}:{variant}: get_config() of this file takes no variant; wanted --config={path}')
+  config = _guarded(path, lambda: get_config(variant) if variant else get_config())
+  if type(config) is not root_type:
+    raise UserError(f'{path}: get_config returned a {type(config).__name__}, wanted a {root_type.__name__}')
+  check_types(config, f'{path}: config')
+  return config
+
+
+def apply_overrides(config: Any, overrides: Mapping[str, str]) -> Any:
+  """The configuration with {'a.b': 'text'} put in. An optional part that is None starts from its defaults."""
+  tree = to_json(config)
+  for key, text in overrides.items():
+    tree = _with(tree, type(config), key.split('.'), text, '--config')
+  return from_json(tree, type(config))
+
+
+def difference(old: Any, new: Any) -> list[tuple[str, Json, Json]]:
+  """(dotted key, old value, new value) of all that differs; each side a configuration or the JSON of one.
+
+  What only one side has stands against '(absent)'. Elements with distinct names are compared by name.
+  """
+  old, new = (side if isinstance(side, dict) else to_json(side) for side in (old, new))
+  return _differing('', old, new)
+
+
+def _neighbours(path: pathlib.Path) -> list[str]:
+  return sorted(other.name for other in path.parent.glob('*.py')) if path.parent.is_dir() else []
+
+
+def _one_line(error: BaseException) -> str:
+  return ' '.join(str(error).split())
+
+
+def _execute(path: pathlib.Path) -> dict[str, Any]:
+  """Runs the file as a module of its own; dataclasses defined in it find their annotations through sys.modules."""
+  module = types.ModuleType(f'jaxrl_llm_config_file_{path.stem}')
+  module.__file__ = str(path)
+  sys.modules[module.__name__] = module
+  _guarded(path, lambda: exec(compile(path.read_bytes(), str(path), 'exec', dont_inherit=True), module.__dict__))
+  return module.__dict__
+
+
+def _guarded(path: pathlib.Path, call: Callable[[], Any]) -> Any:
+  """Runs the user's code; whatever it raises becomes one line with the file's own line number."""
+  try:
+    return call()
+  except Exception as error:
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+      line = error.lineno
+    else:
+      frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+      line = frames[-1].lineno if frames else 1
+    kind = '' if isinstance(error, UserError) else f'{type(error).__name__}: '
+    text = error.msg if isinstance(error, SyntaxError) else _one_line(error)
+    raise UserError(f'{path}:{line}: {kind}{text}') from error
+
+
+def _with(value: Json, annotation: Any, names: list[str], text: str, where: str) -> Json:
+  """A copy of the JSON `value` in which the part that `names` leads to is what `text` says."""
+  if not names:
+    return parse_text(text, annotation, where)
+  name, *rest = names
+  inner = f'{where}.{name}'
+  kinds = members(annotation)
+  free = is_json(annotation)
+  if records(annotation) and isinstance(value, dict | None):
+    cls = record_type(value or {}, annotation, where)
+    kind = field_type(cls, name, where)
+    fields = default_json(cls) if value is None else value
+    return {**fields, name: _with(fields.get(name), kind, rest, text, inner)}
+  if isinstance(value, list) and (free or any(is_tuple(kind) for kind in kinds)):
+    index = _index(value, name, where)
+    kind = Any if free else element_types(next(filter(is_tuple, kinds)), len(value), where)[index]
+    return [*value[:index], _with(value[index], kind, rest, text, inner), *value[index + 1 :]]
+  if isinstance(value, dict | None) and (free or any(is_mapping(kind) for kind in kinds)):
+    kind = Any if free else typing.get_args(next(filter(is_mapping, kinds)))[1]
+    entries = value or {}
+    return {**entries, name: _with(entries.get(name), kind, rest, text, inner)}
+  raise UserError(f'{inner}: {where} is {describe(annotation)} and has no parts (now {value!r})')
+
+
+def _names(items: list) -> list[str]:
+  """The elements' `name` entries, where every element has one."""
+  names = [item['name'] for item in items if isinstance(item, dict) and isinstance(item.get('name'), str)]
+  return names if len(names) == len(items) else []
+
+
+def _index(items: list, name: str, where: str) -> int:
+  names = _names(items)
+  if names.count(name) > 1:
+    raise UserError(f'{where}.{name}: {names.count(name)} elements have this name; address one by position')
+  if name in names:
+    return names.index(name)
+  if name.isdecimal() and int(name) < len(items):
+    return int(name)
+  positions = f'0 ... {len(items) - 1}' if items else 'none, it is empty'
+  known = nearest(name, names) if names else f'wanted a position: {positions}'
+  raise UserError(f'{where}.{name}: no such element; {known}')
+
+
+def _differing(key: str, old: Json, new: Json) -> list[tuple[str, Json, Json]]:
+  if isinstance(old, list) and isinstance(new, list):
+    named = [_names(side) for side in (old, new)]
+    if all(side and len(set(side)) == len(side) for side in named):
+      old, new = (dict(zip(names, side)) for names, side in zip(named, (old, new)))
+      moved = [(key, named[0], named[1])] if set(named[0]) == set(named[1]) and named[0] != named[1] else []
+      return moved + _differing(key, old, new)
+    if len(old) == len(new) and all(isinstance(item, dict) for item in [*old, *new]):
+      old, new = ({str(i): item for i, item in enumerate(side)} for side in (old, new))
+  if isinstance(old, dict) and isinstance(new, dict):
+    found = []
+    for name in [*old, *(name for name in new if name not in old)]:
+      found += _differing(f'{key}.{name}' if key else name, old.get(name, ABSENT), new.get(name, ABSENT))
+    return found
+  same = old == new and isinstance(old, bool) == isinstance(new, bool)
+  return [] if same else [(key, old, new)]

@@ -1,0 +1,230 @@
+"""The pool answers every call exactly once, whatever scorers do to their processes."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from fixtures import rewards_scorers
+from fixtures.rewards_scorers import attempt
+
+from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.experience.score import Status
+from jaxrl_llm.rewards.answer import answer_scorer
+from jaxrl_llm.rewards.api import OverrunIsZero, RewardsConfig, ScorerConfig, combine
+from jaxrl_llm.rewards.pool import ScorerPool
+
+OWNER = Path(__file__).parent / 'fixtures' / 'rewards_owner.py'
+
+
+def with_pool(scorers, use, *, workers=1, deadline_s=60.0, **config):
+  """Runs `use(pool)` with each scorer in force for the domain of its own name; `length` is always there."""
+  scorers = {'length': rewards_scorers.length, **scorers}
+  configs = tuple(ScorerConfig(name=name, domains=(name,), deadline_s=deadline_s) for name in scorers)
+
+  async def main():
+    pool = ScorerPool(scorers, RewardsConfig(scorers=configs, workers=workers, **config))
+    await pool.start()
+    try:
+      return await use(pool)
+    finally:
+      await pool.close()
+
+  return asyncio.run(main())
+
+
+def score_then_length(scorers, domain, completion='x', **options):
+  """The Score of one call, after showing that the pool still serves the next one."""
+
+  async def use(pool):
+    (score,) = await pool.score(attempt(completion, domain=domain))
+    (following,) = await pool.score(attempt('12345', domain='length'))
+    assert (following.status, following.value) == (Status.OK, 5.0)
+    assert pool.counts[score.status.value] == 1 + (score.status == Status.OK)
+    assert pool.counts[f'{domain}/{score.status.value}'] == 1
+    assert pool.counts['unscorable'] == (score.value is None)
+    return score
+
+  return with_pool(scorers, use, **options)
+
+
+def test_200_concurrent_calls_are_each_answered_once(tmp_path):
+  log = tmp_path / 'log'
+
+  async def use(pool):
+    calls = (attempt(f'c{i}', uid=f'u{i}', domain='log', fields={'log': str(log)}) for i in range(200))
+    scores = await asyncio.gather(*(pool.score(a) for a in calls))
+    return [score for (score,) in scores], pool.counts
+
+  scores, counts = with_pool({'log': rewards_scorers.log_uid}, use, workers=2)
+  assert [s.evidence for s in scores] == [{'uid': f'u{i}', 'completion': f'c{i}'} for i in range(200)]
+  assert [s.uid for s in scores] == [f'u{i}' for i in range(200)]
+  assert Counter(log.read_text().split()) == Counter({f'u{i}': 1 for i in range(200)})
+  assert counts['ok'] == counts['log/ok'] == 200
+
+
+def test_an_attempt_is_judged_by_the_scorers_of_its_domain_in_their_order():
+  configs = (
+    ScorerConfig(name='b', domains=('math', 'code'), weight=2.0),
+    ScorerConfig(name='a', weight=0.5),
+    ScorerConfig(name='c', domains=('code',)),
+  )
+  scorers = dict.fromkeys('abc', rewards_scorers.length)
+
+  async def main():
+    pool = ScorerPool(scorers, RewardsConfig(scorers=configs))
+    await pool.start()
+    result = [await pool.score(attempt('1234', domain=domain)) for domain in ('math', 'code', 'other')]
+    await pool.close()
+    return result
+
+  math, code, other = asyncio.run(main())
+  assert [[s.scorer for s in scores] for scores in (math, code, other)] == [['b', 'a'], ['b', 'a', 'c'], ['a']]
+  assert combine(math, configs).value == 2.0 * 4 + 0.5 * 4
+  assert combine(math, configs).parts == {'b': 4.0, 'b/half': 2.0, 'a': 4.0, 'a/half': 2.0}
+
+
+@pytest.mark.parametrize('spin', [rewards_scorers.spin_in_python, rewards_scorers.spin_in_c])
+def test_a_scorer_that_never_ends_is_killed_at_its_deadline(spin):
+  score = score_then_length({'spin': spin}, 'spin', deadline_s=1.0)
+  assert (score.status, score.value, score.time) == (Status.TIMEOUT, None, 1.0)
+  assert score.evidence['caused_by'] == 'scorer'
+
+
+def test_an_overrun_that_the_completion_caused_is_zero():
+  bomb = r'\boxed{9^{9^{9^{9}}}}'
+  latex = answer_scorer(mode='latex', extraction='boxed')
+  score = score_then_length({'latex': latex}, 'latex', bomb, deadline_s=1.0)
+  assert (score.status, score.value, score.evidence['caused_by']) == (Status.TIMEOUT, 0.0, 'completion')
+  lenient = answer_scorer(mode='latex', extraction='boxed', on_timeout='none')
+  assert score_then_length({'latex': lenient}, 'latex', bomb, deadline_s=1.0).value is None
+
+
+@pytest.mark.parametrize(('crash', 'exit_code'), [(rewards_scorers.dies, 3), (rewards_scorers.is_killed, -9)])
+@pytest.mark.parametrize('blame', [lambda scorer: scorer, OverrunIsZero])
+def test_a_crash_is_reported_and_the_pool_lives_on(crash, exit_code, blame):
+  score = score_then_length({'crash': blame(crash)}, 'crash')
+  assert (score.status, score.value) == (Status.CRASHED, None)
+  assert score.evidence['error'] == 'the worker process died'
+  assert score.evidence['exit_code'] in (exit_code, 255)  # 255: the fork server had already reaped it.
+
+
+def test_what_a_scorer_raises_or_returns_wrongly_is_an_error_with_its_text():
+  texts = {
+    'raises': "KeyError: 'x'",
+    'exits': 'SystemExit: 0',
+    'raises_timeout': 'TimeoutError: of its own',
+    'allocates': 'MemoryError: ',
+    'not_a_number': 'ValueError: scorer returned value nan',
+    'not_a_verdict': 'TypeError: scorer returned float, wanted Verdict',
+    'not_json': 'TypeError: Object of type set is not JSON serializable',
+  }
+
+  async def use(pool):
+    return {name: (await pool.score(attempt('x', domain=name)))[0] for name in texts}
+
+  scores = with_pool({name: getattr(rewards_scorers, name) for name in texts}, use)
+  for name, text in texts.items():
+    assert (scores[name].status, scores[name].value) == (Status.ERROR, None)
+    assert scores[name].evidence['error'].startswith(text)
+  assert 'rewards_scorers.py' in scores['raises'].evidence['where']
+
+
+def test_an_idle_worker_that_is_killed_is_replaced():
+  async def use(pool):
+    pids = []
+    for _ in range(3):
+      (score,) = await pool.score(attempt('x', domain='length'))
+      assert score.status == Status.OK
+      pids.append(score.evidence['pid'])
+      os.kill(pids[-1], signal.SIGKILL)
+      await asyncio.sleep(0.3)  # Long enough for the pool to see it, and to break, as it does without a call out.
+    return pids
+
+  assert len(set(with_pool({}, use))) == 3
+
+
+def test_crashes_among_other_calls_cost_only_their_own_scores():
+  async def use(pool):
+    kinds = ['crash' if i % 10 == 3 else 'length' for i in range(60)]
+    scores = await asyncio.gather(*(pool.score(attempt('x' * i, domain=kind)) for i, kind in enumerate(kinds)))
+    return kinds, [score for (score,) in scores]
+
+  kinds, scores = with_pool({'crash': rewards_scorers.dies}, use, workers=2)
+  for i, (kind, score) in enumerate(zip(kinds, scores)):
+    assert (score.status, score.value) == ((Status.CRASHED, None) if kind == 'crash' else (Status.OK, float(i)))
+
+
+def test_workers_hold_no_accelerator_library():
+  score = score_then_length({'imports': rewards_scorers.imports}, 'imports')
+  assert score.evidence == {'modules': []}
+
+
+def test_cancelling_a_call_frees_its_worker():
+  async def use(pool):
+    call = asyncio.create_task(pool.score(attempt(domain='spin')))
+    await asyncio.wait([call], timeout=0.5)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await call
+    return await pool.score(attempt('123', domain='length'))
+
+  (score,) = with_pool({'spin': rewards_scorers.spin_in_python}, use)
+  assert score.value == 3.0
+
+
+def test_misuse_is_one_clear_line():
+  config = RewardsConfig(scorers=(ScorerConfig(name='length'),))
+  with pytest.raises(UserError, match=r"no scorer was built for \['length'\]; built: \['len'\]"):
+    ScorerPool({'len': rewards_scorers.length}, config)
+  pool = ScorerPool({'length': rewards_scorers.length}, config)
+  with pytest.raises(RunError, match='before start'):
+    asyncio.run(pool.score(attempt()))
+
+
+def owner(what):
+  """A process with a pool, in a session of its own, once it says that it is ready."""
+  process = subprocess.Popen([sys.executable, OWNER, what], stdout=subprocess.PIPE, text=True, start_new_session=True)
+  assert process.stdout.readline() == 'ready\n'
+  return process
+
+
+def session_members(session):
+  """Living processes of a session (from /proc: fields after the command's name are state, parent, group, session)."""
+  members = []
+  for stat in Path('/proc').glob('[0-9]*/stat'):
+    try:
+      state, _, _, own_session = stat.read_text().rpartition(')')[2].split()[:4]
+    except (FileNotFoundError, ProcessLookupError):
+      continue
+    if int(own_session) == session and state not in 'ZX':
+      members.append(int(stat.parent.name))
+  return members
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
+def test_no_process_outlives_an_owner_that_is_killed():
+  process = owner('hang')
+  assert len(session_members(process.pid)) >= 5  # The owner, the fork server and three workers, two of them busy.
+  process.kill()
+  process.wait()
+  for _ in range(300):
+    if not session_members(process.pid):
+      break
+    time.sleep(0.1)
+  left = session_members(process.pid)
+  for pid in left:
+    os.kill(pid, signal.SIGKILL)
+  assert not left
+
+
+def test_an_interrupt_of_the_process_group_leaves_the_workers_to_their_owner():
+  process = owner('interrupt')
+  os.killpg(process.pid, signal.SIGINT)
+  out, _ = process.communicate(timeout=120)
+  assert (process.returncode, out) == (0, 'ok 1.0 crashed ok 1.0\n')

@@ -1,0 +1,80 @@
+"""The task's own verifier decides, and only its exact 1 is a right answer."""
+
+import pytest
+import reasoning_gym
+from fixtures.rewards_scorers import attempt
+
+from jaxrl_llm.rewards.verifier import verifier_scorer
+
+
+def judged(completion, *, name='spell_backward', answer='retal', prompt='later>', **options):
+  entry = {'question': prompt, 'answer': answer, 'metadata': {}}
+  fields = {'reasoning_gym': name, 'entry': entry}
+  return verifier_scorer(**options)(attempt(completion, prompt=prompt, truth=answer, fields=fields))
+
+
+@pytest.mark.parametrize(
+  ('completion', 'value'),
+  [('retal', 1.0), (' retal\n', 1.0), ('later', 0.0), ('', 0.0), ('reta', 0.0), ('retal retal', 0.0), ('retalx', 0.0)],
+)
+def test_spell_backward(completion, value):
+  assert judged(completion).value == value
+
+
+def test_a_sum_of_partial_credits_is_not_a_right_answer():
+  # Six letters, each worth 1/6: 1/6 + … + 1/6 in floats is 0.9999999999999999.
+  verdict = judged('abcdefJUNK', answer='abcdef')
+  assert verdict.evidence['verifier'] == 0.9999999999999999
+  assert verdict.value == 0.0
+  assert judged('abcdefJUNK', answer='abcdef', partial_credit=True).value == 0.9999999999999999
+
+
+def test_partial_credit_is_passed_on_when_asked_for():
+  assert judged('rexxx', partial_credit=True).value == 1 / 5 + 1 / 5
+  assert judged('rexxx').value == 0.0
+
+
+def test_extraction_and_strip():
+  assert judged('I think <answer> retal </answer>', extraction='tags').value == 1.0
+  assert judged('I think retal', extraction='tags').value == 0.0
+  assert judged('<answer>retal</answer><answer>later</answer>', extraction='tags').value == 0.0
+  assert judged(' retal', strip=False).value == 0.0
+  assert (
+    judged('later> <answer>x</answer>', prompt='later> <answer>x</answer>', answer='x', extraction='tags').value == 0
+  )
+
+
+@pytest.mark.parametrize(
+  'name', ['spell_backward', 'chain_sum', 'number_sorting', 'word_sorting', 'fraction_simplification']
+)
+def test_reference_answers_score_one_and_those_of_other_tasks_zero(name):
+  entries = list(reasoning_gym.create_dataset(name, size=6, seed=11))
+  for i, entry in enumerate(entries):
+    fields = {'reasoning_gym': name, 'entry': entry}
+    other = entries[(i + 1) % len(entries)]['answer']
+    assert verifier_scorer()(attempt(entry['answer'], fields=fields)).value == 1.0
+    assert other == entry['answer'] or verifier_scorer()(attempt(other, fields=fields)).value == 0.0
+
+
+def test_a_task_without_a_verifier_is_unscorable():
+  verdict = verifier_scorer()(attempt('42'))
+  assert verdict.value is None and 'no verifier' in verdict.evidence['reason']
+
+
+def test_a_verifier_that_raises_on_the_answer_alone_scores_zero(monkeypatch):
+  class Strict:
+    def __init__(self, config): ...
+
+    def score_answer(self, answer, entry):
+      return float(int(answer) == int(entry['answer']))
+
+  monkeypatch.setitem(reasoning_gym.factory.DATASETS, 'strict_test', (Strict, dict))
+  assert judged('42', name='strict_test', answer='42').value == 1.0
+  assert judged('forty-two', name='strict_test', answer='42').value == 0.0
+  with pytest.raises(ValueError, match='n/a'):  # The entry itself is broken: the scorer's own error.
+    judged('42', name='strict_test', answer='n/a')
+
+
+def test_an_unknown_verifier_is_the_scorers_own_error():
+  with pytest.raises(ValueError, match="Dataset 'no_such' not registered"):
+    judged('42', name='no_such')
