@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import json
 import math
+import sys
 import textwrap
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -130,7 +131,8 @@ def refusal(key: str, text: str) -> str:
     ('path', 'none', lambda c: c.path, None),
     ('path', '"none"', lambda c: c.path, 'none'),
     ('path', 'a=b', lambda c: c.path, 'a=b'),
-    ('remat', 'none', lambda c: c.remat, None),
+    ('remat', 'none', lambda c: c.remat, 'none'),
+    ('remat', 'null', lambda c: c.remat, None),
     ('clip.low', '-1e-6', lambda c: c.clip.low, -0.000001),
     ('words', 'a, b', lambda c: c.words, ('a', 'b')),
     ('words', '(a,)', lambda c: c.words, ('a',)),
@@ -287,6 +289,15 @@ def test_flags_of_the_script_are_parsed_and_their_errors_are_one_line():
   assert message(parse_flags, ['t', '--limit=ten'], own_flags()).startswith('flag --limit=ten: ')
 
 
+def test_help_prints_the_flags_and_leaves_with_0(capsys):
+  with pytest.raises(SystemExit) as caught:
+    parse_flags(['train.py', '--help'], own_flags())
+  assert caught.value.code == 0
+  printed = capsys.readouterr().out
+  assert '--workdir: Run directory.' in printed
+  assert '--config: FILE.py[:VARIANT]' in printed
+
+
 FILE = """
 import dataclasses
 from tests_config_types import Root, Stage
@@ -301,8 +312,6 @@ def get_config(variant: str = '') -> Root:
 @pytest.fixture
 def write(tmp_path, monkeypatch):
   """Writes a configuration file; in it, `tests_config_types` is this module."""
-  import sys
-
   monkeypatch.setitem(sys.modules, 'tests_config_types', sys.modules[__name__])
   monkeypatch.chdir(tmp_path)
 

@@ -185,10 +185,11 @@ def test_killed_between_any_two_steps(tmp_path, stride):
 def test_killed_at_random_times_and_resumed(tmp_path):
   for seed in range(4):
     child = start_child('run', tmp_path)
-    before, deadline = len(read_log(tmp_path)), time.monotonic() + 60
-    while len(read_log(tmp_path)) == before and child.poll() is None and time.monotonic() < deadline:
-      time.sleep(0.005)
-    time.sleep(random.Random(seed).uniform(0, 0.2))
+    draw, deadline = random.Random(seed), time.monotonic() + 60
+    wanted = len(read_log(tmp_path)) + draw.randint(20, 60)  # a step is 5 to 8 lines, every second one commits
+    while len(read_log(tmp_path)) < wanted and child.poll() is None and time.monotonic() < deadline:
+      time.sleep(0.001)
+    time.sleep(draw.uniform(0, 0.02))
     child.kill()
     assert child.wait() == -signal.SIGKILL
     check(tmp_path)

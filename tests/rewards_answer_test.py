@@ -78,10 +78,18 @@ def test_candidates(method, text, found):
 
 
 @pytest.mark.parametrize(
-  'text', ['Answer: 42', '42', r'\boxed{7} so \boxed{42}', '7 #### 42', 'steps\n#### 42', ' 42 ']
+  ('truth', 'answer'),
+  [
+    ('42', '42'),
+    (' 42 \n', '42'),
+    ('It is 7.\n#### 42', '42'),
+    (r'7 is not it: \boxed{7}. So \boxed{\frac{1}{2}}', r'\frac{1}{2}'),
+    (r'\boxed{7} #### 42', '42'),
+    ('New York', 'New York'),
+  ],
 )
-def test_the_truths_own_form_is_recognised(text):
-  assert reference(text) == text.split()[-1].removeprefix(r'\boxed{').removesuffix('}') or text == 'Answer: 42'
+def test_the_truths_own_form_is_recognised(truth, answer):
+  assert reference(truth) == answer
 
 
 GSM8K = [
@@ -228,13 +236,13 @@ numbers = st.integers(-(10**12), 10**12)
 
 
 @given(number=numbers, method=forms, mode=st.sampled_from(['exact', 'numeric', 'latex']))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_the_truth_in_the_right_form_scores_one(number, method, mode):
   assert value(FORMS[method].format(number), truth=str(number), mode=mode, extraction=method) == 1.0
 
 
 @given(number=numbers, method=forms)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_thousands_separators_and_decimals_do_not_matter(number, method):
   for text in (f'{number:,}', f'{number}.00', f'{number:,}.0'):
     assert value(FORMS[method].format(text), truth=str(number), mode='numeric', extraction=method) == 1.0
@@ -242,7 +250,7 @@ def test_thousands_separators_and_decimals_do_not_matter(number, method):
 
 
 @given(digits=st.lists(st.sampled_from('0123456789'), min_size=2, max_size=9), data=st.data(), method=forms)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_permuted_digits_score_zero(digits, data, method):
   truth, other = ''.join(digits), ''.join(data.draw(st.permutations(digits)))
   assume(int(truth) != int(other))
@@ -251,7 +259,7 @@ def test_permuted_digits_score_zero(digits, data, method):
 
 
 @given(first=numbers, second=numbers, method=st.sampled_from(['boxed', 'hashes', 'tags', 'phrase']))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_two_different_answers_score_zero_in_either_order(first, second, method):
   assume(first != second)
   text = f'{FORMS[method].format(first)}\n{FORMS[method].format(second)}'
@@ -261,7 +269,7 @@ def test_two_different_answers_score_zero_in_either_order(first, second, method)
 
 
 @given(text=st.text(alphabet='\\boxed{}<answer>/# \n.,0123456789-%$the is', max_size=60), method=forms)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_any_text_gets_a_value(text, method):
   for mode in ('exact', 'numeric'):
     assert value(text, truth='42', mode=mode, extraction=method) in (0.0, 1.0)

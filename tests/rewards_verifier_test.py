@@ -4,7 +4,7 @@ import pytest
 import reasoning_gym
 from fixtures.rewards_scorers import attempt
 
-from jaxrl_llm.rewards.verifier import verifier_scorer
+from jaxrl_llm.rewards.verifier import runs_code, verifier_scorer
 
 
 def judged(completion, *, name='spell_backward', answer='retal', prompt='later>', **options):
@@ -78,3 +78,30 @@ def test_a_verifier_that_raises_on_the_answer_alone_scores_zero(monkeypatch):
 def test_an_unknown_verifier_is_the_scorers_own_error():
   with pytest.raises(ValueError, match="Dataset 'no_such' not registered"):
     judged('42', name='no_such')
+
+
+@pytest.mark.parametrize(
+  'answer',
+  ["__import__('os').system('true')", 'open("x", "w")', 'exit()', 'exec("1")', '[].append(1)', 'S("1")',
+   '(lambda: 1)()', '().__class__', '[print(1) for x in [1]]', 'f"{exit()}"', '1 + eval("1")'],
+)  # fmt: skip
+def test_code_is_recognised(answer):
+  assert runs_code(answer)
+
+
+@pytest.mark.parametrize(
+  'answer',
+  ['42', 'retal', 'x**2 + sqrt(2)*exp(x)', '[1, 2, 3]', '["a", "b"]', '{"a": 1}', 'Mr.Smith', '____', 'the cat (black)',
+   'open the door', '1 2 3', 'max(1, 2)', 'C + log(x)', '((((', 'getattr', 'def f(): pass'],
+)  # fmt: skip
+def test_ordinary_answers_are_not_code(answer):
+  assert not runs_code(answer)
+
+
+def test_a_verifier_never_evaluates_code(tmp_path):
+  mark = tmp_path / 'mark'
+  entry = {'question': '', 'answer': '1 + 2', 'metadata': {'numbers': [1, 2], 'target': 3}}
+  fields = {'reasoning_gym': 'countdown', 'entry': entry}
+  verdict = verifier_scorer()(attempt(f"__import__('pathlib').Path('{mark}').touch()", fields=fields))
+  assert (verdict.value, verdict.evidence['reason'], mark.exists()) == (0.0, 'the answer is code', False)
+  assert verifier_scorer()(attempt('2 + 1', fields=fields)).value == 1.0

@@ -1,5 +1,6 @@
 """The report shows what the logs say, whatever they hold; in a browser it draws, answers to the mouse and sorts."""
 
+import functools
 import json
 import math
 import pathlib
@@ -371,6 +372,11 @@ def browser(tmp_path_factory):
   driver.quit()
 
 
+@functools.cache
+def page_of(run):
+  return report.build(run)
+
+
 def opened(browser, run, *, width=1280, scheme='light'):
   """Opens the report of a run as a file; the window is `width` pixels wide."""
   browser.execute_cdp_cmd(
@@ -378,7 +384,7 @@ def opened(browser, run, *, width=1280, scheme='light'):
   )
   metrics = {'width': width, 'height': 1000, 'deviceScaleFactor': 1, 'mobile': False}
   browser.execute_cdp_cmd('Emulation.setDeviceMetricsOverride', metrics)
-  browser.get(report.build(run).as_uri())
+  browser.get(page_of(run).as_uri())
   wait(browser, lambda: browser.find_elements(By.CSS_SELECTOR, '[data-chart="Reward"] path'))
 
 
@@ -568,7 +574,7 @@ def full_run(tmp_path_factory):
 
 @pytest.mark.full
 def test_a_full_run_stays_quick(browser, full_run):
-  page = report.build(full_run)
+  page = page_of(full_run)
   assert page.stat().st_size < 8_000_000
   opened(browser, full_run)
   # A page of the viewer holds a bounded number of nodes, however many rollouts the run has.

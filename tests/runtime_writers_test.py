@@ -2,19 +2,41 @@
 
 import json
 import math
+import struct
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+from tensorboardX import crc32c
+from tensorboardX.proto import event_pb2
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.runtime import writers
 
 
+def events(path):
+  """The events of a TensorBoard file, framing and checksums checked, as tensorboardX understands them."""
+  data, found, at = path.read_bytes(), [], 0
+  while at < len(data):
+    length, crc = struct.unpack_from('<QI', data, at)
+    assert crc == masked_crc32c(data[at : at + 8])
+    event = data[at + 12 : at + 12 + length]
+    assert struct.unpack_from('<I', data, at + 12 + length) == (masked_crc32c(event),)
+    found.append(event_pb2.Event.FromString(event))
+    at += 16 + length
+  return found
+
+
+def masked_crc32c(data):
+  crc = crc32c.crc32c(data)
+  return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
 def board(workdir, stage='grpo'):
   """(step, {tag: value}) of every row event of a stage, over all its files."""
-  files = sorted((workdir / 'tensorboard' / stage).iterdir())
-  events = [e for f in files for e in writers.read_events(f)]
-  return [(e.step, {v.tag: v.simple_value for v in e.summary.value}) for e in events if e.HasField('summary')]
+  found = [e for f in sorted((workdir / 'tensorboard' / stage).iterdir()) for e in events(f)]
+  return [(e.step, {v.tag: v.simple_value for v in e.summary.value}) for e in found if e.HasField('summary')]
 
 
 def run(workdir, steps, *, committed=0):
@@ -64,10 +86,33 @@ def test_resumed_logs_equal_uninterrupted_ones(tmp_path, cut):
 
 
 def test_kept_rows_keep_their_wall_time(tmp_path):
+  def times():
+    (path,) = (tmp_path / 'tensorboard' / 'grpo').iterdir()
+    return [event.wall_time for event in events(path) if event.HasField('summary')]
+
   offset = run(tmp_path, range(3))[1]
-  times = writers._row_times(next((tmp_path / 'tensorboard' / 'grpo').iterdir()))
+  before = times()
   writers.MetricsWriter(tmp_path, committed=offset).close()
-  assert writers._row_times(next((tmp_path / 'tensorboard' / 'grpo').iterdir())) == times[:2]
+  assert len(before) == 3 and times() == before[:2]
+
+
+def test_event_files_are_as_tensorboard_reads_them(tmp_path):
+  log = writers.MetricsWriter(tmp_path, committed=0)
+  log.write('grpo', 2**40, {'größe': -0.1, 'large': 1e300, 'zero': 0})
+  log.close()
+  (path,) = (tmp_path / 'tensorboard' / 'grpo').iterdir()
+  version, start, row = events(path)
+  assert path.name.startswith('events.out.tfevents.') and version.file_version == 'brain.Event:2'
+  assert start.session_log.status == event_pb2.SessionLog.START
+  values = {v.tag: v.simple_value for v in row.summary.value}
+  # A value beyond float32 is infinite there, and exact in metrics.jsonl.
+  assert row.step == 2**40 and values == {'größe': np.float32(-0.1), 'large': math.inf, 'zero': 0.0}
+  assert row.wall_time > 1e9
+
+
+def test_the_writers_import_neither_torch_nor_jax():
+  program = 'import jaxrl_llm.runtime.writers, sys; sys.exit(bool({"torch", "jax"} & set(sys.modules)))'
+  assert subprocess.run([sys.executable, '-c', program]).returncode == 0
 
 
 def test_without_a_commit_only_a_half_line_is_cut(tmp_path):

@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 from jaxrl_llm.app.prepare import Prepared, checkpoint_directory, demonstrations_file
 from jaxrl_llm.app.schema import AlgorithmConfig, Config, StageConfig
 from jaxrl_llm.batching.plan import plan_shape
-from jaxrl_llm.config.load import construct, nearest
+from jaxrl_llm.config.annotations import nearest
+from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.data.load import RowLoader
@@ -69,17 +70,19 @@ OFFLINE = frozenset({'sft'})
 
 def build_algorithm(config: AlgorithmConfig) -> Algorithm:
   if config.name not in ALGORITHMS:
-    raise UserError(f'algorithm {config.name!r}: unknown{nearest(config.name, ALGORITHMS)}')
+    raise UserError(f'algorithm {config.name!r}: unknown; {nearest(config.name, ALGORITHMS)}')
   options, make = ALGORITHMS[config.name]
-  return make(construct(options, config.options, where=f'algorithm {config.name}'))
+  return make(from_json(dict(config.options), options, f'options of algorithm {config.name}'))
 
 
 def build_scorers(config: Config) -> dict[str, Scorer]:
   scorers = {}
   for scorer in config.rewards.scorers:
-    if scorer.name not in SCORERS:
-      raise UserError(f'rewards.scorers: no scorer {scorer.name!r}{nearest(scorer.name, SCORERS)}')
-    scorers[scorer.name] = SCORERS[scorer.name](**scorer.options)
+    if scorer.implementation not in SCORERS:
+      raise UserError(
+        f'rewards.scorers: no scorer {scorer.implementation!r}; {nearest(scorer.implementation, SCORERS)}'
+      )
+    scorers[scorer.name] = SCORERS[scorer.implementation](**scorer.options)
   return scorers
 
 
@@ -145,12 +148,11 @@ class Host:
   heartbeat: Heartbeat
 
   async def start(self) -> None:
-    self.scorers.start()
-    await self.engine.start()
+    await asyncio.gather(self.scorers.start(), self.engine.start())
 
   async def close(self) -> None:
     await self.engine.close()
-    self.scorers.close()
+    await self.scorers.close()
     self.logs.metrics.close()
     self.store.close()
 

@@ -15,7 +15,7 @@ from absl import flags, logging
 from jaxrl_llm.app.preflight import print_list, print_plan
 from jaxrl_llm.app.run import run
 from jaxrl_llm.app.schema import Config
-from jaxrl_llm.config.load import load_config, split_argv
+from jaxrl_llm.config.load import apply_overrides, load_file, parse_flags, split_argv
 from jaxrl_llm.core.errors import RunError, UserError
 
 FLAGS = flags.FlagValues()
@@ -30,7 +30,6 @@ flags.DEFINE_bool(
   flag_values=FLAGS,
 )  # fmt: skip
 flags.DEFINE_bool('list', False, 'Print what a configuration can name, and leave.', flag_values=FLAGS)
-flags.DEFINE_bool('help', False, 'Print this help.', short_name='h', flag_values=FLAGS)
 flags.DEFINE_integer('verbosity', 0, 'absl log level: -1 warning, 0 info, 1 debug.', flag_values=FLAGS)
 
 _PEER_LOST = 75
@@ -59,23 +58,15 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(argv: Sequence[str]) -> int:
   own, config_spec, overrides = split_argv(argv)
-  try:
-    rest = FLAGS(own)
-  except flags.Error as error:
-    raise UserError(f'{" ".join(str(error).split())}; --help lists the flags') from None
-  if rest[1:]:
-    raise UserError(f'argument {rest[1]!r}: not a flag; --help lists the flags')
-  if FLAGS.help:
-    print(f'{sys.modules["__main__"].__doc__}\n{FLAGS.main_module_help()}{FLAGS.get_help()}')
-    return 0
+  parse_flags(own, FLAGS)
   if FLAGS.list:
     print_list()
     return 0
   if config_spec is None:
-    raise UserError('--config=FILE.py[:variant]: missing; try --config=configs/quickstart.py')
+    raise UserError('--config=FILE.py[:VARIANT]: missing; try --config=configs/quickstart.py')
   if FLAGS.init_from:
     overrides = {**overrides, 'policy.init_from': FLAGS.init_from}
-  config = load_config(config_spec, overrides, Config)
+  config = apply_overrides(load_file(config_spec, Config), overrides)
   workdir = pathlib.Path(FLAGS.workdir or f'runs/{config.name}')
   logging.set_verbosity(FLAGS.verbosity)
   faulthandler.enable()

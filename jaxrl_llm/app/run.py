@@ -37,7 +37,7 @@ from jaxrl_llm.models.spec import ModelSpec, RopeScaling
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.runtime.checkpoint import Checkpoints
-from jaxrl_llm.runtime.report import write_report
+from jaxrl_llm.runtime.report import build as build_report
 from jaxrl_llm.sync.full import Gatherer
 from jaxrl_llm.weights.hf import export
 
@@ -189,6 +189,6 @@ def _finish(config: Config, path: pathlib.Path, prepared: Prepared, params: Any)
     eos_ids=prepared.tokenizer.stop_ids,
     pad_id=prepared.tokenizer.pad_id,
   )
-  report = write_report(path)
+  report = build_report(path)
   logging.info('exported %s, wrote %s', path / 'hf', report)
   print_summary(path, [stage.name for stage in config.stages], report)

@@ -8,7 +8,8 @@ import os
 import pathlib
 
 from jaxrl_llm.app.schema import Config
-from jaxrl_llm.config.load import difference, from_json, to_json
+from jaxrl_llm.config.load import difference
+from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import UserError
 
 
@@ -43,8 +44,8 @@ class Workdir:
     file = self.path / 'config.json'
     if file.exists():
       try:
-        old = from_json(json.loads(file.read_text()), Config)
-      except ValueError as error:
+        old = json.loads(file.read_text())
+      except json.JSONDecodeError as error:
         raise UserError(f'{file}: not the configuration of a run ({error}); choose another --workdir') from error
       changes = difference(old, config)
       if changes:

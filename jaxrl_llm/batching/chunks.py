@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.struct
-from jaxtyping import Array, Bool, Float, Int
+
+Leaf = Any
+"""An array, or what stands for one while a program is traced, sharded or restored: so it is not checked here."""
 
 
 @flax.struct.dataclass
 class Chunks:
-  """One micro-batch on the device: `[chunks, time]` per token, `[chunks, segments]` per sequence."""
+  """One micro-batch on the device (or several, with a leading axis): sequences packed into chunks."""
 
-  tokens: Int[Array, '*b chunks time']
-  positions: Int[Array, '*b chunks time']
-  segment_ids: Int[Array, '*b chunks time']
-  loss_mask: Bool[Array, '*b chunks time']
-  is_expert: Bool[Array, '*b chunks time']
-  behaviour_logprobs: Float[Array, '*b chunks time']
-  proximal_logprobs: Float[Array, '*b chunks time']
-  reference_logprobs: Float[Array, '*b chunks time']
-  advantages: Float[Array, '*b chunks time']
-  temperature: Float[Array, '*b chunks segments']
+  tokens: Leaf
+  """i32[chunks, time]"""
+  positions: Leaf
+  """i32[chunks, time], from 0 in each segment"""
+  segment_ids: Leaf
+  """i32[chunks, time], 1.. in each chunk, 0 = padding"""
+  loss_mask: Leaf
+  """bool[chunks, time], tokens that are trained on"""
+  is_expert: Leaf
+  """bool[chunks, time]"""
+  behaviour_logprobs: Leaf
+  """f32[chunks, time], the sampler's"""
+  proximal_logprobs: Leaf
+  """f32[chunks, time], the policy's before the batch"""
+  reference_logprobs: Leaf
+  """f32[chunks, time], 0 where no reference is read"""
+  advantages: Leaf
+  """f32[chunks, time]"""
+  temperature: Leaf
+  """f32[chunks, segments]"""

@@ -25,7 +25,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from jaxrl_llm.config.annotations import (
   describe,
@@ -40,9 +40,10 @@ from jaxrl_llm.config.annotations import (
 from jaxrl_llm.config.text import parse_text
 from jaxrl_llm.config.values import check_types, default_json, from_json, record_type, records, to_json
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.types import Json
 
 _CONFIG_FLAG = re.compile(r'--?config(?:\.(?P<key>[^=]*))?(?:=(?P<text>.*))?', re.DOTALL)
+_CONFIG_HELP = """  --config: FILE.py[:VARIANT], whose get_config(VARIANT) returns the configuration.
+  --config.KEY: A value in the configuration, as in --config.learner.optimizer.peak_lr=1e-6."""
 
 ABSENT = '(absent)'
 """What `difference` sets against a value that the other side lacks."""
@@ -97,7 +98,10 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, str]:
 def parse_flags(absl_argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> None:
   """Lets absl parse a launch script's own flags; what it refuses is one line. --help prints them and exits 0."""
   if {'--help', '-h', '-help', '--helpshort'} & set(absl_argv[1:]):
-    app.usage(shorthelp=True, writeto_stdout=True, exitcode=0)
+    document = sys.modules['__main__'].__doc__ or ''
+    own = flag_values.main_module_help() or flag_values.get_help()
+    sys.stdout.write(f'{document.strip()}\n\n{own.strip()}\n\n{_CONFIG_HELP}\n')
+    sys.exit(0)
   try:
     rest = flag_values(list(absl_argv))
   except flags.UnrecognizedFlagError as error:
@@ -139,7 +143,7 @@ def apply_overrides(config: Any, overrides: Mapping[str, str]) -> Any:
   return from_json(tree, type(config))
 
 
-def difference(old: Any, new: Any) -> list[tuple[str, Json, Json]]:
+def difference(old: Any, new: Any) -> list[tuple[str, Any, Any]]:
   """(dotted key, old value, new value) of all that differs; each side a configuration or the JSON of one.
 
   What only one side has stands against '(absent)'. Elements with distinct names are compared by name.
@@ -180,7 +184,7 @@ def _guarded(path: pathlib.Path, call: Callable[[], Any]) -> Any:
     raise UserError(f'{path}:{line}: {kind}{text}') from error
 
 
-def _with(value: Json, annotation: Any, names: list[str], text: str, where: str) -> Json:
+def _with(value: Any, annotation: Any, names: list[str], text: str, where: str) -> Any:
   """A copy of the JSON `value` in which the part that `names` leads to is what `text` says."""
   if not names:
     return parse_text(text, annotation, where)
@@ -223,7 +227,7 @@ def _index(items: list, name: str, where: str) -> int:
   raise UserError(f'{where}.{name}: no such element; {known}')
 
 
-def _differing(key: str, old: Json, new: Json) -> list[tuple[str, Json, Json]]:
+def _differing(key: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
   if isinstance(old, list) and isinstance(new, list):
     named = [_names(side) for side in (old, new)]
     if all(side and len(set(side)) == len(side) for side in named):

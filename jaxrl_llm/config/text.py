@@ -28,14 +28,13 @@ from jaxrl_llm.config.annotations import (
 )
 from jaxrl_llm.config.values import check_json, from_json
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.types import Json
 
 _NONE_WORDS = ('none', 'None', 'null')
 _BOOL_WORDS = {'true': True, 'True': True, 'false': False, 'False': False}
 _INT_DIGITS_LIMIT = 18  # A longer exponent is a slip, and expanding it could take all memory.
 
 
-def parse_text(text: str, annotation: Any, where: str) -> Json:
+def parse_text(text: str, annotation: Any, where: str) -> Any:
   """What a command line says, as the JSON value that the annotation wants.
 
   Integers may be written 1000, 1_000 or 1e3 (exact, integral); booleans true or false; no value none; a tuple 1,2 or
@@ -45,8 +44,8 @@ def parse_text(text: str, annotation: Any, where: str) -> Json:
   if is_json(annotation):
     return _parse_json(text, where)
   kinds = members(annotation)
-  # Text accepts everything, so it is tried last: `int | str` reads 7 as a number.
-  for kind in sorted(kinds, key=lambda kind: kind is str):
+  # Text accepts everything, so it is tried last (`int | str` reads 7 as a number), and no value after all values.
+  for kind in sorted(kinds, key=[types.NoneType, str].count):
     value = _parse_scalar(text, kind, unquote=len(kinds) > 1)
     if value is not _UNREAD:
       return value
@@ -79,7 +78,7 @@ def _parse_scalar(text: str, kind: Any, *, unquote: bool) -> Any:
   return _choices(kind).get(text, _UNREAD)
 
 
-def _choices(kind: Any) -> dict[str, Json]:
+def _choices(kind: Any) -> dict[str, Any]:
   """Text -> JSON value of what a Literal or an enum can be."""
   if typing.get_origin(kind) is typing.Literal:
     return {str(choice): choice for choice in typing.get_args(kind)}
@@ -110,7 +109,7 @@ def _parse_float(text: str) -> Any:
   return number if math.isfinite(number) else str(number)
 
 
-def _parse_tuple(text: str, kind: Any, where: str) -> Json:
+def _parse_tuple(text: str, kind: Any, where: str) -> Any:
   if text.startswith('['):
     value = _parse_json(text, where)
     from_json(value, kind, where)
@@ -123,7 +122,7 @@ def _parse_tuple(text: str, kind: Any, where: str) -> Json:
   return [parse_text(part, element, f'{where}.{i}') for i, (part, element) in enumerate(zip(parts, kinds, strict=True))]
 
 
-def _parse_json(text: str, where: str) -> Json:
+def _parse_json(text: str, where: str) -> Any:
   """JSON, or a bare word, which stands for itself as text; Python's True, False and None are taken as meant."""
   if text in _BOOL_WORDS or text in _NONE_WORDS:
     return _BOOL_WORDS.get(text)

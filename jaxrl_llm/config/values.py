@@ -27,7 +27,6 @@ from jaxrl_llm.config.annotations import (
   members,
 )
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.types import Json
 
 TAG = '@type'
 """Key that names the dataclass in JSON where an annotation allows several."""
@@ -38,7 +37,7 @@ def check_types(config: Any, where: str = 'config') -> None:
   _check(config, type(config), where)
 
 
-def to_json(config: Any) -> Json:
+def to_json(config: Any) -> Any:
   """The configuration as plain JSON, sharing nothing with it. Infinities become the text 'inf' and '-inf'."""
   return _write(config, type(config))
 
@@ -110,7 +109,7 @@ def check_json(value: Any, where: str) -> None:
     )
 
 
-def _write(value: Any, annotation: Any) -> Json:
+def _write(value: Any, annotation: Any) -> Any:
   if is_json(annotation):
     return copy.deepcopy(value)
   member = _member_of(value, annotation, 'config')
@@ -129,7 +128,7 @@ def _write(value: Any, annotation: Any) -> Json:
   return value
 
 
-def default_json(cls: type) -> dict[str, Json]:
+def default_json(cls: type) -> dict[str, Any]:
   """A dataclass's defaults as `to_json` would write them; fields without one are absent."""
   kinds = field_types(cls)
   written = {}

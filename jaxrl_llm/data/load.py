@@ -83,15 +83,20 @@ class RowLoader:
     numbers = plan.optimizer_steps[number]
     micro_batches = max(shape.micro_batches, packing.micro_batches)
     host = _HostChunks(micro_batches, shape, self._own_chunks(micro_batches, shape))
-    local = [i for i in range(len(numbers)) if packing.chunk[i] in host.columns]
+    local = [i for i in range(len(numbers)) if int(packing.chunk[i]) in host.columns]
     rows = [plan.rows[numbers[i]] for i in local]
     dataset = grain.MapDataset.source(_PlannedRows(self._reader, rows))
     samples = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     for i, row, sample in zip(local, rows, samples, strict=True):
-      place = (packing.micro_batch[i], host.columns[packing.chunk[i]], packing.offset[i], packing.segment[i])
+      place = (int(packing.micro_batch[i]), host.columns[int(packing.chunk[i])], int(packing.offset[i]))
       k = numbers[i]
       host.write(
-        sample, place, is_expert=row.is_expert, advantage=float(advantages[k]), in_loss=bool(in_loss[k])
+        sample,
+        place,
+        segment=int(packing.segment[i]),
+        is_expert=row.is_expert,
+        advantage=float(advantages[k]),
+        in_loss=bool(in_loss[k]),
       )
     used = jnp.asarray(packing.micro_batches, jnp.int32)
     return PackedStep(host.to_device(self._sharding), used, packing, numbers)
@@ -127,10 +132,17 @@ class _HostChunks:
     }
 
   def write(
-    self, sample: Sample, place: tuple[int, int, int, int], *, is_expert: bool, advantage: float, in_loss: bool
+    self,
+    sample: Sample,
+    place: tuple[int, int, int],
+    *,
+    segment: int,
+    is_expert: bool,
+    advantage: float,
+    in_loss: bool,
   ) -> None:
-    """Puts a sample at (micro-batch, column, offset) as segment number `place[3]`."""
-    micro, column, offset, segment = place
+    """Puts a sample at `place`: (micro-batch, column, offset)."""
+    micro, column, offset = place
     length = len(sample.tokens)
     at = (micro, column, slice(offset, offset + length))
     mask = sample.loss_mask & in_loss

@@ -26,7 +26,7 @@ def chunk_logprobs(model: Model, params: Params, chunks: Chunks, *, token_chunk:
   )
 
 
-def micro_batch(batch: Chunks, i: Int[Array, '']) -> Chunks:
+def micro_batch(batch: Chunks, i: int | Int[Array, '']) -> Chunks:
   """Micro-batch `i` of arrays `[micro_batches, chunks, ...]`."""
   return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), batch)
 

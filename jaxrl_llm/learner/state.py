@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
 
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.learner.optimizer import optimizer_shardings
@@ -19,14 +18,18 @@ from jaxrl_llm.models.api import Model
 from jaxrl_llm.parallel import rules
 
 
+Leaves = Any
+"""A tree of arrays, or of what stands for them while a program is traced, sharded or restored."""
+
+
 @flax.struct.dataclass
 class TrainState:
-  params: Params
-  opt_state: Any
-  updates: Int[Array, '']
-  """Updates taken by this optimizer."""
-  skipped: Int[Array, '']
-  """Updates skipped in a row, up to now."""
+  params: Leaves
+  opt_state: Leaves
+  updates: Leaves
+  """i32, updates taken by this optimizer"""
+  skipped: Leaves
+  """i32, updates skipped in a row, up to now"""
 
 
 def param_shardings(model: Model, mesh: Mesh) -> Any:

@@ -147,7 +147,7 @@ def build_update(
     stats = result.stats | {
       'actor/loss': Stat(result.loss, one),
       'actor/grad_norm': Stat(norm, one),
-      'actor/lr': Stat(schedule(state.updates).astype(jnp.float32), one),
+      'actor/lr': Stat(jnp.asarray(schedule(state.updates), jnp.float32), one),
     }
     state = TrainState(
       params=choose(optax.apply_updates(state.params, steps), state.params),

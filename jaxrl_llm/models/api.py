@@ -1,139 +1,149 @@
-"""A model as pure functions over plain nested dicts. Nothing outside this package knows how it is built."""
+"""A model as a tuple of pure functions over plain nested dicts: what the rest of the project knows of models.
+
+Invariant: parameters are data. No function here keeps any, and module-library types never leave this package.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from jaxrl_llm.core.trees import flatten, unflatten
 from jaxrl_llm.core.types import Params
-from jaxrl_llm.models.cache import Cache, init_cache
+from jaxrl_llm.models import cache as kv_cache
+from jaxrl_llm.models import heads
+from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
 from jaxrl_llm.ops.attention import cache_mask, segment_mask
 
-Tokens = Int[Array, 'batch time']
-Hidden = Float[Array, 'batch time embed']
+AXES = {
+  'embed': ('vocab', 'embed'),
+  'head': ('vocab', 'embed'),
+  'query': ('heads', 'embed'),
+  'key': ('kv_heads', 'embed'),
+  'value': ('kv_heads', 'embed'),
+  'output': ('embed', 'heads'),
+  'gate': ('mlp', 'embed'),
+  'up': ('mlp', 'embed'),
+  'down': ('embed', 'mlp'),
+}
+"""Logical axes (out, in) of the kernel that each module holds; its bias has the first."""
 
 
 class Model(NamedTuple):
-  """The functions of one decoder.
+  """A spec bound to its functions. `Params` are plain nested dicts of arrays, kernels `[out, in]`.
 
-  Parameters are nested dicts with kernels `[out, in]`. Layers are 'layers/<i>/...' when unrolled, 'layers/...' with a
-  leading layer axis when scanned (`stack_layers`, `unstack_layers`).
+  init: key -> parameters: kernels and heads normal(initializer_range), norms 1, biases 0; the same numbers for one key
+    whether layers are scanned or not.
+  apply: (params, tokens, positions, segment_ids) -> hidden states after the final norm, in the compute dtype.
+    Attention is causal within equal segment ids; 0 is padding; positions restart at 0 in each segment.
+  head_kernel: params -> `[out, embed]`; logits (or values) are hidden · kernelᵀ.
+  init_cache: (batch, length) -> an empty KV cache.
+  decode: (params, tokens, positions, cache) -> (hidden states, cache). Writes each token's key and value at the cache
+    index that is its position, and lets it see the indices up to there. Takes UNROLLED parameters (`unstack_layers`).
+  axes: () -> the parameters' tree, holding a tuple of logical axis names for each array.
   """
 
   spec: ModelSpec
   options: ModelOptions
   init: Callable[[Array], Params]
-  """Random parameters from a key: normal(initializer_range) for matrices, 1 for norms, 0 for biases and value heads."""
-  apply: Callable[[Params, Tokens, Tokens, Tokens], Hidden]
-  """(params, tokens, positions, segment_ids) to hidden states after the final norm.
-
-  Causal within equal segment ids; 0 is padding; positions restart at 0 in each segment.
-  """
-  head_kernel: Callable[[Params], Float[Array, 'out embed']]
-  """The unembedding (tied or not) of a language model, or the one row of a value head: outputs = hidden @ kernel.T."""
+  apply: Callable[[Params, Array, Array, Array], Array]
+  head_kernel: Callable[[Params], Array]
   init_cache: Callable[[int, int], Cache]
-  """(batch, length) to an empty cache."""
-  decode: Callable[[Params, Tokens, Tokens, Cache], tuple[Hidden, Cache]]
-  """(params, tokens, positions, cache) to hidden states and the cache with these tokens written at their positions.
-
-  A token sees the cache's entries up to its own position. Needs unrolled parameters, and a model without scan_layers.
-  """
+  decode: Callable[[Params, Array, Array, Cache], tuple[Array, Cache]]
   axes: Callable[[], Any]
-  """Logical axis names of each parameter, a tuple per array."""
 
 
-def build_model(spec: ModelSpec, options: ModelOptions = ModelOptions()) -> Model:
-  """The model of a spec."""
+def build_model(spec: ModelSpec, options: ModelOptions | None = None) -> Model:
+  """The functions of a model of this spec, computed under these options."""
+  options = ModelOptions() if options is None else options
   decoder = Decoder(spec, options)
+  scanned = Decoder(spec, dataclasses.replace(options, scan_layers=True, remat='none'))
+  unrolled = Decoder(spec, dataclasses.replace(options, scan_layers=False, remat='none'))
 
-  def init(key):
+  def init(key: PRNGKeyArray | UInt32[Array, '2']) -> Params:
     one = jnp.zeros((1, 1), jnp.int32)
-    return decoder.init(key, one, one, jnp.ones((1, 1, 1), bool))['params']
+    params = scanned.init(key, one, one, jnp.ones((1, 1, 1), bool))['params']
+    return params if options.scan_layers else unstack_layers(params)
 
-  def apply(params, tokens, positions, segment_ids):
-    return decoder.apply({'params': params}, tokens, positions, segment_mask(segment_ids))[0]
+  def apply(
+    params: Params,
+    tokens: Int[Array, 'batch time'],
+    positions: Int[Array, 'batch time'],
+    segment_ids: Int[Array, 'batch time'],
+  ) -> Float[Array, 'batch time embed']:
+    hidden, _ = decoder.apply({'params': params}, tokens, positions, segment_mask(segment_ids))
+    return hidden
 
-  def head_kernel(params):
-    tied = spec.head == 'lm' and spec.tie_word_embeddings
-    return params['embed' if tied else 'head']['kernel']
-
-  def decode(params, tokens, positions, cache):
-    mask = cache_mask(positions, cache[0]['k'].shape[1])
-    return decoder.apply({'params': params}, tokens, positions, mask, cache)
+  def decode(
+    params: Params, tokens: Int[Array, 'batch time'], positions: Int[Array, 'batch time'], cache: Cache
+  ) -> tuple[Float[Array, 'batch time embed'], Cache]:
+    mask = cache_mask(positions, length=cache[0]['k'].shape[1])
+    return unrolled.apply({'params': params}, tokens, positions, mask, cache)
 
   return Model(
     spec=spec,
     options=options,
     init=init,
     apply=apply,
-    head_kernel=head_kernel,
-    init_cache=lambda batch, length: init_cache(spec, batch, length, dtype=options.dtype),
+    head_kernel=lambda params: heads.head_kernel(params, spec),
+    init_cache=lambda batch, length: kv_cache.init_cache(spec, batch, length, dtype=jnp.dtype(options.dtype)),
     decode=decode,
-    axes=lambda: _axes(jax.eval_shape(init, jax.random.key(0)), options),
+    axes=lambda: _axes(jax.eval_shape(init, jax.random.key(0)), scanned=options.scan_layers),
   )
 
 
-_AXES: Mapping[str, tuple[str, ...]] = {
-  'embed/kernel': ('vocab', 'embed'),
-  'head/kernel': ('vocab', 'embed'),
-  'query/kernel': ('heads', 'embed'),
-  'query/bias': ('heads',),
-  'key/kernel': ('kv_heads', 'embed'),
-  'key/bias': ('kv_heads',),
-  'value/kernel': ('kv_heads', 'embed'),
-  'value/bias': ('kv_heads',),
-  'output/kernel': ('embed', 'heads'),
-  'output/bias': ('norm',),
-  'gate/kernel': ('mlp', 'embed'),
-  'gate/bias': ('mlp',),
-  'up/kernel': ('mlp', 'embed'),
-  'up/bias': ('mlp',),
-  'down/kernel': ('embed', 'mlp'),
-  'down/bias': ('norm',),
-}
-"""By the last two parts of a parameter's name; norms' scales are ('norm',)."""
-
-
-def _axes(shapes: Params, options: ModelOptions) -> Any:
-  def of(name: str) -> tuple[str, ...]:
-    axes = _AXES.get('/'.join(name.split('/')[-2:]), ('norm',))
-    return ('layers', *axes) if options.scan_layers and name.startswith('layers/') else axes
-
-  return unflatten({name: of(name) for name in flatten(shapes)})
-
-
-def count_params(spec: ModelSpec) -> int:
-  """Parameters of a model, without making it."""
-  shapes = jax.eval_shape(build_model(spec).init, jax.random.key(0))
-  return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(shapes))
-
-
-def is_scanned(params: Params) -> bool:
+def is_stacked(params: Params) -> bool:
+  """Whether the layers' parameters are stacked along a leading axis (scanned)."""
   return 'attention' in params['layers']
 
 
 def unstack_layers(params: Params) -> Params:
-  """Scanned to unrolled parameters; unrolled ones are returned as they are. NumPy arrays become views."""
-  if not is_scanned(params):
+  """Scanned to unrolled parameters (NumPy arrays give views); unrolled ones are returned as they are."""
+  if not is_stacked(params):
     return params
   flat = flatten(params['layers'])
   count = next(iter(flat.values())).shape[0]
-  layers = {str(i): unflatten({name: array[i] for name, array in flat.items()}) for i in range(count)}
+  layers = {str(i): unflatten({name: leaf[i] for name, leaf in flat.items()}) for i in range(count)}
   return {**params, 'layers': layers}
 
 
 def stack_layers(params: Params) -> Params:
   """Unrolled to scanned parameters; scanned ones are returned as they are."""
-  if is_scanned(params):
+  if is_stacked(params):
     return params
-  layers = [flatten(params['layers'][str(i)]) for i in range(len(params['layers']))]
-  stack = lambda arrays: (np if isinstance(arrays[0], np.ndarray) else jnp).stack(arrays)
-  return {**params, 'layers': unflatten({name: stack([layer[name] for layer in layers]) for name in layers[0]})}
+  layers = [flatten(params['layers'][name]) for name in sorted(params['layers'], key=int)]
+  return {**params, 'layers': unflatten({name: _stack([layer[name] for layer in layers]) for name in layers[0]})}
+
+
+def _stack(leaves: list) -> Array | np.ndarray:
+  return np.stack(leaves) if isinstance(leaves[0], np.ndarray) else jnp.stack(leaves)
+
+
+def count_params(spec: ModelSpec) -> int:
+  """Parameters of a model of this spec; a tied embedding counts once."""
+  d, ff = spec.hidden_size, spec.intermediate_size
+  queries, keys = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+  layer = d * (2 * queries + 2 * keys) + 3 * d * ff + 2 * d
+  layer += spec.qkv_bias * (queries + 2 * keys) + spec.o_bias * d
+  layer += spec.mlp_bias * (2 * ff + d) + spec.qk_norm * 2 * spec.head_dim
+  head = 0 if heads.is_tied(spec) else heads.head_size(spec) * d
+  return spec.vocab_size * d + spec.num_hidden_layers * layer + d + head
+
+
+def _axes(shapes: Params, *, scanned: bool) -> Params:
+  """The parameters' tree with, for each array, the logical names of its dimensions."""
+
+  def names(path: str) -> tuple[str, ...]:
+    *_, module, leaf = path.split('/')
+    own = {'scale': ('norm',), 'bias': AXES.get(module, ())[:1], 'kernel': AXES.get(module, ())}[leaf]
+    return ('layers', *own) if scanned and path.startswith('layers/') else own
+
+  return unflatten({path: names(path) for path in flatten(shapes)})

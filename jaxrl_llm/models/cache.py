@@ -1,4 +1,8 @@
-"""The key/value cache of decoding: entry s of a row holds the token at position s."""
+"""The KV cache: keys and values of what a row has seen, at the index that is their position.
+
+Invariant: an entry is written before any token that may look at it (index <= position) is computed, so what lies
+beyond a row's last position, padding of a prefill or an earlier occupant's tokens, is never seen.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +12,27 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.models.spec import ModelSpec
 
 LayerCache = dict[str, Float[Array, 'batch length kv_heads head_dim']]
-"""'k' and 'v' of one layer."""
+"""One layer's rotated keys `k` and values `v`."""
+
 Cache = tuple[LayerCache, ...]
+"""A `LayerCache` per layer: separate buffers, so that a donated or looped cache is updated in place."""
 
 
-def init_cache(spec: ModelSpec, batch: int, length: int, *, dtype: str) -> Cache:
-  """An empty cache; what it holds is seen by no query before it has been written."""
+def init_cache(spec: ModelSpec, batch: int, length: int, *, dtype: jnp.dtype) -> Cache:
+  """An empty cache for `batch` rows of at most `length` tokens."""
   shape = (batch, length, spec.num_key_value_heads, spec.head_dim)
-  empty = lambda: jnp.zeros(shape, dtype)
-  return tuple({'k': empty(), 'v': empty()} for _ in range(spec.num_hidden_layers))
+  return tuple({name: jnp.zeros(shape, dtype) for name in ('k', 'v')} for _ in range(spec.num_hidden_layers))
 
 
 def write(
-  cache: Float[Array, 'batch length kv_heads head_dim'],
-  new: Float[Array, 'batch time kv_heads head_dim'],
+  cache: LayerCache,
+  key: Float[Array, 'batch time kv_heads head_dim'],
+  value: Float[Array, 'batch time kv_heads head_dim'],
   positions: Int[Array, 'batch time'],
-) -> Float[Array, 'batch length kv_heads head_dim']:
-  """Writes each token's entry at its position; positions outside the cache are dropped."""
-  rows = jnp.arange(cache.shape[0])[:, None]
-  return cache.at[rows, positions].set(new.astype(cache.dtype), mode='drop')
+) -> LayerCache:
+  """Puts each token's key and value at its row's index `position`; a position past the end is not written."""
+  rows = jnp.arange(positions.shape[0])[:, None]
+  return {
+    name: cache[name].at[rows, positions].set(new.astype(cache[name].dtype), mode='drop')
+    for name, new in (('k', key), ('v', value))
+  }

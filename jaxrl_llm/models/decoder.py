@@ -1,49 +1,70 @@
-"""The decoder: embedding, layers (scanned or unrolled), final norm. Heads stay outside: callers contract with them."""
+"""The decoder as one Linen module, its layers unrolled or scanned.
+
+Invariant: unrolled (`layers/<i>/...`) and scanned (`layers/...` with a leading layer axis) compute the same function of
+the same numbers; only the parameters' arrangement differs.
+"""
 
 from __future__ import annotations
 
-import flax.linen as nn
+import functools
+
 import jax.numpy as jnp
+from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models.cache import Cache
-from jaxrl_llm.models.layers import Block, RmsNorm, Rotation
+from jaxrl_llm.models.heads import head_size, is_tied
+from jaxrl_llm.models.layers import Context, Layer, RMSNorm
 from jaxrl_llm.models.rotary import inverse_frequencies, rotation
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
 
 
-class Unrolled(nn.Module):
-  """Layers one after the other, named '0', '1', ..."""
+class Table(nn.Module):
+  """A bare kernel, for what is looked up (embedding) or contracted elsewhere (head)."""
+
+  rows: int
+  columns: int
+  std: float
+  param_dtype: jnp.dtype
+
+  @nn.compact
+  def __call__(self) -> Float[Array, 'rows columns']:
+    return self.param('kernel', nn.initializers.normal(self.std), (self.rows, self.columns), self.param_dtype)
+
+
+class UnrolledLayers(nn.Module):
+  """Layers one after the other, named by their index."""
 
   spec: ModelSpec
   options: ModelOptions
 
   @nn.compact
-  def __call__(self, x, rotation: Rotation, mask, positions, caches: Cache | None):
-    block = nn.remat(Block) if self.options.remat == 'full' else Block
+  def __call__(self, x, context: Context, cache: Cache | None):
+    layer = nn.remat(Layer) if self.options.remat == 'full' else Layer
     written = []
     for i in range(self.spec.num_hidden_layers):
-      cache = None if caches is None else caches[i]
-      x, cache = block(self.spec, self.options, name=str(i))(x, rotation, mask, positions, cache)
-      written.append(cache)
-    return x, None if caches is None else tuple(written)
+      part = None if cache is None else cache[i]
+      x, part = layer(self.spec, jnp.dtype(self.options.param_dtype), name=str(i))(x, context, part)
+      written.append(part)
+    return x, None if cache is None else tuple(written)
 
 
-class Matrix(nn.Module):
-  """A table of `rows` vectors, `kernel` [rows, features]."""
-
-  rows: int
-  features: int
-  initializer: nn.initializers.Initializer
-  param_dtype: str
-
-  @nn.compact
-  def __call__(self):
-    return self.param('kernel', self.initializer, (self.rows, self.features), self.param_dtype)
+def scanned_layers(spec: ModelSpec, options: ModelOptions, *, name: str) -> nn.Module:
+  """One layer, run over stacked parameters. For training: it takes no cache."""
+  # Inside a scan nothing is merged across iterations, so remat needs no barriers against it.
+  layer = nn.remat(Layer, prevent_cse=False) if options.remat == 'full' else Layer
+  scan = nn.scan(
+    layer,
+    variable_axes={'params': 0},
+    split_rngs={'params': True},
+    in_axes=(nn.broadcast, nn.broadcast),
+    length=spec.num_hidden_layers,
+  )
+  return scan(spec, jnp.dtype(options.param_dtype), name=name)
 
 
 class Decoder(nn.Module):
-  """Tokens to hidden states after the final norm."""
+  """Tokens to hidden states after the final norm; given a cache, also the cache with these tokens written."""
 
   spec: ModelSpec
   options: ModelOptions
@@ -54,35 +75,18 @@ class Decoder(nn.Module):
     tokens: Int[Array, 'batch time'],
     positions: Int[Array, 'batch time'],
     mask: Bool[Array, 'batch time keys'],
-    caches: Cache | None = None,
+    cache: Cache | None = None,
   ) -> tuple[Float[Array, 'batch time embed'], Cache | None]:
     spec, options = self.spec, self.options
-    normal = nn.initializers.normal(spec.initializer_range)
-    table = Matrix(spec.vocab_size, spec.hidden_size, normal, options.param_dtype, name='embed')()
-    x = jnp.take(table, tokens, axis=0).astype(options.dtype)
-    angles = rotation(
-      positions, inverse_frequencies(spec.head_dim, theta=spec.rope_theta, scaling=spec.rope_scaling)
-    )
-    x, caches = self._layers(x, angles, mask, positions, caches)
-    x = RmsNorm(spec.rms_norm_eps, options, name='norm')(x)
-    if spec.head != 'lm':
-      # Zeros: before it has learnt anything a critic values all alike, and a reward model rewards all alike.
-      Matrix(1, spec.hidden_size, nn.initializers.zeros, options.param_dtype, name='head')()
-    elif not spec.tie_word_embeddings:
-      Matrix(spec.vocab_size, spec.hidden_size, normal, options.param_dtype, name='head')()
-    return x, caches
-
-  def _layers(self, x, angles: Rotation, mask, positions, caches: Cache | None):
-    if not self.options.scan_layers:
-      return Unrolled(self.spec, self.options, name='layers')(x, angles, mask, positions, caches)
-    if caches is not None:
-      raise ValueError('decoding with a cache needs unrolled layers: build the model without scan_layers')
-    block = nn.remat(Block, prevent_cse=False) if self.options.remat == 'full' else Block
-    scanned = nn.scan(
-      block,
-      variable_axes={'params': 0},
-      split_rngs={'params': True},
-      in_axes=nn.broadcast,
-      length=self.spec.num_hidden_layers,
-    )
-    return scanned(self.spec, self.options, name='layers')(x, angles, mask, positions, None)
+    dtype, param_dtype = jnp.dtype(options.dtype), jnp.dtype(options.param_dtype)
+    table = functools.partial(Table, columns=spec.hidden_size, std=spec.initializer_range, param_dtype=param_dtype)
+    frequencies = inverse_frequencies(head_dim=spec.head_dim, rope_theta=spec.rope_theta, scaling=spec.rope_scaling)
+    context = Context(rotation(positions, frequencies, dtype=dtype), mask, positions)
+    x = table(spec.vocab_size, name='embed')()[tokens.reshape(-1)].astype(dtype)
+    layers = scanned_layers if options.scan_layers else UnrolledLayers
+    x, cache = layers(spec, options, name='layers')(x, context, cache)
+    x = RMSNorm(spec.rms_norm_eps, param_dtype, name='norm')(x)
+    if not is_tied(spec):
+      # Only so that `init` draws it: callers contract with it themselves.
+      table(head_size(spec), name='head')()
+    return x.reshape(*tokens.shape, spec.hidden_size), cache

@@ -1,63 +1,117 @@
-"""The families: what their members have in common."""
+"""The model families: for each, what is fixed about it and what is usual; one entry here, no code elsewhere.
+
+Invariant: the decoder never asks for a family's name; all that differs between families is in their `ModelSpec`s.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.spec import ModelSpec, RopeScaling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-  """Fields of ModelSpec that every member shares, and the constants its configurations default to."""
+  """What `transformers` fixes for a model_type (biases, q/k norm) and takes where a config is silent (the rest)."""
 
+  name: str
+  description: str
+  architecture: str
+  """The class named by `architectures` in config.json, for the 'lm' head."""
   qkv_bias: bool
   qk_norm: bool
-  rms_norm_eps: float
   rope_theta: float
-  description: str
+  rms_norm_eps: float
 
 
-FAMILIES: Mapping[str, Family] = {
-  'qwen2': Family(
-    qkv_bias=True, qk_norm=False, rms_norm_eps=1e-6, rope_theta=1e6, description='Qwen2 and Qwen2.5: biases on q, k, v'
-  ),
-  'qwen3': Family(
-    qkv_bias=False, qk_norm=True, rms_norm_eps=1e-6, rope_theta=1e6, description='Qwen3 (dense): norms on q and k heads'
-  ),
-  'llama': Family(
-    qkv_bias=False, qk_norm=False, rms_norm_eps=1e-5, rope_theta=5e5, description='Llama 2 and 3, with llama3 scaling'
-  ),
-}
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+  {
+    family.name: family
+    for family in (
+      Family(
+        name='qwen2',
+        description='Qwen 2 and 2.5: biases on query, key and value',
+        architecture='Qwen2ForCausalLM',
+        qkv_bias=True,
+        qk_norm=False,
+        rope_theta=10_000.0,
+        rms_norm_eps=1e-6,
+      ),
+      Family(
+        name='qwen3',
+        description='Qwen 3 (dense): queries and keys normalised per head',
+        architecture='Qwen3ForCausalLM',
+        qkv_bias=False,
+        qk_norm=True,
+        rope_theta=10_000.0,
+        rms_norm_eps=1e-6,
+      ),
+      Family(
+        name='llama',
+        description='Llama 2 and 3, with linear or llama3 rope scaling',
+        architecture='LlamaForCausalLM',
+        qkv_bias=False,
+        qk_norm=False,
+        rope_theta=10_000.0,
+        rms_norm_eps=1e-6,
+      ),
+    )
+  }
+)
+
+
+def find_family(name: str) -> Family:
+  """The family of that name, or a UserError that lists those there are."""
+  if name not in FAMILIES:
+    raise UserError(f'model family: got {name!r}, wanted one of {", ".join(FAMILIES)}')
+  return FAMILIES[name]
 
 
 def tiny(family: str, vocab_size: int, **overrides: Any) -> ModelSpec:
-  """A small member of `family` (head_dim 32, the least that vLLM serves on a CPU), with any field overridden."""
-  if family not in FAMILIES:
-    raise UserError(f'policy.family {family!r}: unknown; there are {", ".join(FAMILIES)}')
-  constants = FAMILIES[family]
-  fields = {
-    'hidden_size': 128,
-    'intermediate_size': 384,
-    'num_hidden_layers': 3,
+  """A spec small enough for a CPU: 2 layers of width 64, 4 heads of 32 over 2 key-value heads, tied embeddings.
+
+  Args:
+    family: a name in FAMILIES.
+    vocab_size: rows of the embedding.
+    **overrides: fields of ModelSpec that shall differ; `rope_scaling` may be a mapping of RopeScaling's fields.
+  """
+  fixed = find_family(family)
+  known = {field.name for field in dataclasses.fields(ModelSpec)} - {'family', 'vocab_size'}
+  for name in overrides:
+    if name not in known:
+      near = difflib.get_close_matches(name, known, n=1)
+      hint = f'did you mean {near[0]}?' if near else f'wanted one of {", ".join(sorted(known))}'
+      raise UserError(f'model: ModelSpec has no field {name!r}; {hint}')
+  scaling = overrides.get('rope_scaling')
+  if isinstance(scaling, Mapping):
+    overrides = {**overrides, 'rope_scaling': _rope_scaling(scaling)}
+  defaults = {
+    'hidden_size': 64,
+    'intermediate_size': 128,
+    'num_hidden_layers': 2,
     'num_attention_heads': 4,
     'num_key_value_heads': 2,
     'head_dim': 32,
-    'rope_theta': constants.rope_theta,
-    'rms_norm_eps': constants.rms_norm_eps,
+    'rope_theta': fixed.rope_theta,
+    'rms_norm_eps': fixed.rms_norm_eps,
     'tie_word_embeddings': True,
-    'max_position_embeddings': 1024,
-    'qkv_bias': constants.qkv_bias,
-    'qk_norm': constants.qk_norm,
+    'max_position_embeddings': 512,
+    'qkv_bias': fixed.qkv_bias,
+    'qk_norm': fixed.qk_norm,
   }
-  known = {field.name for field in dataclasses.fields(ModelSpec)}
-  for name in overrides:
-    if name not in known:
-      raise UserError(f'policy.model.{name}: no field of ModelSpec; there are {", ".join(sorted(known))}')
-  try:
-    return ModelSpec(family=family, vocab_size=vocab_size, **{**fields, **overrides})
-  except ValueError as error:
-    raise UserError(f'policy.model: {error}') from None
+  return ModelSpec(family=family, vocab_size=vocab_size, **{**defaults, **overrides})
+
+
+def _rope_scaling(fields: Mapping[str, Any]) -> RopeScaling:
+  known = [field.name for field in dataclasses.fields(RopeScaling)]
+  unknown = sorted(set(fields) - set(known))
+  if unknown or not {'kind', 'factor'} <= set(fields):
+    raise UserError(
+      f'model.rope_scaling: got fields {sorted(fields)}, wanted kind and factor, and of {", ".join(known)}'
+    )
+  return RopeScaling(**fields)

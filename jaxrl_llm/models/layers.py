@@ -1,115 +1,126 @@
-"""The layers of the decoder. Kernels are stored `[out, in]`, as Hugging Face stores them."""
+"""The decoder's parts as Linen modules: projection, norm, attention block, MLP, layer.
+
+Invariant: kernels are `[out, in]` as Hugging Face stores them, and activations are `[batch · time, features]` wherever
+they meet a kernel (XLA:CPU multiplies two-dimensional operands fastest); only attention sees batch and time apart.
+"""
 
 from __future__ import annotations
 
-import flax.linen as nn
+import functools
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.models import cache as kv
-from jaxrl_llm.models.rotary import rotate
-from jaxrl_llm.models.spec import ModelOptions, ModelSpec
+from jaxrl_llm.models import cache as kv_cache
+from jaxrl_llm.models.rotary import Rotation, rotate
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.ops.attention import attention
 
-Rotation = tuple[Float[Array, 'batch time half'], Float[Array, 'batch time half']]
+
+class Context(NamedTuple):
+  """What all layers share of one call."""
+
+  rotation: Rotation
+  mask: Bool[Array, 'batch time keys']
+  positions: Int[Array, 'batch time']
 
 
 class Projection(nn.Module):
-  """x Wᵀ + b, in the compute dtype."""
+  """y = x · kernelᵀ (+ bias)."""
 
   features: int
   use_bias: bool
-  stddev: float
-  options: ModelOptions
+  std: float
+  param_dtype: jnp.dtype
 
   @nn.compact
   def __call__(self, x: Float[Array, 'tokens in']) -> Float[Array, 'tokens out']:
-    dtype, param_dtype = self.options.dtype, self.options.param_dtype
-    shape = (self.features, x.shape[-1])
-    kernel = self.param('kernel', nn.initializers.normal(self.stddev), shape, param_dtype)
-    y = jax.lax.dot_general(x, kernel.astype(dtype), (((1,), (1,)), ((), ())))
+    kernel = self.param('kernel', nn.initializers.normal(self.std), (self.features, x.shape[-1]), self.param_dtype)
+    y = jax.lax.dot_general(x, kernel.astype(x.dtype), (((1,), (1,)), ((), ())))
     if self.use_bias:
-      y = y + self.param('bias', nn.initializers.zeros, (self.features,), param_dtype).astype(dtype)
+      y = y + self.param('bias', nn.initializers.zeros, (self.features,), self.param_dtype).astype(x.dtype)
     return y
 
 
-class RmsNorm(nn.Module):
-  """x / √(mean(x²) + eps) * scale, the statistics in float32."""
+class RMSNorm(nn.Module):
+  """x / √(mean(x²) + eps) · scale, over the last axis; the statistic is at least float32."""
 
   eps: float
-  options: ModelOptions
+  param_dtype: jnp.dtype
 
   @nn.compact
-  def __call__(self, x: Float[Array, '*shape features']) -> Float[Array, '*shape features']:
-    scale = self.param('scale', nn.initializers.ones, (x.shape[-1],), self.options.param_dtype)
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-    return scale.astype(x.dtype) * y.astype(x.dtype)
+  def __call__(self, x: Float[Array, '... features']) -> Float[Array, '... features']:
+    scale = self.param('scale', nn.initializers.ones, (x.shape[-1],), self.param_dtype)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+    return (wide * inverse).astype(x.dtype) * scale.astype(x.dtype)
 
 
 class Attention(nn.Module):
-  """Grouped-query attention over the sequence itself, or over a cache that it extends."""
+  """Self-attention: over the call's own tokens, or, given a cache, over what it holds after these were written."""
 
   spec: ModelSpec
-  options: ModelOptions
+  param_dtype: jnp.dtype
 
   @nn.compact
   def __call__(
-    self,
-    x: Float[Array, 'batch time embed'],
-    rotation: Rotation,
-    mask: Bool[Array, 'batch time keys'],
-    positions: Int[Array, 'batch time'],
-    cache: kv.LayerCache | None,
-  ) -> tuple[Float[Array, 'batch time embed'], kv.LayerCache | None]:
-    spec, (batch, time, embed) = self.spec, x.shape
-    flat = x.reshape(batch * time, embed)
-    project = lambda name, heads: Projection(
-      heads * spec.head_dim, spec.qkv_bias, spec.initializer_range, self.options, name=name
-    )(flat).reshape(batch, time, heads, spec.head_dim)
-    q = project('query', spec.num_attention_heads)
-    k = project('key', spec.num_key_value_heads)
-    v = project('value', spec.num_key_value_heads)
-    if spec.qk_norm:
-      q = RmsNorm(spec.rms_norm_eps, self.options, name='query_norm')(q)
-      k = RmsNorm(spec.rms_norm_eps, self.options, name='key_norm')(k)
-    q, k = rotate(q, *rotation), rotate(k, *rotation)
+    self, x: Float[Array, 'tokens embed'], context: Context, cache: kv_cache.LayerCache | None
+  ) -> tuple[Float[Array, 'tokens embed'], kv_cache.LayerCache | None]:
+    spec = self.spec
+    query = self._heads('query', spec.num_attention_heads, x, context)
+    key = self._heads('key', spec.num_key_value_heads, x, context)
+    value = self._heads('value', spec.num_key_value_heads, x, context)
     if cache is not None:
-      cache = {'k': kv.write(cache['k'], k, positions), 'v': kv.write(cache['v'], v, positions)}
-      k, v = cache['k'], cache['v']
-    y = attention(q, k, v, mask).reshape(batch * time, spec.num_attention_heads * spec.head_dim)
-    out = Projection(embed, spec.o_bias, spec.initializer_range, self.options, name='output')(y)
-    return out.reshape(x.shape), cache
+      cache = kv_cache.write(cache, key, value, context.positions)
+      key, value = cache['k'], cache['v']
+    mixed = attention(query, key, value, context.mask).reshape(x.shape[0], -1)
+    output = Projection(spec.hidden_size, spec.o_bias, spec.initializer_range, self.param_dtype, name='output')
+    return output(mixed), cache
+
+  def _heads(self, name: str, heads: int, x: Array, context: Context) -> Float[Array, 'batch time heads head_dim']:
+    """Projects to heads; queries and keys are normalised where the family does that, and rotated."""
+    spec = self.spec
+    project = Projection(heads * spec.head_dim, spec.qkv_bias, spec.initializer_range, self.param_dtype, name=name)
+    y = project(x).reshape(*context.positions.shape, heads, spec.head_dim)
+    if name == 'value':
+      return y
+    if spec.qk_norm:
+      y = RMSNorm(spec.rms_norm_eps, self.param_dtype, name=f'{name}_norm')(y)
+    return rotate(y, context.rotation)
 
 
-class GatedMlp(nn.Module):
-  """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
-
-  spec: ModelSpec
-  options: ModelOptions
-
-  @nn.compact
-  def __call__(self, x: Float[Array, 'batch time embed']) -> Float[Array, 'batch time embed']:
-    spec, flat = self.spec, x.reshape(-1, x.shape[-1])
-    project = lambda name, features: Projection(
-      features, spec.mlp_bias, spec.initializer_range, self.options, name=name
-    )
-    gate, up = project('gate', spec.intermediate_size)(flat), project('up', spec.intermediate_size)(flat)
-    return project('down', x.shape[-1])(jax.nn.silu(gate) * up).reshape(x.shape)
-
-
-class Block(nn.Module):
-  """One pre-norm decoder layer. Its second result is the layer's cache (None where there is none)."""
+class MLP(nn.Module):
+  """SwiGLU: down(silu(gate(x)) · up(x))."""
 
   spec: ModelSpec
-  options: ModelOptions
+  param_dtype: jnp.dtype
 
   @nn.compact
-  def __call__(self, x, rotation, mask, positions, cache):
-    norm = lambda name: RmsNorm(self.spec.rms_norm_eps, self.options, name=name)
-    y, cache = Attention(self.spec, self.options, name='attention')(
-      norm('attention_norm')(x), rotation, mask, positions, cache
+  def __call__(self, x: Float[Array, 'tokens embed']) -> Float[Array, 'tokens embed']:
+    spec = self.spec
+    project = functools.partial(
+      Projection, use_bias=spec.mlp_bias, std=spec.initializer_range, param_dtype=self.param_dtype
     )
+    gate, up = (project(spec.intermediate_size, name=name)(x) for name in ('gate', 'up'))
+    return project(spec.hidden_size, name='down')(jax.nn.silu(gate) * up)
+
+
+class Layer(nn.Module):
+  """Pre-norm residual block: attention, then MLP."""
+
+  spec: ModelSpec
+  param_dtype: jnp.dtype
+
+  @nn.compact
+  def __call__(
+    self, x: Float[Array, 'tokens embed'], context: Context, cache: kv_cache.LayerCache | None
+  ) -> tuple[Float[Array, 'tokens embed'], kv_cache.LayerCache | None]:
+    spec, param_dtype = self.spec, self.param_dtype
+    y = RMSNorm(spec.rms_norm_eps, param_dtype, name='attention_norm')(x)
+    y, cache = Attention(spec, param_dtype, name='attention')(y, context, cache)
     x = x + y
-    return x + GatedMlp(self.spec, self.options, name='mlp')(norm('mlp_norm')(x)), cache
+    y = RMSNorm(spec.rms_norm_eps, param_dtype, name='mlp_norm')(x)
+    return x + MLP(spec, param_dtype, name='mlp')(y), cache

@@ -1,48 +1,61 @@
-"""Rotary position embeddings, in the half-rotation convention of Hugging Face's weights."""
+"""Rotary position embedding in Hugging Face's half-rotation convention, with linear and llama3 frequency scaling.
+
+Invariant: angles, sines and cosines are computed in float32 (float64 for float64 models) whatever the compute dtype.
+"""
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.spec import RopeScaling
 
 
-def inverse_frequencies(
-  head_dim: int, *, theta: float, scaling: RopeScaling | None
-) -> Float32[np.ndarray, 'half_head_dim']:
-  """theta^(-2i/d), stretched by `scaling`.
+class Rotation(NamedTuple):
+  """Cosines and sines of each token's angles, one per rotated pair; shared by all layers and heads."""
 
-  linear: all divided by the factor (Chen et al. 2023, arXiv:2306.15595). llama3: wavelengths above
-  original/low_freq_factor are divided, those below original/high_freq_factor kept, those between interpolated
-  (Llama 3 herd, arXiv:2407.21783; constants as in transformers).
+  cos: Float[Array, 'batch time 1 pairs']
+  sin: Float[Array, 'batch time 1 pairs']
+
+
+def inverse_frequencies(*, head_dim: int, rope_theta: float, scaling: RopeScaling | None) -> Float[np.ndarray, 'pairs']:
+  """Radians per position of each of the head_dim / 2 rotated pairs.
+
+  fᵢ = θ^(-2i / head_dim). linear: fᵢ / factor. llama3, by wavelength λᵢ = 2π / fᵢ and the original length L:
+  λ < L / high: f; λ > L / low: f / factor; between: (1 - s) f / factor + s f with s = (L / λ - low) / (high - low).
+  Source: transformers' modeling_rope_utils, `_compute_llama3_parameters` and its neighbours. Each step is rounded to
+  float32 as there: at position 100,000 a frequency that is 2 ulp off turns by another hundredth of a radian.
   """
-  frequencies = (1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))).astype(np.float32)
+  exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+  # NumPy's float32 power is an ulp off torch's; the float64 one, rounded, nearly always meets it.
+  frequencies = np.float32(1.0) / np.power(rope_theta, exponents.astype(np.float64)).astype(np.float32)
   if scaling is None:
     return frequencies
+  stretched = frequencies / np.float32(scaling.factor)
   if scaling.kind == 'linear':
-    return (frequencies / np.float32(scaling.factor)).astype(np.float32)
-  original, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
-  wavelengths = 2 * np.pi / frequencies
-  kept = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
-  return (frequencies * (kept + (1.0 - kept) / scaling.factor)).astype(np.float32)
+    return stretched
+  length, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
+  wavelengths = np.float32(2 * math.pi) / frequencies
+  smooth = (np.float32(length) / wavelengths - np.float32(low)) / np.float32(high - low)
+  blended = (1 - smooth) * stretched + smooth * frequencies
+  frequencies = np.where(wavelengths < length / high, frequencies, blended)
+  return np.where(wavelengths > length / low, stretched, frequencies).astype(np.float32)
 
 
 def rotation(
-  positions: Int[Array, 'batch time'], frequencies: Float32[np.ndarray, 'half']
-) -> tuple[Float[Array, 'batch time half'], Float[Array, 'batch time half']]:
-  """Cosines and sines of each position's angles, float32."""
-  angles = positions[..., None].astype(jnp.float32) * frequencies
-  return jnp.cos(angles), jnp.sin(angles)
+  positions: Int[Array, 'batch time'], frequencies: Float[np.ndarray, 'pairs'], *, dtype: jnp.dtype
+) -> Rotation:
+  """Cosines and sines at `positions` (0 at a segment's first token), of at least float32."""
+  angles = positions[..., None, None].astype(jnp.promote_types(dtype, jnp.float32)) * frequencies
+  return Rotation(jnp.cos(angles), jnp.sin(angles))
 
 
-def rotate(
-  x: Float[Array, 'batch time heads head_dim'],
-  cosines: Float[Array, 'batch time half'],
-  sines: Float[Array, 'batch time half'],
-) -> Float[Array, 'batch time heads head_dim']:
-  """Turns the pairs (x[i], x[i + d/2]) by the position's angles; computed in float32."""
-  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-  c, s = cosines[:, :, None, :], sines[:, :, None, :]
-  return jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1).astype(x.dtype)
+def rotate(x: Float[Array, 'batch time heads head_dim'], by: Rotation) -> Float[Array, 'batch time heads head_dim']:
+  """Turns each pair (x[i], x[i + head_dim / 2]) by its angle."""
+  first, second = jnp.split(x.astype(by.cos.dtype), 2, axis=-1)
+  turned = jnp.concatenate([first * by.cos - second * by.sin, second * by.cos + first * by.sin], axis=-1)
+  return turned.astype(x.dtype)

@@ -1,4 +1,7 @@
-"""Attention over explicit masks: the reference implementation, used by training and by decoding from a cache."""
+"""Masked attention with shared key-value heads: the reference that training and cached decoding both run.
+
+Invariant: a query row without any valid key yields 0 and sends no gradient; nothing here makes a NaN of finite input.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +9,44 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-_MASKED = -1e30
-"""Finite, so that a query without any key gets a finite (meaningless) result instead of NaN."""
+# Masked scores sit far below the floor under the row's maximum: exp underflows to 0 even in rows that are all masked.
+_MASKED, _FLOOR = -1e30, -1e29
 
 
 def segment_mask(segment_ids: Int[Array, 'batch time']) -> Bool[Array, 'batch time time']:
-  """Which key each query sees: those at or before it with the same segment id. Padding (0) sees padding only."""
+  """Entry [b, t, s]: token t may look at token s: same segment, s not later than t, not padding (segment 0)."""
   time = segment_ids.shape[1]
   same = segment_ids[:, :, None] == segment_ids[:, None, :]
-  return same & (jnp.arange(time)[:, None] >= jnp.arange(time)[None, :])
+  return same & (segment_ids > 0)[:, :, None] & jnp.tri(time, dtype=bool)
 
 
-def cache_mask(positions: Int[Array, 'batch time'], length: int) -> Bool[Array, 'batch time length']:
-  """Which cache entry each query sees: entry s holds position s, so those up to the query's own position."""
-  return jnp.arange(length) <= positions[..., None]
+def cache_mask(positions: Int[Array, 'batch time'], *, length: int) -> Bool[Array, 'batch time length']:
+  """Entry [b, t, s]: the token at `positions[b, t]` may look at cache index s: s not later than its position."""
+  return jnp.arange(length) <= positions[:, :, None]
 
 
 def attention(
-  q: Float[Array, 'batch time heads head_dim'],
-  k: Float[Array, 'batch keys kv_heads head_dim'],
-  v: Float[Array, 'batch keys kv_heads head_dim'],
+  query: Float[Array, 'batch time heads head_dim'],
+  key: Float[Array, 'batch keys kv_heads head_dim'],
+  value: Float[Array, 'batch keys kv_heads head_dim'],
   mask: Bool[Array, 'batch time keys'],
 ) -> Float[Array, 'batch time heads head_dim']:
-  """softmax(q kᵀ / √head_dim) v over the keys that `mask` permits; each kv head serves heads/kv_heads queries.
+  """softmax(query · key / √head_dim over the keys that `mask` allows) · value.
 
-  Scores and softmax are float32; memory is quadratic in time.
+  Query heads g·n … g·n + n - 1 share key-value head g (n = heads / kv_heads), which is never copied. Scores,
+  their maximum and the normaliser are at least float32; weights are cast to the values' dtype for the second product
+  and normalised after it, as in flash attention (arXiv:2205.14135), which saves a pass over the scores.
   """
-  batch, time, heads, head_dim = q.shape
-  kv_heads = k.shape[2]
-  grouped = q.reshape(batch, time, kv_heads, heads // kv_heads, head_dim)
-  scores = jnp.einsum('btkgd,bskd->bkgts', grouped, k, preferred_element_type=jnp.float32) * head_dim**-0.5
-  scores = jnp.where(mask[:, None, None], scores, _MASKED)
-  weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-  return jnp.einsum('bkgts,bskd->btkgd', weights, v).reshape(q.shape)
+  batch, time, heads, head_dim = query.shape
+  kv_heads = key.shape[2]
+  statistics = jnp.promote_types(query.dtype, jnp.float32)
+  grouped = query.reshape(batch, time, kv_heads, heads // kv_heads, head_dim)
+  scores = jnp.einsum('btkgh,bskh->bkgts', grouped, key, preferred_element_type=statistics)
+  scores = jnp.where(mask[:, None, None], scores * head_dim**-0.5, _MASKED)
+  peak = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), _FLOOR))
+  weights = jnp.exp(scores - peak)
+  total = jnp.moveaxis(weights.sum(-1), 3, 1)[..., None]
+  mixed = jnp.einsum('bkgts,bskh->btkgh', weights.astype(value.dtype), value, preferred_element_type=statistics)
+  # A row with a valid key has a total of at least 1 (its maximum's weight); only the empty rows' 0 is lifted.
+  mixed = mixed / jnp.maximum(total, 1e-9)
+  return mixed.reshape(batch, time, heads, head_dim).astype(query.dtype)

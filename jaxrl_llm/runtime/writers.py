@@ -15,16 +15,14 @@ import math
 import os
 import pathlib
 import re
-import struct
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto import event_pb2, summary_pb2
 
 from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.runtime.tensorboard import EventFile, row_times
 
 METRICS_FILE = 'metrics.jsonl'
 TENSORBOARD_DIR = 'tensorboard'
@@ -134,11 +132,11 @@ class _Boards:
 
   def __init__(self, directory: pathlib.Path, rows: list[dict[str, Any]]):
     self._directory = directory
-    self._writers: dict[str, EventsWriter] = {}
+    self._writers: dict[str, EventFile] = {}
     times: dict[str, list[float]] = {}
     old = sorted(directory.glob('*/events.out.tfevents.*'))
     for path in old:
-      times.setdefault(path.parent.name, []).extend(_row_times(path))
+      times.setdefault(path.parent.name, []).extend(row_times(path))
     self._serial = 1 + max((int(p.suffix[1:]) for p in old if p.suffix[1:].isdigit()), default=-1)
     now = time.time()
     for row in rows:
@@ -150,41 +148,14 @@ class _Boards:
   def write(self, row: Mapping[str, Any], when: float) -> None:
     stage = _file_name(str(row.get(STAGE)))
     if stage not in self._writers:
-      directory = self._directory / stage
-      directory.mkdir(parents=True, exist_ok=True)
-      writer = EventsWriter(str(directory / 'events'), f'.{self._serial}')
-      # Tells a TensorBoard that is watching to forget what it read from the files this one replaces.
-      start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-      writer.write_event(event_pb2.Event(wall_time=when, step=0, session_log=start))
-      self._writers[stage] = writer
-    values = [
-      summary_pb2.Summary.Value(tag=key, simple_value=value)
-      for key, value in row.items()
-      if key != STEP and isinstance(value, int | float)
-    ]
-    event = event_pb2.Event(wall_time=when, step=row.get(STEP, 0), summary=summary_pb2.Summary(value=values))
-    self._writers[stage].write_event(event)
-    self._writers[stage].flush()
+      path = self._directory / stage / f'events.out.tfevents.{int(when)}.{self._serial}'
+      self._writers[stage] = EventFile(path, when)
+    scalars = {key: value for key, value in row.items() if key != STEP and isinstance(value, int | float)}
+    self._writers[stage].write(row.get(STEP, 0), scalars, when)
 
   def close(self) -> None:
     for writer in self._writers.values():
       writer.close()
-
-
-def read_events(path: pathlib.Path) -> list[event_pb2.Event]:
-  """The events of a TensorBoard file up to its first incomplete record (TFRecord: length, crc, bytes, crc)."""
-  data, events, at = path.read_bytes(), [], 0
-  while at + 12 <= len(data):
-    (length,) = struct.unpack_from('<Q', data, at)
-    if at + 16 + length > len(data):
-      break
-    events.append(event_pb2.Event.FromString(data[at + 12 : at + 12 + length]))
-    at += 16 + length
-  return events
-
-
-def _row_times(path: pathlib.Path) -> list[float]:
-  return [event.wall_time for event in read_events(path) if event.WhichOneof('what') == 'summary']
 
 
 class RolloutsWriter:

@@ -19,6 +19,14 @@ import pyarrow.parquet
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
 
+SOURCES: Mapping[str, str] = {
+  'reasoning_gym:<dataset>': 'procedural tasks by name, with their verifiers',
+  '<path>.jsonl': "one row a line: {prompt, answer}, {question, answer}, or the field's {data_source, prompt, ...}",
+  '<path>.parquet': 'the same rows',
+  'datasets:<directory or hub id>[#split]': 'a Hugging Face dataset with such rows',
+}
+"""How a source is named, and what it is."""
+
 FORMS = "'reasoning_gym:<dataset>', a path ending .jsonl or .parquet, 'datasets:<directory or hub id>[#split]'"
 _PARQUET_ROWS = 1024
 

@@ -50,8 +50,9 @@ function yRange(values, spec) {
   if (!sorted.length) return { low: 0, high: 1, outside: 0 };
   let low = sorted[0];
   let high = sorted[sorted.length - 1];
-  if (sorted.length >= 50 && !spec.full) {
-    const [q1, q3] = [0.02, 0.98].map((q) => sorted[Math.round(q * (sorted.length - 1))]);
+  if (sorted.length >= 8 && !spec.full) {
+    const cut = Math.max(1, Math.round(0.02 * (sorted.length - 1)));
+    const [q1, q3] = [sorted[cut], sorted[sorted.length - 1 - cut]];
     const span = q3 - q1 || Math.abs(q3) || 1;
     if (high > q3 + 2 * span) high = q3 + 0.3 * span;
     if (low < q1 - 2 * span) low = q1 - 0.3 * span;

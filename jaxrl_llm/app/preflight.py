@@ -1,0 +1,141 @@
+"""What a person can know before the first step: `--dry_run` and `--list`."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import tempfile
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxrl_llm.app.build import (
+  ALGORITHMS,
+  ENGINES,
+  SCORERS,
+  build_scorers,
+  build_stages,
+  mesh_of,
+  policy_options,
+)
+from jaxrl_llm.app.prepare import prepare
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.batching.chunks import Chunks
+from jaxrl_llm.config.values import to_json
+from jaxrl_llm.learner.state import abstract_state
+from jaxrl_llm.learner.update import build_update
+from jaxrl_llm.master.trainer import Stage
+from jaxrl_llm.models.api import build_model
+from jaxrl_llm.models.families import FAMILIES
+from jaxrl_llm.parallel.rules import sharding_of_batch
+from jaxrl_llm.tasks.sources import SOURCES
+
+
+def print_list() -> None:
+  """Everything a configuration can name, a line each."""
+  console = Console()
+  first = lambda value: (value.__doc__ or '').strip().splitlines()[0]
+  for name, family in FAMILIES.items():
+    console.print(f'family     {name:12} {family.description}', highlight=False)
+  for name, (_, make) in ALGORITHMS.items():
+    console.print(f'algorithm  {name:12} {first(make)}', highlight=False)
+  for name in ENGINES:
+    console.print(f'engine     {name:12} JAX sampler in the trainer process', highlight=False)
+  for name, description in SOURCES.items():
+    console.print(f'tasks      {name:12} {description}', highlight=False)
+  for name, make in SCORERS.items():
+    console.print(f'scorer     {name:12} {first(make)}', highlight=False)
+
+
+def print_plan(config: Config, workdir: pathlib.Path) -> None:
+  """Resolved configuration, derived numbers, parameters, memory by role, compiled shapes. Trains and leaves nothing."""
+  console = Console(soft_wrap=True)
+  console.print_json(json.dumps(to_json(config)))
+  build_scorers(config)
+  with tempfile.TemporaryDirectory() as scratch:
+    prepared = prepare(config, pathlib.Path(scratch))
+  mesh = mesh_of(config)
+  stages = build_stages(config, mesh, prepared.spec.vocab_size)
+  model = build_model(prepared.spec, policy_options(config))
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+  console.print(f'run directory: {workdir}')
+  console.print(f'mesh: {dict(mesh.shape)} over {mesh.devices.size} {mesh.devices.flat[0].platform} device(s)')
+  console.print(f'policy: {prepared.spec.family}, {parameters:,} parameters, vocabulary {prepared.spec.vocab_size}')
+  for taskset in prepared.tasksets.values():
+    console.print(f'taskset {taskset.name}: {dict(taskset.counts)}')
+  table = Table('stage', 'steps', 'updates', 'sequences', 'arrays per optimizer step', 'token chunk', 'optimizer state')
+  for stage in stages:
+    state = abstract_state(model, stage.optimizer, mesh)
+    table.add_row(
+      stage.name,
+      f'{stage.start}–{stage.end}',
+      str(stage.updates),
+      _sequences(config, stage),
+      _arrays(stage),
+      f'{stage.token_chunk} of {stage.shape.chunk_len}',
+      f'{_megabytes(state.opt_state):.1f} MB',
+    )
+  console.print(table)
+  _print_memory(config, console, stages, model, mesh, _megabytes(shapes))
+
+
+def _sequences(config: Config, stage: Stage) -> str:
+  plan = next(s for s in config.stages if s.name == stage.name)
+  if stage.explores:
+    return f'{plan.groups_per_batch} tasks × {plan.group_size} = {plan.groups_per_batch * plan.group_size}'
+  return str(plan.sequences_per_batch)
+
+
+def _arrays(stage: Stage) -> str:
+  shape = stage.shape
+  return f'[≤{shape.micro_batches} micro-batches, {shape.ranks} ranks × {shape.chunks} chunks, {shape.chunk_len} tokens]'
+
+
+def _megabytes(tree) -> float:
+  return sum(np.dtype(x.dtype).itemsize * math.prod(x.shape) for x in jax.tree.leaves(tree)) / 1e6
+
+
+def _print_memory(config: Config, console: Console, stages: tuple[Stage, ...], model, mesh, params_mb: float) -> None:
+  """Compiles each stage's update and says what it needs on each device."""
+  rollout = config.rollout
+  length = rollout.max_prompt_length + rollout.max_response_length
+  cache = jax.eval_shape(lambda: model.init_cache(rollout.embedded.slots, length))
+  reference = params_mb if any('reference' in stage.algorithm.reads for stage in stages) else 0.0
+  console.print(
+    f'memory (MB, whole): policy {params_mb:.1f}, gradients {params_mb:.1f}, reference {reference:.1f}, '
+    f'engine weights {params_mb:.1f}, engine cache {_megabytes(cache):.1f}'
+  )
+  for stage in stages:
+    state = abstract_state(model, stage.optimizer, mesh)
+    update = build_update(
+      model,
+      stage.algorithm,
+      stage.optimizer,
+      stage.optimizer_config,
+      mesh,
+      state,
+      updates=stage.updates,
+      token_chunk=stage.token_chunk,
+      on_policy=stage.minibatches * stage.epochs == 1,
+    )
+    used = jax.ShapeDtypeStruct((), np.int32)
+    compiled = update.lower(state, _batch_shapes(stage, mesh), used).compile()
+    memory = compiled.memory_analysis()
+    console.print(
+      f'update of {stage.name}, per device: arguments {memory.argument_size_in_bytes / 1e6:.1f} MB, '
+      f'temporaries {memory.temp_size_in_bytes / 1e6:.1f} MB'
+    )
+
+
+def _batch_shapes(stage: Stage, mesh) -> Chunks:
+  shape = stage.shape
+  rows = (shape.micro_batches, shape.ranks * shape.chunks)
+  kinds = {'tokens': np.int32, 'positions': np.int32, 'segment_ids': np.int32, 'loss_mask': bool, 'is_expert': bool}
+  names = [field for field in Chunks.__dataclass_fields__ if field != 'temperature']
+  of = lambda columns, kind: jax.ShapeDtypeStruct((*rows, columns), kind, sharding=sharding_of_batch(mesh))
+  arrays = {name: of(shape.chunk_len, kinds.get(name, np.float32)) for name in names}
+  return Chunks(**arrays, temperature=of(shape.segments, np.float32))

@@ -1,0 +1,151 @@
+"""Logits to a token and its logprob, with randomness that is a function of counters alone.
+
+Invariant: what a row draws depends on that row's logits, settings, key and position, and on nothing else: not on the
+other rows, the row's place, or how often a program was called before. A token of probability zero is never drawn.
+
+A draw inverts the cumulative distribution in two levels, first over blocks of the vocabulary and then inside one,
+with a uniform number for each: on a CPU 20 times as fast as the Gumbel trick at a vocabulary of 32k and 2.7 times at
+32, because it needs two random numbers a row instead of one a token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import xxhash
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
+
+BLOCK = 256
+"""Tokens in a block; a vocabulary of at most so many is one block."""
+
+
+class Draw(NamedTuple):
+  """One token per row."""
+
+  tokens: Int32[Array, 'rows']
+  logprobs: Float32[Array, 'rows']
+  """Of the temperature-scaled distribution after its filters, if any; for greedy rows of the unscaled one."""
+
+
+def row_key(*, seed: int, words: tuple[int, ...], sample_index: int) -> UInt32[np.ndarray, '2']:
+  """The two words of a completion's random key: xxh3-64 of (seed, sample index, request's key words)."""
+  counters = np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, sample_index, *words], '<u4')
+  return np.array(divmod(xxhash.xxh3_64_intdigest(counters.tobytes()), 1 << 32), np.uint32)
+
+
+def draw(
+  logits: Float32[Array, 'rows vocab'],
+  keys: UInt32[Array, 'rows 2'],
+  positions: Int[Array, 'rows'],
+  temperature: Float[Array, 'rows'],
+) -> Draw:
+  """Draws from softmax(logits / temperature); at temperature 0 takes the largest logit (the first among equals).
+
+  Args:
+    logits: of the next token.
+    keys: one per completion, see `row_key`.
+    positions: of the token that is drawn, in its sequence.
+    temperature: >= 0.
+  """
+  greedy = temperature == 0
+  scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+  return _choose(scaled, scaled, keys, positions, greedy)
+
+
+def draw_filtered(
+  logits: Float32[Array, 'rows vocab'],
+  keys: UInt32[Array, 'rows 2'],
+  positions: Int[Array, 'rows'],
+  temperature: Float[Array, 'rows'],
+  top_k: Int[Array, 'rows'],
+  top_p: Float[Array, 'rows'],
+) -> Draw:
+  """Like `draw` after top-k and then top-p of what is left, both on the temperature-scaled distribution.
+
+  Tokens tied with the last one kept are kept too. Logprobs are those of the filtered, renormalised distribution.
+  No sort: the threshold is found bit by bit, 32 passes over the row for each filter (8 times as fast at 32k).
+
+  Args:
+    logits: as in `draw`.
+    keys: as in `draw`.
+    positions: as in `draw`.
+    temperature: as in `draw`.
+    top_k: tokens to keep, -1 for all.
+    top_p: mass to keep, 1 for all.
+  """
+  greedy = temperature == 0
+  scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+  ranks = _ordered_bits(scaled)
+  count = lambda kept: kept.sum(-1, dtype=jnp.int32)
+  needed = jnp.where(top_k < 0, logits.shape[-1], jnp.minimum(top_k, logits.shape[-1]))
+  kept = ranks >= _threshold(ranks, count, needed)[:, None]
+  weights = jnp.where(kept, jnp.exp(scaled - scaled.max(-1, keepdims=True)), 0.0)
+  mass = lambda kept: jnp.where(kept, weights, 0.0).sum(-1)
+  nucleus = _threshold(ranks, mass, top_p * weights.sum(-1))
+  kept &= (ranks >= nucleus[:, None]) | (top_p >= 1)[:, None]
+  kept |= greedy[:, None]
+  return _choose(scaled, jnp.where(kept, scaled, -jnp.inf), keys, positions, greedy)
+
+
+def _choose(scaled, allowed, keys, positions, greedy) -> Draw:
+  """A token of softmax(allowed), or the largest of `scaled` where greedy, and its logprob under softmax(allowed)."""
+  uniforms = jax.vmap(_uniforms)(keys, positions)
+  top = allowed.max(-1, keepdims=True)
+  weights = jnp.exp(allowed - top)
+  sampled, total = _invert(weights, uniforms)
+  tokens = jnp.where(greedy, jnp.argmax(scaled, -1).astype(jnp.int32), sampled)
+  chosen = jnp.take_along_axis(allowed, tokens[:, None], axis=1)[:, 0]
+  return Draw(tokens, chosen - top[:, 0] - jnp.log(total))
+
+
+def _uniforms(key: UInt32[Array, '2'], position: Int[Array, '']) -> Float32[Array, '2']:
+  """Two numbers in [0, 1) for one token."""
+  key = jax.random.fold_in(jax.random.wrap_key_data(key, impl='threefry2x32'), position)
+  return jax.random.uniform(key, (2,), jnp.float32)
+
+
+def _invert(
+  weights: Float32[Array, 'rows vocab'], uniforms: Float32[Array, 'rows 2']
+) -> tuple[Int32[Array, 'rows'], Float32[Array, 'rows']]:
+  """Indices drawn in proportion to `weights`, and the sums of the weights."""
+  rows, vocab = weights.shape
+  if vocab <= BLOCK:
+    return _first_above(weights, uniforms[:, 0]), weights.sum(-1)
+  blocks = -(-vocab // BLOCK)
+  grid = jnp.pad(weights, ((0, 0), (0, blocks * BLOCK - vocab))).reshape(rows, blocks, BLOCK)
+  sums = grid.sum(-1)
+  block = _first_above(sums, uniforms[:, 0])
+  inside = jnp.take_along_axis(grid, block[:, None, None], axis=1)[:, 0]
+  return block * BLOCK + _first_above(inside, uniforms[:, 1]), sums.sum(-1)
+
+
+def _first_above(weights: Float32[Array, 'rows n'], uniforms: Float32[Array, 'rows']) -> Int32[Array, 'rows']:
+  """The first index whose cumulative weight exceeds `uniform` of the total.
+
+  Rounding can leave none (a total so small that uniform times total rounds up to it) or put a step where the weight
+  is zero (a parallel cumulative sum need not be monotone): only positive weights count, and the largest is the last
+  resort.
+  """
+  cumulative = jnp.cumsum(weights, axis=-1)
+  above = (cumulative > uniforms[:, None] * cumulative[:, -1:]) & (weights > 0)
+  return jnp.where(above.any(-1), jnp.argmax(above, -1), jnp.argmax(weights, -1)).astype(jnp.int32)
+
+
+def _ordered_bits(values: Float32[Array, 'rows n']) -> UInt32[Array, 'rows n']:
+  """Integers in the same order as the floats, -0 with +0."""
+  bits = jax.lax.bitcast_convert_type(values + 0.0, jnp.uint32)
+  return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _threshold(ranks: UInt32[Array, 'rows n'], measure, needed) -> UInt32[Array, 'rows']:
+  """Per row the largest t with measure(ranks >= t) >= needed, for a measure that grows with the set; else 0."""
+
+  def step(i, found):
+    candidate = found | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+    kept: Bool[Array, 'rows n'] = ranks >= candidate[:, None]
+    return jnp.where(measure(kept) >= needed, candidate, found)
+
+  return jax.lax.fori_loop(0, 32, step, jnp.zeros(ranks.shape[0], jnp.uint32))

@@ -1,0 +1,215 @@
+"""The names of parameters: ours and Hugging Face's, one table per family.
+
+Invariant: a family has one list of rows, and both directions read it; a row is a rename, never a transpose, because
+kernels are stored `[out, in]` on both sides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.models.spec import ModelSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """One parameter, or one per layer where the names hold `{i}`."""
+
+  hf: str
+  """Name in the safetensors file."""
+  ours: str
+  """Name in the unrolled tree; the scanned tree's is the same without `{i}/`, with a leading layer axis."""
+  axes: tuple[str, ...]
+  """What each axis counts: names in `_sizes`."""
+  when: str = 'always'
+  """The specs that have it: a name in `_CONDITIONS`."""
+
+  @property
+  def stacked(self) -> bool:
+    return '{i}' in self.ours
+
+
+_CONDITIONS: Mapping[str, Callable[[ModelSpec], bool]] = {
+  'always': lambda spec: True,
+  'qkv_bias': lambda spec: spec.qkv_bias,
+  'o_bias': lambda spec: spec.o_bias,
+  'mlp_bias': lambda spec: spec.mlp_bias,
+  'untied': lambda spec: spec.head == 'lm' and not spec.tie_word_embeddings,
+  'one_output': lambda spec: spec.head != 'lm',
+}
+
+_LAYER = 'model.layers.{i}.'
+
+_DECODER = (
+  Row('model.embed_tokens.weight', 'embed/kernel', ('vocab', 'hidden')),
+  Row(_LAYER + 'input_layernorm.weight', 'layers/{i}/attention_norm/scale', ('hidden',)),
+  Row(_LAYER + 'self_attn.q_proj.weight', 'layers/{i}/attention/query/kernel', ('queries', 'hidden')),
+  Row(_LAYER + 'self_attn.k_proj.weight', 'layers/{i}/attention/key/kernel', ('keys', 'hidden')),
+  Row(_LAYER + 'self_attn.v_proj.weight', 'layers/{i}/attention/value/kernel', ('keys', 'hidden')),
+  Row(_LAYER + 'self_attn.o_proj.weight', 'layers/{i}/attention/output/kernel', ('hidden', 'queries')),
+  Row(_LAYER + 'post_attention_layernorm.weight', 'layers/{i}/mlp_norm/scale', ('hidden',)),
+  Row(_LAYER + 'mlp.gate_proj.weight', 'layers/{i}/mlp/gate/kernel', ('mlp', 'hidden')),
+  Row(_LAYER + 'mlp.up_proj.weight', 'layers/{i}/mlp/up/kernel', ('mlp', 'hidden')),
+  Row(_LAYER + 'mlp.down_proj.weight', 'layers/{i}/mlp/down/kernel', ('hidden', 'mlp')),
+  Row('model.norm.weight', 'norm/scale', ('hidden',)),
+  Row('lm_head.weight', 'head/kernel', ('vocab', 'hidden'), 'untied'),
+  Row('score.weight', 'head/kernel', ('one', 'hidden'), 'one_output'),
+)
+
+_QKV_BIAS = (
+  Row(_LAYER + 'self_attn.q_proj.bias', 'layers/{i}/attention/query/bias', ('queries',), 'qkv_bias'),
+  Row(_LAYER + 'self_attn.k_proj.bias', 'layers/{i}/attention/key/bias', ('keys',), 'qkv_bias'),
+  Row(_LAYER + 'self_attn.v_proj.bias', 'layers/{i}/attention/value/bias', ('keys',), 'qkv_bias'),
+)
+
+_O_BIAS = (Row(_LAYER + 'self_attn.o_proj.bias', 'layers/{i}/attention/output/bias', ('hidden',), 'o_bias'),)
+
+_QK_NORM = (
+  Row(_LAYER + 'self_attn.q_norm.weight', 'layers/{i}/attention/query_norm/scale', ('head_dim',)),
+  Row(_LAYER + 'self_attn.k_norm.weight', 'layers/{i}/attention/key_norm/scale', ('head_dim',)),
+)
+
+_MLP_BIAS = (
+  Row(_LAYER + 'mlp.gate_proj.bias', 'layers/{i}/mlp/gate/bias', ('mlp',), 'mlp_bias'),
+  Row(_LAYER + 'mlp.up_proj.bias', 'layers/{i}/mlp/up/bias', ('mlp',), 'mlp_bias'),
+  Row(_LAYER + 'mlp.down_proj.bias', 'layers/{i}/mlp/down/bias', ('hidden',), 'mlp_bias'),
+)
+
+TABLES: Mapping[str, tuple[Row, ...]] = {
+  'qwen2': _DECODER + _QKV_BIAS,
+  'qwen3': _DECODER + _QKV_BIAS + _O_BIAS + _QK_NORM,
+  'llama': _DECODER + _QKV_BIAS + _O_BIAS + _MLP_BIAS,
+}
+
+_DERIVED = (
+  Row(_LAYER + 'self_attn.rotary_emb.inv_freq', 'layers/{i}/frequencies', ('half_head_dim',)),
+  Row('lm_head.weight', 'head/kernel', ('vocab', 'hidden')),
+)
+"""What a file may hold beside its parameters, because it follows from them or from the configuration: the buffers of
+old Llama files, and the unembedding of a tied model, which is the embedding."""
+
+
+def _sizes(spec: ModelSpec) -> Mapping[str, int]:
+  return {
+    'vocab': spec.vocab_size,
+    'hidden': spec.hidden_size,
+    'queries': spec.num_attention_heads * spec.head_dim,
+    'keys': spec.num_key_value_heads * spec.head_dim,
+    'head_dim': spec.head_dim,
+    'half_head_dim': spec.head_dim // 2,
+    'mlp': spec.intermediate_size,
+    'one': 1,
+  }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+  """One tensor of one model."""
+
+  hf: str
+  """Name in the safetensors file."""
+  path: str
+  """Name in the scanned tree: without the layer."""
+  layer: int | None
+  """Which layer it belongs to; None outside the layers."""
+  shape: tuple[int, ...]
+  """As in the file; the scanned tree's has the layer axis before it."""
+
+  @property
+  def unrolled(self) -> str:
+    """Name in the unrolled tree."""
+    return self.path if self.layer is None else self.path.replace('layers/', f'layers/{self.layer}/', 1)
+
+
+def _expand(rows: Iterable[Row], spec: ModelSpec) -> tuple[Entry, ...]:
+  sizes = _sizes(spec)
+  return tuple(
+    Entry(hf=row.hf.format(i=i), path=row.ours.replace('{i}/', ''), layer=i, shape=tuple(sizes[a] for a in row.axes))
+    for row in rows
+    for i in (range(spec.num_hidden_layers) if row.stacked else (None,))
+  )
+
+
+def entries(spec: ModelSpec) -> tuple[Entry, ...]:
+  """All tensors of a model. Those of one row (one array of the scanned tree) are neighbours, in the layers' order."""
+  if spec.family not in TABLES:
+    raise UserError(f'model family {spec.family!r} has no weights table; there are {", ".join(TABLES)}')
+  return _expand((row for row in TABLES[spec.family] if _CONDITIONS[row.when](spec)), spec)
+
+
+class Inventory:
+  """Checks the names and shapes that one source holds against a table; `finish` raises one error with all findings."""
+
+  def __init__(self, spec: ModelSpec, source: str):
+    self._spec, self._source = spec, source
+    self._wanted = {entry.hf: entry for entry in entries(spec)}
+    tied = spec.head == 'lm' and spec.tie_word_embeddings
+    derived = _expand((row for row in _DERIVED if tied or row.stacked), spec)
+    self._derived = {entry.hf: entry.shape for entry in derived}
+    self._seen: set[str] = set()
+    self._unmapped: list[str] = []
+    self._doubled: list[str] = []
+    self._misshaped: list[str] = []
+
+  def see(self, name: str, shape: Iterable[int]) -> Entry | None:
+    """The entry that a tensor fills; None if there is none, or if it is wrong (which `finish` will tell)."""
+    shape = tuple(shape)
+    if name in self._seen:
+      self._doubled.append(name)
+      return None
+    self._seen.add(name)
+    entry = self._wanted.get(name)
+    wanted = entry.shape if entry else self._derived.get(name)
+    if wanted is None:
+      self._unmapped.append(name)
+    elif wanted != shape:
+      self._misshaped.append(f'{name} has {shape}, wanted {wanted}')
+    else:
+      return entry
+    return None
+
+  def finish(self) -> None:
+    """Raises a UserError if anything was unmapped, doubled, missing or mis-shaped."""
+    missing = [name for name in self._wanted if name not in self._seen]
+    unmapped = [
+      f'{name}{_nearest(name, missing) or _nearest(name, self._wanted)}' for name in self._unmapped[:_EXAMPLES]
+    ]
+    findings = [
+      _finding('no such parameter', unmapped, len(self._unmapped)),
+      _finding('twice', self._doubled, len(self._doubled)),
+      _finding('missing', missing, len(missing)),
+      _finding('wrong shape', self._misshaped, len(self._misshaped)),
+    ]
+    if any(findings):
+      raise UserError(
+        f'{self._source}: {"; ".join(filter(None, findings))}; expected the {len(self._wanted)} tensors of '
+        f'{_describe(self._spec)}: config.json and weights must be of the same model'
+      )
+
+
+_EXAMPLES = 4
+"""Names shown per kind of finding."""
+
+
+def _finding(kind: str, names: list[str], count: int) -> str:
+  if not count:
+    return ''
+  rest = f' and {count - _EXAMPLES} more' if count > _EXAMPLES else ''
+  return f'{kind}: {", ".join(names[:_EXAMPLES])}{rest}'
+
+
+def _nearest(name: str, candidates: Iterable[str]) -> str:
+  close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+  return f' (nearest: {close[0]})' if close else ''
+
+
+def _describe(spec: ModelSpec) -> str:
+  switches = [s for s in ('qkv_bias', 'o_bias', 'mlp_bias', 'qk_norm', 'tie_word_embeddings') if getattr(spec, s)]
+  return (
+    f'{spec.family} ({", ".join([f"{spec.head} head", *switches])}; layers={spec.num_hidden_layers}, '
+    f'heads={spec.num_attention_heads}/{spec.num_key_value_heads}, head_dim={spec.head_dim}, '
+    f'hidden={spec.hidden_size}, mlp={spec.intermediate_size}, vocab={spec.vocab_size})'
+  )
