@@ -8,7 +8,8 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / 'jaxrl_llm'
 LAYERS = [
-  {'core', 'config'},
+  {'core'},
+  {'config'},
   {'ops'},
   {'advantages', 'objectives', 'parallel', 'experience', 'models'},
   {'weights', 'replay', 'batching', 'rewards', 'tasks'},

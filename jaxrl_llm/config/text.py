@@ -45,7 +45,7 @@ def parse_text(text: str, annotation: Any, where: str) -> Any:
     return _parse_json(text, where)
   kinds = members(annotation)
   # Text accepts everything, so it is tried last (`int | str` reads 7 as a number), and no value after all values.
-  for kind in sorted(kinds, key=[types.NoneType, str].count):
+  for kind in sorted(kinds, key=lambda kind: (kind is str, kind is types.NoneType)):
     value = _parse_scalar(text, kind, unquote=len(kinds) > 1)
     if value is not _UNREAD:
       return value

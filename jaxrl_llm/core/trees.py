@@ -19,12 +19,16 @@ def flatten(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-  """{'a/b': x} -> {'a': {'b': x}}; the inverse of `flatten`."""
+  """{'a/b': x} -> {'a': {'b': x}}; the inverse of `flatten`. ValueError where one name is another's parent."""
   tree: dict[str, Any] = {}
   for name, value in flat.items():
     *parents, leaf = name.split('/')
     node = tree
     for parent in parents:
       node = node.setdefault(parent, {})
+      if not isinstance(node, dict):
+        raise ValueError(f'{name}: {parent} is a leaf of its own')
+    if leaf in node:
+      raise ValueError(f'{name}: other names lie below it')
     node[leaf] = value
   return tree

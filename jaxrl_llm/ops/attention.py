@@ -38,15 +38,19 @@ def attention(
   and normalised after it, as in flash attention (arXiv:2205.14135), which saves a pass over the scores.
   """
   batch, time, heads, head_dim = query.shape
-  kv_heads = key.shape[2]
+  kv_heads, keys = key.shape[2], key.shape[1]
+  group = heads // kv_heads
   statistics = jnp.promote_types(query.dtype, jnp.float32)
-  grouped = query.reshape(batch, time, kv_heads, heads // kv_heads, head_dim)
-  scores = jnp.einsum('btkgh,bskh->bkgts', grouped, key, preferred_element_type=statistics)
-  scores = jnp.where(mask[:, None, None], scores * head_dim**-0.5, _MASKED)
+  # The heads that share keys become rows of one matrix product: plain batched products are what XLA runs best.
+  rows = jnp.moveaxis(query.reshape(batch, time, kv_heads, group, head_dim), 1, 3)
+  rows = rows.reshape(batch, kv_heads, group * time, head_dim)
+  scores = jnp.einsum('bkqh,bskh->bkqs', rows, key, preferred_element_type=statistics)
+  scores = scores.reshape(batch, kv_heads, group, time, keys) * head_dim**-0.5
+  scores = jnp.where(mask[:, None, None], scores, _MASKED)
   peak = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), _FLOOR))
-  weights = jnp.exp(scores - peak)
-  total = jnp.moveaxis(weights.sum(-1), 3, 1)[..., None]
-  mixed = jnp.einsum('bkgts,bskh->btkgh', weights.astype(value.dtype), value, preferred_element_type=statistics)
+  weights = jnp.exp(scores - peak).reshape(batch, kv_heads, group * time, keys)
+  mixed = jnp.einsum('bkqs,bskh->bkqh', weights.astype(value.dtype), value, preferred_element_type=statistics)
   # A row with a valid key has a total of at least 1 (its maximum's weight); only the empty rows' 0 is lifted.
-  mixed = mixed / jnp.maximum(total, 1e-9)
+  mixed = mixed / jnp.maximum(weights.sum(-1, keepdims=True), 1e-9)
+  mixed = jnp.moveaxis(mixed.reshape(batch, kv_heads, group, time, head_dim), 3, 1)
   return mixed.reshape(batch, time, heads, head_dim).astype(query.dtype)

@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.types import Json
+from jaxrl_llm.core.waits import bounded
 from jaxrl_llm.parallel.device import DeviceThread
 
 _BLOCK = 1 << 16
@@ -31,14 +32,24 @@ class PeerFailed(RunError):
 class Coordinator:
   """`broadcast` for the processes of one `jax.distributed` job; the identity when there is one process."""
 
-  def __init__(self, device: DeviceThread, *, on_signal: Callable[[int], None], beat_s: float = 5.0):
+  def __init__(
+    self,
+    device: DeviceThread,
+    *,
+    on_signal: Callable[[int], None],
+    beat_s: float = 5.0,
+    silence_s: float = 1800.0,
+  ):
     """
     Args:
       device: all collectives run there.
-      on_signal: called in process 0 when another process reports a signal it received.
+      on_signal: called in process 0 with a signal that any process reported, at each exchange from then on.
       beat_s: seconds between beats while process 0 is busy.
+      silence_s: the longest that a process waits for another one to come to an exchange; more than the longest work
+        between two exchanges (the engine's start, compilation).
     """
-    self._device, self._on_signal, self._beat_s = device, on_signal, beat_s
+    self._device, self._on_signal = device, on_signal
+    self._beat_s, self._silence_s = beat_s, silence_s
     self._signal = 0
 
   @property
@@ -57,24 +68,25 @@ class Coordinator:
 
     Raises:
       PeerFailed: in the others, when `decision` raised in process 0 (where its own exception goes on).
+      WaitExpired: when another process stays away longer than `silence_s`.
+      JaxRuntimeError: when another process is gone.
     """
     if jax.process_count() == 1:
       return await decision
     return await (self._lead(decision) if self.leads else self._follow())
 
   async def _lead(self, decision: Awaitable[Json]) -> Json:
-    task = asyncio.ensure_future(decision)
-    while not task.done():
-      await asyncio.wait({task}, timeout=self._beat_s)
-      if not task.done():
+    task = asyncio.ensure_future(_encoded(decision))
+    try:
+      while not (await asyncio.wait({task}, timeout=self._beat_s))[0]:
         await self._headers(_BEAT, 0)
-    if task.exception() is not None:
+    finally:
+      task.cancel()  # without effect on one that is done
+    if task.cancelled() or task.exception() is not None:
       await self._headers(_ABORT, 0)
-      raise task.exception()
-    payload = json.dumps(task.result()).encode()
+    payload = task.result()
     await self._headers(_VALUE, len(payload))
-    await self._device.run(_broadcast_bytes, payload, len(payload))
-    return json.loads(payload)
+    return json.loads(await self._exchange(_broadcast_bytes, payload, len(payload)))
 
   async def _follow(self) -> Json:
     while True:
@@ -82,16 +94,29 @@ class Coordinator:
       if kind == _ABORT:
         raise PeerFailed('process 0 failed; its own message says why')
       if kind == _VALUE:
-        return json.loads(await self._device.run(_broadcast_bytes, b'', length))
+        return json.loads(await self._exchange(_broadcast_bytes, b'', length))
 
   async def _headers(self, kind: int, length: int) -> tuple[int, int]:
     """Exchanges (kind, length, signal) among all; returns process 0's kind and length."""
     own = np.array([kind, length, self._signal], np.int32)
-    headers = await self._device.run(multihost_utils.process_allgather, own)
+    headers = await self._exchange(multihost_utils.process_allgather, own)
     signals = [int(s) for s in headers[:, 2] if s]
     if signals and self.leads:
       self._on_signal(signals[0])
     return int(headers[0, 0]), int(headers[0, 1])
+
+  async def _exchange(self, collective: Callable[..., Any], *args: Any) -> Any:
+    return await bounded(
+      self._device.run(collective, *args),
+      name='exchange',
+      owner=f'process {jax.process_index()}',
+      waits_for='the other processes to come to the same broadcast' if self.leads else "process 0's beat or decision",
+      deadline_s=self._silence_s,
+    )
+
+
+async def _encoded(decision: Awaitable[Json]) -> bytes:
+  return json.dumps(await decision).encode()
 
 
 def _broadcast_bytes(payload: bytes, length: int) -> bytes:

@@ -32,7 +32,7 @@ def build_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> M
     raise UserError(f'mesh: {config}: at most one axis may be left open (None)')
   fixed = math.prod(s for s in sizes if s is not None)
   if None in sizes:
-    sizes[sizes.index(None)] = len(devices) // fixed
+    sizes[sizes.index(None)] = len(devices) // max(fixed, 1)
   if math.prod(sizes) != len(devices) or min(sizes) < 1:
     raise UserError(
       f'mesh: data={config.data} fsdp={config.fsdp} tensor={config.tensor} does not cover the {len(devices)} devices '

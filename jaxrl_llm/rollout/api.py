@@ -7,6 +7,7 @@ publisher drive a JAX sampler in this process and servers elsewhere alike.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +18,10 @@ from jaxrl_llm.core.types import Params, Version
 from jaxrl_llm.experience.sample import Finish, Segment
 
 WORD = 2**32
+"""Words of a key are below it."""
+
+CUT = 'load'
+"""`Segment.finish` of tokens that others of the same completion follow, under the next version."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,8 +115,8 @@ class Engine(Protocol):
     """Of the weights that draw the next token; None before the first `load`."""
     ...
 
-  async def generate(self, request: Request) -> tuple[Completion, ...]:
-    """`request.samples` completions, in the order of sample index. Cancelling the call drops the work."""
+  def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
+    """(sample index, completion) for each of `request.samples`, as they end. Leaving the iteration drops the rest."""
     ...
 
   async def load(self, params_host: Params, version: Version) -> None:

@@ -96,7 +96,7 @@ def _choose(scaled, allowed, keys, positions, greedy) -> Draw:
   top = allowed.max(-1, keepdims=True)
   weights = jnp.exp(allowed - top)
   sampled, total = _invert(weights, uniforms)
-  tokens = jnp.where(greedy, jnp.argmax(scaled, -1).astype(jnp.int32), sampled)
+  tokens = jnp.where(greedy, _first_true(scaled == scaled.max(-1, keepdims=True)), sampled)
   chosen = jnp.take_along_axis(allowed, tokens[:, None], axis=1)[:, 0]
   return Draw(tokens, chosen - top[:, 0] - jnp.log(total))
 
@@ -131,7 +131,14 @@ def _first_above(weights: Float32[Array, 'rows n'], uniforms: Float32[Array, 'ro
   """
   cumulative = jnp.cumsum(weights, axis=-1)
   above = (cumulative > uniforms[:, None] * cumulative[:, -1:]) & (weights > 0)
-  return jnp.where(above.any(-1), jnp.argmax(above, -1), jnp.argmax(weights, -1)).astype(jnp.int32)
+  largest = weights == weights.max(-1, keepdims=True)
+  return _first_true(jnp.where(above.any(-1, keepdims=True), above, largest))
+
+
+def _first_true(mask: Bool[Array, 'rows n']) -> Int32[Array, 'rows']:
+  """The first index that is set, or the last index: a minimum, which XLA vectorises where it does not argmax."""
+  last = mask.shape[-1] - 1
+  return jnp.where(mask, jnp.arange(mask.shape[-1], dtype=jnp.int32), last).min(-1)
 
 
 def _ordered_bits(values: Float32[Array, 'rows n']) -> UInt32[Array, 'rows n']:

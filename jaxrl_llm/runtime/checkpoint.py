@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import shutil
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -30,6 +31,11 @@ class CheckpointConfig:
   """A commit made by the clock is no decision: it changes nothing about the run but where it can resume."""
   keep: int = 3
   """Newest commits that are kept; the best by evaluation is kept beside them."""
+
+  def __post_init__(self):
+    for name in ('every_steps', 'keep'):
+      if getattr(self, name) < 1:
+        raise UserError(f'checkpoint.{name}: {getattr(self, name)}, wanted at least 1')
 
 
 class CheckpointFailed(RunError):
@@ -58,13 +64,14 @@ class Checkpoints:
     """Committed steps, oldest first."""
     if not self._directory.exists():
       return []
-    return sorted(int(p.parent.name) for p in self._directory.glob(f'*/{_COMMIT}'))
+    names = (path.parent.name for path in self._directory.glob(f'*/{_COMMIT}'))
+    return sorted(int(name) for name in names if name.isdecimal())
 
   def save(self, step: int, state: Any, host: Json, *, best: int | None) -> None:
     """Commits `state` and `host` as `step`; called by every process with the same step.
 
     Args:
-      step: completed batches.
+      step: completed batches; not committed before (a commit never changes).
       state: a tree of arrays.
       host: what process 0 needs to go on (ignored in the others).
       best: a committed step to keep beside the newest.
@@ -73,17 +80,18 @@ class Checkpoints:
       CheckpointFailed: when the files could not be written (disk full); nothing committed before is lost.
     """
     target = self._directory / str(step)
+    encoded = json.dumps(host).encode()
+    if self._leads and step in self.steps():
+      raise RuntimeError(f'checkpoint {target}: committed already')
     try:
       if self._leads:
         target.mkdir(parents=True, exist_ok=True)
       with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(target / _ARRAYS, state, force=True)
       if self._leads:
-        _write_durably(target / _HOST, json.dumps(host).encode())
-        _write_durably(target / _COMMIT, json.dumps(_manifest(target), indent=1).encode())
-        _fsync_directory(self._directory)
-        self._retire(best)
-    except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
+        (target / _HOST).write_bytes(encoded)
+        _commit(target)
+    except (OSError, ValueError) as error:
       if self._leads:
         shutil.rmtree(target, ignore_errors=True)
       kept = self.steps()
@@ -93,40 +101,64 @@ class Checkpoints:
         f'{f"the newest commit is step {kept[-1]}" if kept else "there is no earlier commit"}; '
         'free space and start again with the same command'
       ) from error
+    if self._leads:
+      self._retire(best)
 
   def restore(self, step: int, like: Any) -> Any:
     """The arrays of a committed step, on the shardings of `like` (arrays or ShapeDtypeStructs with shardings)."""
-    self._verify(step)
+    self._verify(step, self._committed(step))
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
     with ocp.StandardCheckpointer() as checkpointer:
       return checkpointer.restore(self._directory / str(step) / _ARRAYS, abstract)
 
   def host(self, step: int) -> Any:
     """What `save` got as `host`."""
+    self._verify(step, [_HOST])
     return json.loads((self._directory / str(step) / _HOST).read_text())
 
-  def _verify(self, step: int) -> None:
+  def _committed(self, step: int) -> dict[str, tuple[int, str]]:
+    """Size and digest of every file of the commit, by name."""
     path = self._directory / str(step)
-    committed = json.loads((path / _COMMIT).read_text())
-    for name, (size, digest) in committed.items():
-      file = path / name
-      if not file.exists() or file.stat().st_size != size or _digest(file) != digest:
+    try:
+      committed = json.loads((path / _COMMIT).read_bytes())
+      return {name: (size, digest) for name, (size, digest) in committed.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+      raise UserError(
+        f'checkpoint {path / _COMMIT}: damaged ({error}); remove {path} to resume from an earlier commit'
+      ) from error
+
+  def _verify(self, step: int, names: Iterable[str]) -> None:
+    path, committed = self._directory / str(step), self._committed(step)
+    for name in names:
+      file, wanted = path / name, committed.get(name)
+      if wanted is None or not file.is_file() or (file.stat().st_size, _digest(file)) != wanted:
         raise UserError(
-          f'checkpoint {file}: differs from what was committed (wanted {size} bytes, digest {digest}); '
+          f'checkpoint {file}: differs from what was committed (wanted size and digest {wanted}); '
           f'remove {path} to resume from an earlier commit'
         )
 
   def _retire(self, best: int | None) -> None:
     for step in self.steps()[: -self._config.keep]:
       if step != best:
-        # Without its COMMIT it is no checkpoint any more, whenever the removal is interrupted.
+        # Without its COMMIT it is no checkpoint any more, whenever the removal is interrupted; `clean` ends it.
         (self._directory / str(step) / _COMMIT).unlink()
-        shutil.rmtree(self._directory / str(step))
+        shutil.rmtree(self._directory / str(step), ignore_errors=True)
 
 
-def _manifest(path: pathlib.Path) -> dict[str, tuple[int, str]]:
-  files = sorted(p for p in path.rglob('*') if p.is_file() and p.name != _COMMIT)
-  return {str(p.relative_to(path)): (p.stat().st_size, _digest(p)) for p in files}
+def _commit(path: pathlib.Path) -> None:
+  """Writes COMMIT once all that it vouches for is on the disk, and is on the disk itself when this returns."""
+  files = {}
+  for file in sorted(path.rglob('*')):
+    _fsync(file)
+    if file.is_file():
+      files[str(file.relative_to(path))] = (file.stat().st_size, _digest(file))
+  _fsync(path)
+  temporary = path / f'{_COMMIT}.tmp'
+  temporary.write_text(json.dumps(files, indent=1))
+  _fsync(temporary)
+  temporary.rename(path / _COMMIT)
+  _fsync(path)
+  _fsync(path.parent)
 
 
 def _digest(path: pathlib.Path) -> str:
@@ -137,17 +169,8 @@ def _digest(path: pathlib.Path) -> str:
   return digest.hexdigest()
 
 
-def _write_durably(path: pathlib.Path, data: bytes) -> None:
-  temporary = path.with_name(path.name + '.tmp')
-  with temporary.open('wb') as file:
-    file.write(data)
-    file.flush()
-    os.fsync(file.fileno())
-  temporary.rename(path)
-  _fsync_directory(path.parent)
-
-
-def _fsync_directory(path: pathlib.Path) -> None:
+def _fsync(path: pathlib.Path) -> None:
+  """Of a file or a directory."""
   descriptor = os.open(path, os.O_RDONLY)
   try:
     os.fsync(descriptor)

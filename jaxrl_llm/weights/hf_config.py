@@ -1,0 +1,291 @@
+"""Hugging Face's config.json to and from ModelSpec, in its transformers v4 and v5 forms.
+
+Invariant: a setting that changes the numbers is honoured or refused, never ignored.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.models.families import FAMILIES
+from jaxrl_llm.models.spec import ModelSpec, RopeScaling
+
+_CLASSES = {'qwen2': 'Qwen2ForCausalLM', 'qwen3': 'Qwen3ForCausalLM', 'llama': 'LlamaForCausalLM'}
+"""Model class named in `architectures`, by model_type."""
+
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+  'qwen2': {'num_key_value_heads': 32, 'max_position_embeddings': 32768},
+  'qwen3': {'num_key_value_heads': 32, 'max_position_embeddings': 32768, 'head_dim': 128},
+  'llama': {'max_position_embeddings': 2048},
+}
+"""What transformers assumes for an absent key, where it is no constant of all families."""
+
+_ROPE_THETA = 10000.0
+"""What transformers assumes for an absent rope_theta, in all three families."""
+
+_ROPE_KEYS: Mapping[str, frozenset[str]] = {
+  'default': frozenset(),
+  'linear': frozenset({'factor'}),
+  'llama3': frozenset({'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'}),
+}
+"""Supported rope types and the numbers that each reads."""
+
+
+class _Config:
+  """The settings of one config.json, read with its path in every error."""
+
+  def __init__(self, path: Path, values: Mapping[str, Any]):
+    self.path, self.values = path, values
+
+  def error(self, name: str, got: Any, wanted: str) -> UserError:
+    return UserError(f'{self.path}: {name} is {json.dumps(got)}, wanted {wanted}')
+
+  def number(self, name: str, default: float | None, kind: type, values: Mapping[str, Any] | None = None) -> Any:
+    """A positive number; null and absent are the default, and without one an error."""
+    values = self.values if values is None else values
+    value = values.get(name)
+    value = default if value is None else value
+    if value is None:
+      raise UserError(f'{self.path}: {name} is missing; a decoder cannot be built without it')
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0 or kind(value) != value:
+      raise self.error(name, value, f'a positive {kind.__name__}')
+    return kind(value)
+
+  def flag(self, name: str, default: bool) -> bool:
+    value = self.values.get(name)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+      raise self.error(name, value, 'true or false')
+    return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+  """A JSON object from a file, or a UserError that names the file."""
+  try:
+    values = json.loads(path.read_text())
+  except FileNotFoundError:
+    raise UserError(f'{path}: no such file; {path.parent} is not a Hugging Face model directory') from None
+  except (ValueError, OSError) as error:
+    raise UserError(f'{path}: cannot be read as JSON ({" ".join(str(error).split())})') from None
+  if not isinstance(values, dict):
+    raise UserError(f'{path}: holds a {type(values).__name__}, wanted a JSON object')
+  return values
+
+
+def read_spec(directory: str | Path) -> ModelSpec:
+  """The model that a directory's config.json describes.
+
+  Both forms are read: v4 (`rope_theta`, `rope_scaling`) and v5 (`rope_parameters`). Where a file has both, they must
+  agree. Absent keys mean what they mean to transformers.
+  """
+  path = Path(directory) / 'config.json'
+  config = _Config(path, read_json(path))
+  family = config.values.get('model_type')
+  if family not in _CLASSES:
+    raise config.error('model_type', family, f'one of {", ".join(_CLASSES)}')
+  _refuse_unsupported(config, family)
+  defaults = _DEFAULTS[family]
+  heads = config.number('num_attention_heads', None, int)
+  hidden = config.number('hidden_size', None, int)
+  # A null num_key_value_heads means one per head; only an absent one means the class's default.
+  kv_default = heads if 'num_key_value_heads' in config.values else defaults.get('num_key_value_heads', heads)
+  head_default = defaults.get('head_dim', hidden // heads) if 'head_dim' not in config.values else hidden // heads
+  positions = config.number('max_position_embeddings', defaults['max_position_embeddings'], int)
+  theta, scaling = _read_rope(config, positions)
+  bias = _attention_bias(config, family)
+  try:
+    return ModelSpec(
+      family=family,
+      vocab_size=config.number('vocab_size', None, int),
+      hidden_size=hidden,
+      intermediate_size=config.number('intermediate_size', None, int),
+      num_hidden_layers=config.number('num_hidden_layers', None, int),
+      num_attention_heads=heads,
+      num_key_value_heads=config.number('num_key_value_heads', kv_default, int),
+      head_dim=config.number('head_dim', head_default, int),
+      rope_theta=theta,
+      rope_scaling=scaling,
+      rms_norm_eps=config.number('rms_norm_eps', 1e-6, float),
+      tie_word_embeddings=config.flag('tie_word_embeddings', False),
+      max_position_embeddings=positions,
+      qkv_bias=bias,
+      o_bias=bias and family != 'qwen2',
+      mlp_bias=config.flag('mlp_bias', False),
+      qk_norm=FAMILIES[family].qk_norm,
+      initializer_range=config.number('initializer_range', 0.02, float),
+    )
+  except ValueError as error:
+    raise UserError(f'{path}: {error}') from None
+
+
+def _refuse_unsupported(config: _Config, family: str) -> None:
+  """Settings that would change the numbers and that the decoder does not have."""
+  values = config.values
+  if values.get('hidden_act', 'silu') not in ('silu', 'swish'):
+    raise config.error('hidden_act', values['hidden_act'], '"silu"')
+  for architecture in values.get('architectures') or ():
+    if architecture != _CLASSES[family]:
+      raise config.error('architectures', values['architectures'], f'["{_CLASSES[family]}"]')
+  if values.get('quantization_config') is not None:
+    raise config.error('quantization_config', values['quantization_config'], 'null: only unquantized weights are read')
+  if values.get('is_causal') is False or values.get('use_bidirectional_attention'):
+    raise UserError(
+      f'{config.path}: attention is bidirectional (is_causal, use_bidirectional_attention), wanted causal'
+    )
+  if config.flag('mlp_bias', False) and family != 'llama':
+    raise config.error('mlp_bias', True, f'false: {family} has no biases in its MLP')
+  layers = config.number('num_hidden_layers', None, int)
+  kinds = values.get('layer_types') or ()
+  # Without layer_types, a window holds from layer max_window_layers on, and only where it is switched on; Llama has no
+  # windows, and what a file means by one is unknown.
+  first = values.get('max_window_layers')
+  windowed = values.get('sliding_window') is not None and (
+    family == 'llama' or (config.flag('use_sliding_window', False) and (28 if first is None else first) < layers)
+  )
+  if any(kind != 'full_attention' for kind in kinds) or (windowed and not kinds):
+    raise UserError(
+      f'{config.path}: attention has a sliding window (sliding_window {values.get("sliding_window")}, use_sliding_window '
+      f'{values.get("use_sliding_window")}, layer_types {sorted(set(kinds))}), wanted full attention in every layer'
+    )
+
+
+def _attention_bias(config: _Config, family: str) -> bool:
+  """Qwen2 has biases on q, k and v always; in Llama and Qwen3 `attention_bias` puts them on all four projections."""
+  value = config.flag('attention_bias', FAMILIES[family].qkv_bias)
+  if family == 'qwen2' and not value:
+    raise config.error('attention_bias', value, 'true: qwen2 always has biases on q, k and v')
+  return value
+
+
+def _read_rope(config: _Config, positions: int) -> tuple[float, RopeScaling | None]:
+  """Base and scaling; an error where the two forms disagree."""
+  v4, v5 = config.values.get('rope_scaling'), config.values.get('rope_parameters')
+  if v4 and v5:
+    first, second = _rope(config, 'rope_scaling', v4, positions), _rope(config, 'rope_parameters', v5, positions)
+    if first != second:
+      raise UserError(f'{config.path}: rope_scaling means {first} and rope_parameters {second}; remove one of them')
+    return first
+  return _rope(config, 'rope_scaling' if v4 else 'rope_parameters', v4 or v5 or {}, positions)
+
+
+def _rope(config: _Config, name: str, values: Any, positions: int) -> tuple[float, RopeScaling | None]:
+  if not isinstance(values, dict):
+    raise config.error(name, values, 'an object or null')
+  kind = values.get('rope_type', values.get('type', 'default'))
+  if kind not in _ROPE_KEYS:
+    raise config.error(f'{name}.rope_type', kind, f'one of {", ".join(_ROPE_KEYS)}')
+  common = {'rope_theta', 'rope_type', 'type', 'partial_rotary_factor'}
+  unknown = sorted(set(values) - common - _ROPE_KEYS[kind])
+  if unknown:
+    raise config.error(f'{name}.{unknown[0]}', values[unknown[0]], f'no such key with rope_type {kind}')
+  for place in (values, config.values):
+    if place.get('partial_rotary_factor') not in (None, 1):
+      raise config.error('partial_rotary_factor', place['partial_rotary_factor'], '1: all of a head is rotated')
+  outer = config.number('rope_theta', _ROPE_THETA, float)
+  theta = config.number('rope_theta', outer, float, values)
+  if config.values.get('rope_theta') is not None and theta != outer:
+    raise UserError(f'{config.path}: rope_theta is {outer:g}, {name}.rope_theta {theta:g}; remove one of them')
+  if kind == 'default':
+    return theta, None
+  factor = config.number('factor', None, float, values)
+  if kind == 'linear':
+    return theta, RopeScaling(kind='linear', factor=factor)
+  name_of_original = 'original_max_position_embeddings'
+  # Where a file has it beside the scaling too, transformers takes that one.
+  beside = config.values.get(name_of_original) is not None
+  original = config.number(name_of_original, positions, int, config.values if beside else values)
+  low, high = (config.number(f'{which}_freq_factor', None, float, values) for which in ('low', 'high'))
+  if high <= low:
+    raise UserError(f'{config.path}: {name}.high_freq_factor {high:g} is not above low_freq_factor {low:g}')
+  return theta, RopeScaling(
+    kind='llama3',
+    factor=factor,
+    low_freq_factor=low,
+    high_freq_factor=high,
+    original_max_position_embeddings=original,
+  )
+
+
+def _write_rope(spec: ModelSpec) -> dict[str, Any]:
+  scaling = spec.rope_scaling
+  if scaling is None:
+    return {'rope_type': 'default', 'rope_theta': spec.rope_theta}
+  numbers = {name: getattr(scaling, name) for name in sorted(_ROPE_KEYS[scaling.kind])}
+  return {'rope_type': scaling.kind, 'rope_theta': spec.rope_theta, **numbers}
+
+
+def one_or_list(ids: Sequence[int]) -> int | list[int] | None:
+  """Token ids as Hugging Face writes them: null, a number, or a list."""
+  return None if not ids else ids[0] if len(ids) == 1 else list(ids)
+
+
+def write_config(
+  directory: str | Path,
+  spec: ModelSpec,
+  *,
+  dtype: str,
+  bos_id: int | None = None,
+  eos_ids: Sequence[int] = (),
+  pad_id: int | None = None,
+) -> None:
+  """Writes config.json in transformers v5 form.
+
+  Args:
+    directory: where; it exists.
+    spec: a language model.
+    dtype: of the weights beside it, by Hugging Face's name.
+    bos_id: beginning of text, if any.
+    eos_ids: tokens that end a completion.
+    pad_id: padding, if any.
+  """
+  family = spec.family
+  if family not in _CLASSES:
+    raise UserError(f'model family {family!r} has no Hugging Face form; there are {", ".join(_CLASSES)}')
+  if spec.head != 'lm':
+    raise UserError(f'a model with a {spec.head} head has no Hugging Face configuration; only language models have one')
+  has_bias = spec.qkv_bias
+  expressible = {'qwen2': has_bias and not spec.o_bias}.get(family, has_bias == spec.o_bias)
+  if not expressible or (spec.mlp_bias and family != 'llama') or spec.qk_norm != FAMILIES[family].qk_norm:
+    raise UserError(
+      f'{family} in Hugging Face form cannot have qkv_bias={has_bias}, o_bias={spec.o_bias}, '
+      f'mlp_bias={spec.mlp_bias}, qk_norm={spec.qk_norm} together; train with the biases and norms of the family'
+    )
+  if family == 'llama' and spec.hidden_size % spec.num_attention_heads:
+    raise UserError(
+      f'llama in Hugging Face form needs hidden_size {spec.hidden_size} to be a multiple of '
+      f'{spec.num_attention_heads} heads'
+    )
+  names = (
+    'vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim '
+    'rms_norm_eps tie_word_embeddings max_position_embeddings initializer_range'
+  ).split()
+  own = {
+    'qwen2': {'use_sliding_window': False, 'sliding_window': None},
+    'qwen3': {'use_sliding_window': False, 'sliding_window': None, 'attention_bias': has_bias},
+    'llama': {'attention_bias': has_bias, 'mlp_bias': spec.mlp_bias},
+  }[family]
+  config = {
+    'architectures': [_CLASSES[family]],
+    'model_type': family,
+    'dtype': dtype,
+    'hidden_act': 'silu',
+    **{name: getattr(spec, name) for name in names},
+    'rope_parameters': _write_rope(spec),
+    'attention_dropout': 0.0,
+    'use_cache': True,
+    **own,
+    'bos_token_id': bos_id,
+    'eos_token_id': one_or_list(eos_ids),
+    'pad_token_id': pad_id,
+    'transformers_version': importlib.metadata.version('transformers'),
+  }
+  write_json(Path(directory) / 'config.json', config)
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+  path.write_text(json.dumps(values, indent=2) + '\n')

@@ -1,0 +1,72 @@
+"""Reads a Hugging Face model, lays it out as ours, and writes it as a Hugging Face model again.
+
+  python launch/convert.py --source=Qwen/Qwen3-0.6B --target=/tmp/model --dtype=bfloat16
+
+Checks a checkpoint (every name and shape, every setting), changes its dtype, brings config.json to its newest form,
+or gives it another tokenizer. The source is a directory or a hub id.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+from absl import app, flags
+from rich.console import Console
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.trees import flatten
+from jaxrl_llm.weights import hf
+from jaxrl_llm.weights.layout import DTYPES
+
+_SOURCE = flags.DEFINE_string('source', None, 'Model directory or hub id.', required=True)
+_TARGET = flags.DEFINE_string('target', None, 'Directory to write.', required=True)
+_DTYPE = flags.DEFINE_enum('dtype', 'float32', list(DTYPES), 'Of the written weights.')
+_TOKENIZER = flags.DEFINE_string('tokenizer', None, "Directory whose tokenizer is copied; default: the source's own.")
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise UserError(f'argument {argv[1]!r} is not a flag; usage: launch/convert.py --source=DIR --target=DIR')
+  source, target, say = hf.resolve(_SOURCE.value), Path(_TARGET.value), Console(soft_wrap=True, highlight=False).print
+  if target.resolve() == source.resolve():
+    raise UserError(f'{target}: --target is --source; a model is not rewritten in place, name another directory')
+  if target.exists() and not target.is_dir():
+    raise UserError(f'{target}: --target is a file, wanted a directory')
+  spec, tokens = hf.read_spec(source), hf.read_special_tokens(source)
+  params = hf.load_params(source, spec, dtype=_DTYPE.value)
+  count = sum(array.size for array in flatten(params).values())
+  say(f'read     {source}: {spec.family}, {spec.num_hidden_layers} layers, {count:,} parameters')
+  tokenizer = _TOKENIZER.value or (source if (source / 'tokenizer_config.json').exists() else None)
+  files = hf.export(
+    target,
+    params,
+    spec,
+    dtype=_DTYPE.value,
+    tokenizer_dir=tokenizer,
+    eos_ids=tokens.eos_ids,
+    pad_id=tokens.pad_id,
+    bos_id=tokens.bos_id,
+  )
+  if (source / 'generation_config.json').exists():
+    # Sampling settings in it belong to the model, and none of them depends on what was converted.
+    shutil.copyfile(source / 'generation_config.json', target / 'generation_config.json')
+  size = sum(path.stat().st_size for path in files)
+  say(
+    f'wrote    {target}: {len(files)} file(s) of weights, {_DTYPE.value}, {size / 1e6:,.1f} MB; config.json; generation_config.json'
+  )
+  say(f'tokenizer: {f"copied from {tokenizer}" if tokenizer else "none, the source has none"}')
+
+
+def parse(argv: list[str]) -> list[str]:
+  try:
+    return flags.FLAGS(argv)
+  except flags.Error as error:
+    raise UserError(' '.join(str(error).split())) from error
+
+
+if __name__ == '__main__':
+  try:
+    app.run(main, flags_parser=parse)
+  except UserError as error:
+    print(f'error: {error}', file=sys.stderr)
+    sys.exit(error.exit_code)

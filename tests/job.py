@@ -1,0 +1,134 @@
+"""Starts the real training program as a person would, and reads what it left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).parents[1]
+QUICK = (
+  '--config=configs/quickstart.py',
+  '--config.tasksets.train.size=4000',
+  '--config.tasksets.eval.size=4000',
+  '--config.stages.sft.demonstrations.count=400',
+  '--config.stages.sft.steps=12',
+  '--config.stages.grpo.steps=8',
+  '--config.stages.grpo.groups_per_batch=6',
+  '--config.stages.grpo.group_size=4',
+  '--config.stages.grpo.evaluate_every=4',
+  '--config.evaluation.held_out.tasks=24',
+  '--config.rollout.embedded.slots=24',
+  '--config.checkpoint.every_steps=3',
+  '--config.policy.model={"hidden_size":64,"intermediate_size":96,"num_hidden_layers":2,'
+  '"num_attention_heads":2,"num_key_value_heads":1,"head_dim":32}',
+)
+"""The quickstart's job in seconds: same code, smaller numbers."""
+UNTIMED = ('timing_s/', 'timing_per_token_ms/', 'perf/')
+"""Metrics that may differ between two equal runs."""
+
+
+def environment(**extra: str) -> dict[str, str]:
+  """Without the test process's eight forced devices; XLA's pool pinned, as the launch scripts do."""
+  env = {key: value for key, value in os.environ.items() if key != 'XLA_FLAGS'}
+  return {**env, 'JAX_PLATFORMS': 'cpu', 'NPROC': '2', 'PYTHONPATH': str(ROOT), **extra}
+
+
+def command(workdir: pathlib.Path, *flags: str, config: tuple[str, ...] = QUICK, processes: int = 1) -> list[str]:
+  cache = f'--config.compilation_cache={workdir.parent / "cache"}'
+  train = [sys.executable, 'launch/train.py', *config, cache, f'--workdir={workdir}', *flags]
+  if processes == 1:
+    return train
+  return [sys.executable, 'launch/cluster/local.py', f'--processes={processes}', '--', *train]
+
+
+def start(workdir: pathlib.Path, *flags: str, **options) -> subprocess.Popen:
+  return subprocess.Popen(
+    command(workdir, *flags, **options),
+    cwd=ROOT,
+    env=environment(),
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    start_new_session=True,
+  )
+
+
+def train(workdir: pathlib.Path, *flags: str, expect: int = 0, **options) -> subprocess.CompletedProcess:
+  """Runs to the end; raises with the output when the exit code is another than `expect`."""
+  process = start(workdir, *flags, **options)
+  out, err = process.communicate(timeout=600)
+  if process.returncode != expect:
+    raise AssertionError(f'exit code {process.returncode}, wanted {expect}\n--- stdout\n{out}\n--- stderr\n{err}')
+  return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def rows(workdir: pathlib.Path) -> list[dict]:
+  file = workdir / 'metrics.jsonl'
+  if not file.exists():
+    return []
+  return [json.loads(line) for line in file.read_text().splitlines() if line.endswith('}')]
+
+
+def accuracies(workdir: pathlib.Path, taskset: str = 'eval') -> list[tuple[str, int, float]]:
+  """(stage, step, greedy accuracy) of each evaluation."""
+  key = f'val-core/{taskset}/acc/greedy'
+  return [(r['stage'], r['training/global_step'], r[key]) for r in rows(workdir) if key in r]
+
+
+def wait_for_rows(workdir: pathlib.Path, count: int, process: subprocess.Popen, *, timeout_s: float = 300) -> None:
+  """Returns when metrics.jsonl has `count` rows; raises when the process ends before."""
+  deadline = time.monotonic() + timeout_s
+  while len(rows(workdir)) < count:
+    if process.poll() is not None:
+      raise AssertionError(f'ended with {process.returncode} before {count} rows:\n{process.communicate()[1]}')
+    if time.monotonic() > deadline:
+      raise AssertionError(f'{len(rows(workdir))} rows of {count} after {timeout_s} s')
+    time.sleep(0.01)
+
+
+def kill(process: subprocess.Popen) -> None:
+  """SIGKILL to the program and all that it started."""
+  os.killpg(process.pid, signal.SIGKILL)
+  process.communicate()
+
+
+def untimed(workdir: pathlib.Path) -> list[dict]:
+  return [{k: v for k, v in row.items() if not k.startswith(UNTIMED)} for row in rows(workdir)]
+
+
+def files(directory: pathlib.Path) -> dict[str, bytes]:
+  return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob('*')) if p.is_file()}
+
+
+def assert_equal_runs(found: pathlib.Path, wanted: pathlib.Path) -> None:
+  """Bit for bit: parameters, optimizer state, rollouts, evaluations, every metric that is not a time."""
+  assert untimed(found) == untimed(wanted)
+  for part in ('rollouts', 'evals', 'hf'):
+    assert files(found / part) == files(wanted / part), part
+  assert newest_arrays(found) == newest_arrays(wanted)
+
+
+def newest_arrays(workdir: pathlib.Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+  """Every array of the newest commit (parameters and optimizer), as (dtype, shape, bytes) by path."""
+  import jax
+  import numpy as np
+  import orbax.checkpoint as ocp
+
+  step = max(int(p.parent.name) for p in (workdir / 'checkpoints').glob('*/COMMIT'))
+  with ocp.PyTreeCheckpointer() as checkpointer:
+    tree = checkpointer.restore(
+      (workdir / 'checkpoints' / str(step) / 'arrays').absolute(),
+      restore_args=jax.tree.map(
+        lambda _: ocp.RestoreArgs(restore_type=np.ndarray),
+        checkpointer.metadata((workdir / 'checkpoints' / str(step) / 'arrays').absolute()).item_metadata.tree,
+      ),
+    )
+  leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+  return {
+    jax.tree_util.keystr(path): (str(leaf.dtype), leaf.shape, np.asarray(leaf).tobytes()) for path, leaf in leaves
+  }

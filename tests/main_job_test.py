@@ -1,0 +1,133 @@
+"""The main job through its command line, on small numbers: what it leaves, and what it says to bad input."""
+
+import json
+import os
+import signal
+
+import job
+import pytest
+
+
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp('runs') / 'quick'
+  return workdir, job.train(workdir)
+
+
+def test_leaves_a_whole_run_directory(finished):
+  workdir, result = finished
+  for name in ('config.json', 'metrics.jsonl', 'report.html', 'hf/config.json', 'hf/model.safetensors', 'hf/tokenizer.json'):
+    assert (workdir / name).stat().st_size > 0, name
+  assert len(list((workdir / 'rollouts' / 'grpo').glob('*.jsonl'))) == 8
+  assert 'before' in result.stdout and 'after' in result.stdout and str(workdir / 'hf') in result.stdout
+
+
+def test_evaluates_at_the_start_inside_and_after_each_stage(finished):
+  assert [(stage, step) for stage, step, _ in job.accuracies(finished[0])] == [
+    ('sft', 0),
+    ('sft', 12),
+    ('grpo', 16),
+    ('grpo', 20),
+  ]
+
+
+def test_each_step_has_one_row_and_nothing_compiles_after_warm_up(finished):
+  steps = [r for r in job.rows(finished[0]) if 'timing_s/step' in r]
+  assert [r['training/global_step'] for r in steps] == list(range(1, 21))
+  assert [r['perf/compilations'] for r in steps if r['stage'] == 'grpo'][2:] == [0] * 6
+  assert [r['perf/compilations'] for r in steps if r['stage'] == 'sft'][2:] == [0] * 10
+
+
+def test_trainer_and_sampler_agree_on_every_rollout_token(finished):
+  for file in (finished[0] / 'rollouts' / 'grpo').glob('*.jsonl'):
+    for row in map(json.loads, file.read_text().splitlines()):
+      differences = [abs(a - b) for a, b in zip(row['trainer_logprobs'], row['behaviour_logprobs'], strict=True)]
+      assert max(differences) <= 1e-4
+
+
+def test_rollouts_carry_advantages_that_follow_from_their_rewards(finished):
+  file = sorted((finished[0] / 'rollouts' / 'grpo').glob('*.jsonl'))[-1]
+  groups = {}
+  for row in map(json.loads, file.read_text().splitlines()):
+    groups.setdefault(row['group_id'], []).append(row)
+  assert len(groups) == 6
+  for rows in groups.values():
+    rewards = [r['reward'] for r in rows]
+    assert all((r['advantages'][0] > 0) == (r['reward'] > sum(rewards) / 4) for r in rows if len(set(rewards)) > 1)
+    assert len(set(rewards)) > 1 or all(set(r['advantages']) == {0.0} for r in rows)
+
+
+def test_a_finished_run_started_again_changes_nothing(finished):
+  workdir, _ = finished
+  before = job.files(workdir / 'rollouts'), job.rows(workdir)
+  job.train(workdir)
+  assert (job.files(workdir / 'rollouts'), job.rows(workdir)) == before
+
+
+def test_audit_of_the_store_adds_up(finished):
+  from jaxrl_llm.replay.audit import audit
+
+  report = audit(finished[0] / 'replay')
+  assert report.ok, report.lines
+  assert report.states['trained'] == 8 * 6 * 4
+
+
+@pytest.mark.parametrize(
+  ('flags', 'code', 'words'),
+  [
+    (['--workdr=x'], 2, ['--workdr', 'did you mean --workdir']),
+    (['--config.stages.grpo.stepz=3'], 2, ['stepz', 'steps']),
+    (['--config.stages.grpo.steps=many'], 2, ['stages.grpo.steps', 'many', 'integer']),
+    (['--config=configs/quickstrat.py'], 2, ['quickstrat.py', 'quickstart.py']),
+    (['--config.tasksets.train.source=missing.jsonl'], 2, ['missing.jsonl']),
+    (['--config.tasksets.train.match=[0-9]+'], 2, ['train']),
+    (['--config.stages.grpo.algorithm.name=grop'], 2, ['grop', 'grpo']),
+    (['--config.stages.grpo.algorithm.options={"clip_ratio_hihg":0.3}'], 2, ['clip_ratio_hihg', 'clip_ratio_high']),
+    (['--config.rewards.scorers.0.name=verifyer'], 2, ['verifyer', 'verifier']),
+    (['--init_from=no/such/dir'], 2, ['no/such/dir']),
+    (['--config.learner.mesh.fsdp=3'], 2, ['mesh', '1 devices']),
+  ],
+  ids=lambda v: v[0] if isinstance(v, list) else '',
+)
+def test_bad_input_is_one_clear_line(tmp_path, flags, code, words):
+  result = job.train(tmp_path / 'run', *flags, expect=code)
+  lines = [line for line in result.stderr.splitlines() if line.startswith(('error:', 'run stopped:'))]
+  assert len(lines) == 1 and 'Traceback' not in result.stderr, result.stderr
+  for word in words:
+    assert word in lines[0]
+
+
+def test_changed_configuration_is_refused_on_resume(finished):
+  result = job.train(finished[0], '--config.stages.grpo.group_size=8', expect=2)
+  assert 'stages.grpo.group_size' in result.stderr and '--init_from' in result.stderr
+  assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.full
+def test_branches_from_a_run_with_init_from(finished, tmp_path):
+  workdir = tmp_path / 'branch'
+  job.train(workdir, f'--init_from={finished[0]}', '--config.stages.sft.steps=1', '--config.stages.grpo.steps=1')
+  assert job.accuracies(workdir)[0][2] == job.accuracies(finished[0])[-1][2]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('signum', [signal.SIGINT, signal.SIGTERM])
+def test_signals_commit_say_how_to_resume_and_exit_128_plus_signal(tmp_path, signum):
+  process = job.start(tmp_path / 'run')
+  job.wait_for_rows(tmp_path / 'run', 5, process)
+  os.kill(process.pid, signum)
+  _, err = process.communicate(timeout=60)
+  assert process.returncode == 128 + signum
+  assert 'same command' in err
+  steps = [r['training/global_step'] for r in job.rows(tmp_path / 'run') if 'timing_s/step' in r]
+  committed = max(int(p.parent.name) for p in (tmp_path / 'run' / 'checkpoints').glob('*/COMMIT'))
+  assert committed == steps[-1]
+
+
+@pytest.mark.full
+def test_a_run_directory_in_use_is_refused(tmp_path):
+  process = job.start(tmp_path / 'run')
+  job.wait_for_rows(tmp_path / 'run', 2, process)
+  result = job.train(tmp_path / 'run', expect=2)
+  assert str(process.pid) in result.stderr and 'in use' in result.stderr
+  job.kill(process)

@@ -1,0 +1,55 @@
+"""The exact guarantee: killed at any moment and started again, a run equals the one that was never interrupted."""
+
+import random
+import time
+
+import job
+import pytest
+
+from jaxrl_llm.replay.audit import audit
+
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(scope='module')
+def uninterrupted(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp('uninterrupted') / 'run'
+  job.train(workdir)
+  return workdir
+
+
+def run_with_kills(workdir, kills, seed):
+  """Kills at `kills` moments: after a random number of further rows, and a random part of a step."""
+  rng = random.Random(seed)
+  done = 0
+  for _ in range(kills):
+    process = job.start(workdir)
+    total = 24 if done < 20 else 24
+    job.wait_for_rows(workdir, min(done + rng.randrange(1, 6), total - 2), process)
+    time.sleep(rng.random() * 0.1)
+    job.kill(process)
+    done = len(job.rows(workdir))
+  job.train(workdir)
+
+
+def test_three_random_kills_change_no_bit(uninterrupted, tmp_path):
+  run_with_kills(tmp_path / 'run', kills=3, seed=time.time_ns())
+  job.assert_equal_runs(tmp_path / 'run', uninterrupted)
+  report = audit(tmp_path / 'run' / 'replay')
+  assert report.ok, report.lines
+
+
+def test_a_stop_by_signal_changes_no_bit(uninterrupted, tmp_path):
+  process = job.start(tmp_path / 'run')
+  job.wait_for_rows(tmp_path / 'run', 16, process)
+  process.terminate()
+  process.communicate(timeout=60)
+  job.train(tmp_path / 'run')
+  job.assert_equal_runs(tmp_path / 'run', uninterrupted)
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize('seed', range(3))
+def test_ten_random_kills_change_no_bit(uninterrupted, tmp_path, seed):
+  run_with_kills(tmp_path / 'run', kills=10, seed=seed)
+  job.assert_equal_runs(tmp_path / 'run', uninterrupted)
