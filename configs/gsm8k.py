@@ -36,7 +36,7 @@ def get_config(directory: str = 'gsm8k') -> Config:
     rollout=RolloutConfig(
       max_prompt_length=128,
       max_response_length=128,
-      embedded=EmbeddedConfig(slots=64, prefill_rows=8, prefill_buckets=(64, 128), decode_steps=16),
+      embedded=EmbeddedConfig(slots=64, prefill_rows=8, prefill_buckets=(64, 128), decode_steps=16, filters=False),
     ),
     learner=LearnerConfig(chunks_per_rank=4, optimizer=OptimizerConfig(peak_lr=1e-3)),
     stages=(

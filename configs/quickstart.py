@@ -53,7 +53,7 @@ def get_config(task: str = '') -> Config:
     rollout=RolloutConfig(
       max_prompt_length=prompt,
       max_response_length=response,
-      embedded=EmbeddedConfig(slots=128, prefill_rows=16, prefill_buckets=(prompt,), decode_steps=8),
+      embedded=EmbeddedConfig(slots=128, prefill_rows=16, prefill_buckets=(prompt,), decode_steps=8, filters=False),
     ),
     learner=LearnerConfig(chunks_per_rank=32),
     stages=(

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 from absl import app, flags
-from rich.console import Console
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.trees import flatten
@@ -27,7 +26,7 @@ _TOKENIZER = flags.DEFINE_string('tokenizer', None, "Directory whose tokenizer i
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise UserError(f'argument {argv[1]!r} is not a flag; usage: launch/convert.py --source=DIR --target=DIR')
-  source, target, say = hf.resolve(_SOURCE.value), Path(_TARGET.value), Console(soft_wrap=True, highlight=False).print
+  source, target = hf.resolve(_SOURCE.value), Path(_TARGET.value)
   if target.resolve() == source.resolve():
     raise UserError(f'{target}: --target is --source; a model is not rewritten in place, name another directory')
   if target.exists() and not target.is_dir():
@@ -35,7 +34,7 @@ def main(argv: list[str]) -> None:
   spec, tokens = hf.read_spec(source), hf.read_special_tokens(source)
   params = hf.load_params(source, spec, dtype=_DTYPE.value)
   count = sum(array.size for array in flatten(params).values())
-  say(f'read     {source}: {spec.family}, {spec.num_hidden_layers} layers, {count:,} parameters')
+  print(f'read {source}: {spec.family}, {spec.num_hidden_layers} layers, {count:,} parameters')
   tokenizer = _TOKENIZER.value or (source if (source / 'tokenizer_config.json').exists() else None)
   files = hf.export(
     target,
@@ -51,10 +50,10 @@ def main(argv: list[str]) -> None:
     # Sampling settings in it belong to the model, and none of them depends on what was converted.
     shutil.copyfile(source / 'generation_config.json', target / 'generation_config.json')
   size = sum(path.stat().st_size for path in files)
-  say(
-    f'wrote    {target}: {len(files)} file(s) of weights, {_DTYPE.value}, {size / 1e6:,.1f} MB; config.json; generation_config.json'
+  print(
+    f'wrote {target}: {len(files)} file(s) of weights, {_DTYPE.value}, {size / 1e6:,.1f} MB, and their configuration'
   )
-  say(f'tokenizer: {f"copied from {tokenizer}" if tokenizer else "none, the source has none"}')
+  print(f'tokenizer: {f"copied from {tokenizer}" if tokenizer else "none, the source has none"}')
 
 
 def parse(argv: list[str]) -> list[str]:

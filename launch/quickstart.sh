@@ -16,6 +16,8 @@ ensure_environment .venv "$python"
 
 # XLA's CPU pool has as many threads as NPROC says, and bits may follow their number: a run that is resumed must have as
 # many as before.
+# The trainer needs no PyTorch, so that transformers need not advise it.
+export TRANSFORMERS_NO_ADVISORY_WARNINGS=1
 export NPROC=${NPROC:-$(nproc)}
 say "training (NPROC=$NPROC): launch/train.py --config=configs/quickstart.py --workdir=runs/quickstart $*"
 exec .venv/bin/python launch/train.py --config=configs/quickstart.py --workdir=runs/quickstart "$@"

@@ -49,6 +49,9 @@ version = "1.0"
 [dependency-groups]
 test = []
 
+[tool.ruff.lint]
+select = ["F"]
+
 [tool.pytest.ini_options]
 testpaths = ["tests"]
 markers = ["full: x", "acceptance: x"]

@@ -11,7 +11,7 @@ from jaxrl_llm.models.families import FAMILIES, tiny
 from jaxrl_llm.models.spec import ModelOptions, RopeScaling
 
 VOCAB = 23
-SMALL = {'hidden_size': 24, 'intermediate_size': 40, 'head_dim': 16, 'num_hidden_layers': 3, 'initializer_range': 0.3}
+SMALL = {'hidden_size': 24, 'intermediate_size': 40, 'head_dim': 16, 'num_hidden_layers': 2, 'initializer_range': 0.3}
 LLAMA3 = RopeScaling(kind='llama3', factor=8.0, original_max_position_embeddings=8)
 SPECS = {
   family: tiny(family, VOCAB, rope_scaling=LLAMA3 if family == 'llama' else None, **SMALL) for family in FAMILIES
@@ -26,7 +26,10 @@ def params_of(spec):
   """Unrolled parameters whose biases and norms differ from 0 and 1 too."""
   params = jax.jit(build_model(spec).init)(jax.random.key(0))
   leaves, tree = jax.tree.flatten(params)
-  noise = lambda n, x: x + 0.1 * np.random.default_rng(n).normal(size=x.shape).astype(np.float32)
+
+  def noise(n, x):
+    return x + 0.1 * np.random.default_rng(n).normal(size=x.shape).astype(np.float32)
+
   return jax.tree.unflatten(tree, [noise(n, x) for n, x in enumerate(leaves)])
 
 
@@ -60,7 +63,6 @@ def assert_same(first, second, tolerance):
   assert gradient.keys() == other_gradient.keys()
   for path, g in gradient.items():
     norm = np.linalg.norm(g)
-    # A key's bias adds the same score to every key of a row, before rotation: all but no gradient, only rounding.
     assert norm > 0 and np.linalg.norm(g - other_gradient[path]) <= tolerance * norm, path
 
 
@@ -118,7 +120,10 @@ def test_padding_is_never_seen_and_makes_no_nan():
   assert np.isfinite(padded).all()
   # A row of nothing but padding: finite forward and backward.
   model = build_model(spec)
-  loss = lambda p: (model.apply(p, tokens, jnp.zeros((1, 9), jnp.int32), jnp.zeros((1, 9), jnp.int32)) ** 2).sum()
+
+  def loss(p):
+    return (model.apply(p, tokens, jnp.zeros((1, 9), jnp.int32), jnp.zeros((1, 9), jnp.int32)) ** 2).sum()
+
   assert all(np.isfinite(g).all() for g in jax.tree.leaves(jax.jit(jax.grad(loss))(params)))
 
 
@@ -141,8 +146,9 @@ def test_positions_matter():
   assert np.abs(apply(params, tokens, positions * 2, segments) - base).max() > 1e-2
 
 
-@pytest.mark.parametrize('scan_layers', [False, True])
-@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize(
+  ('family', 'scan_layers'), [('qwen2', False), ('qwen3', False), ('llama', False), ('llama', True)]
+)
 def test_prefill_and_decode_equal_the_full_forward(family, scan_layers):
   # Prompts of 3, 7 and 5 tokens, right-padded with junk to a bucket of 8, then one token a step at each row's position.
   spec, params = SPECS[family], params_of(SPECS[family])
@@ -150,7 +156,7 @@ def test_prefill_and_decode_equal_the_full_forward(family, scan_layers):
   rows, total, bucket, lengths = 3, 16, 8, jnp.array([3, 7, 5])
   tokens = draw_tokens(4, rows, total)
   positions = jnp.tile(jnp.arange(total), (rows, 1))
-  wanted = build_model(spec).apply(params, tokens, positions, jnp.ones_like(tokens))
+  wanted = jax.jit(build_model(spec).apply)(params, tokens, positions, jnp.ones_like(tokens))
   # The cache starts full of another occupant's numbers.
   cache = jax.tree.map(lambda x: x + 7.0, model.init_cache(rows, total))
   prompt = jnp.where(positions < lengths[:, None], tokens, 1)[:, :bucket]

@@ -48,7 +48,10 @@ def test_uniform_scores_average_the_allowed_values():
 def test_empty_rows_send_no_gradient_and_no_nan(scale):
   query, key, value = scale * draw(0, 1, 3, 2, 4), scale * draw(1, 1, 3, 1, 4), draw(2, 1, 3, 1, 4)
   mask = jnp.array([[[True, False, False], [False, False, False], [True, True, True]]])
-  loss = lambda q, k, v, rows: (attention(q, k, v, mask)[:, rows] ** 2).sum()
+
+  def loss(q, k, v, rows):
+    return (attention(q, k, v, mask)[:, rows] ** 2).sum()
+
   everything = jax.grad(loss, argnums=(0, 1, 2))(query, key, value, np.array([0, 1, 2]))
   without_empty = jax.grad(loss, argnums=(0, 1, 2))(query, key, value, np.array([0, 2]))
   for got, wanted in zip(everything, without_empty):
@@ -63,13 +66,17 @@ def test_gradient_equals_finite_differences():
   weight = draw(3, 1, 2, 2, 4)
   with jax.enable_x64(True):
     inputs = [jnp.asarray(x, jnp.float64) for x in (query, key, value)]
-    loss = lambda *x: (attention(*x, mask) * weight.astype(np.float64)).sum()
+
+    def loss(*x):
+      return (attention(*x, mask) * weight.astype(np.float64)).sum()
+
     gradients = jax.grad(loss, argnums=(0, 1, 2))(*inputs)
     for n, gradient in enumerate(gradients):
       direction = np.random.default_rng(n).normal(size=inputs[n].shape)
-      shifted = lambda step, n=n, direction=direction: loss(
-        *[x + step * direction if i == n else x for i, x in enumerate(inputs)]
-      )
+
+      def shifted(step, n=n, direction=direction):
+        return loss(*[x + step * direction if i == n else x for i, x in enumerate(inputs)])
+
       numeric = (shifted(1e-5) - shifted(-1e-5)) / 2e-5
       assert abs(numeric - (gradient * direction).sum()) < 1e-8
 

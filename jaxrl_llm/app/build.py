@@ -169,9 +169,7 @@ def build_engine(config: Config, spec: ModelSpec, device: DeviceThread) -> Engin
   return EmbeddedEngine(
     build_model(spec, options),
     config.rollout.embedded,
-    max_prompt=config.rollout.max_prompt_length,
-    max_completion=config.rollout.max_response_length,
-    filtered=any(suite.top_p < 1 or suite.top_k != -1 for suite in config.evaluation),
+    max_length=config.rollout.max_prompt_length + config.rollout.max_response_length,
     seed=config.seed,
     run=device.run,
   )

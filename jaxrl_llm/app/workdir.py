@@ -35,6 +35,10 @@ class Workdir:
       raise WorkdirInUse(
         f'--workdir={path}: in use by a live run (process {owner}); wait for it, stop it, or choose another --workdir'
       ) from None
+    except OSError as error:
+      raise UserError(
+        f'--workdir={path}: cannot be locked ({error.strerror}); choose a directory on a file system with locks'
+      ) from error
     self._lock.truncate(0)
     self._lock.write(str(os.getpid()))
     self._lock.flush()
@@ -45,7 +49,7 @@ class Workdir:
     if file.exists():
       try:
         old = json.loads(file.read_text())
-      except json.JSONDecodeError as error:
+      except ValueError as error:  # no JSON, or not even text
         raise UserError(f'{file}: not the configuration of a run ({error}); choose another --workdir') from error
       changes = difference(old, config)
       if changes:

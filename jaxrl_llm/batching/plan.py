@@ -90,7 +90,7 @@ def plan_shape(*, rows: int, ranks: int, chunks: int, chunk_len: int) -> Shape:
     chunks=chunks,
     chunk_len=chunk_len,
     micro_batches=-(-per_rank // chunks),
-    segments=max(1, min(chunk_len // 2, per_rank)),
+    segments=max(1, min(chunk_len, per_rank)),
   )
 
 
@@ -99,7 +99,9 @@ def deal_rows(rows: Sequence[Row], *, minibatches: int, epochs: int, seed: int) 
   units = [[i] for i in range(len(rows))]
   steps: list[tuple[int, ...]] = []
   for epoch in range(epochs):
-    steps += [tuple(i for unit in part for i in units[unit]) for part in deal(units, minibatches, seed=seed + epoch)]
+    # Not seed + epoch: the second epoch of one batch would be dealt as the first of the next.
+    parts = deal(units, minibatches, seed=seed * epochs + epoch)
+    steps += [tuple(i for unit in part for i in units[unit]) for part in parts]
   return tuple(steps)
 
 

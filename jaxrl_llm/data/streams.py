@@ -24,7 +24,7 @@ class RowStream:
       seed: of the shuffle; epoch and seed fix the order.
     """
     self._source = source
-    records = ArrayRecordDataSource([str(workdir / source)], reader_options={'readahead_buffer_size': '0'})
+    records = ArrayRecordDataSource([str(workdir / source)])
     dataset = grain.MapDataset.source(_Numbered(records, source)).shuffle(seed=seed).repeat(None)
     dataset = dataset.batch(rows, batch_fn=list)
     self._iterator = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))

@@ -42,6 +42,7 @@ def build_score(model: Model, mesh: Mesh, *, token_chunk: int) -> Score:
       chunk = chunk_logprobs(model, params, micro_batch(batch, i), token_chunk=token_chunk)
       return jax.lax.dynamic_update_index_in_dim(logprobs, chunk.logprobs, i, 0)
 
-    return jax.lax.fori_loop(0, used, body, jnp.zeros(batch.tokens.shape, jnp.float32))
+    dtype = jnp.promote_types(model.options.dtype, jnp.float32)
+    return jax.lax.fori_loop(0, used, body, jnp.zeros(batch.tokens.shape, dtype))
 
   return jax.jit(score, out_shardings=rules.sharding_of_batch(mesh))

@@ -16,15 +16,15 @@ class OptimizerConfig:
   peak_lr: float
   """Always explicit."""
   schedule: Literal['constant', 'cosine', 'linear'] = 'constant'
-  """After the warm-up: constant, or down to `end_lr_fraction` of the peak at the stage's last update."""
+  """After the warm-up: constant, or down from the peak; `end_lr_fraction` of it is reached when the stage is over."""
   warmup_steps: int = 0
-  """Updates over which the rate rises linearly from 0."""
+  """Updates over which the rate rises linearly: the n-th has n / warmup_steps of the peak."""
   end_lr_fraction: float = 0.0
   b1: float = 0.9
   b2: float = 0.95
   eps: float = 1e-8
   weight_decay: float = 0.0
-  """Applied to matrices only."""
+  """Applied to kernels only, not to norms and biases."""
   max_grad_norm: float = 1.0
   """Gradients are scaled down to this global norm."""
   skip_grad_norm: float = 1e3
@@ -50,11 +50,12 @@ def learning_rate(config: OptimizerConfig, updates: int) -> optax.Schedule:
 
 def build_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTransformation:
   """Gradient clipping by global norm, then AdamW (Loshchilov & Hutter, arXiv:1711.05101)."""
-  matrices = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
+  # By name: where layers are scanned, norms and biases have two dimensions too.
+  kernels = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == 'kernel', params)
   return optax.chain(
     optax.clip_by_global_norm(config.max_grad_norm),
     optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
-    optax.add_decayed_weights(config.weight_decay, mask=matrices),
+    optax.add_decayed_weights(config.weight_decay, mask=kernels),
     optax.scale_by_learning_rate(learning_rate(config, updates)),
   )
 

@@ -63,7 +63,6 @@ def gradients(
     batch: arrays `[micro_batches, chunks, ...]`; micro-batches from `used` on are empty (no loss_mask).
     on_policy: the proximal policy is the one being updated, so its logprobs are the update's own, held constant.
   """
-  shape = batch.tokens.shape
   denominators = _denominators(algorithm, batch)
 
   def loss_fn(params, chunks):
@@ -71,7 +70,7 @@ def gradients(
     if on_policy:
       chunks = chunks.replace(proximal_logprobs=jax.lax.stop_gradient(outputs.logprobs))
     terms, stats = algorithm.loss(outputs, chunks)
-    loss = sum(t.weight * t.numerator / jnp.maximum(denominators[name], 1.0) for name, t in terms.items())
+    loss = sum(t.weight * t.numerator / denominators[name] for name, t in terms.items())
     # A term's own metric: numerators are summed, the denominator counts once for the whole step.
     stats |= {name: Stat(t.numerator, t.denominator) for name, t in terms.items()}
     return loss, (stats, outputs.logprobs)
@@ -87,25 +86,30 @@ def gradients(
       jax.lax.dynamic_update_index_in_dim(total.logprobs, logprobs, i, 0),
     )
 
-  _, (stats, _) = jax.eval_shape(loss_fn, params, jax.eval_shape(lambda b: micro_batch(b, 0), batch))
+  zeros = lambda like: jnp.zeros(like.shape, like.dtype)
+  loss, (stats, logprobs) = jax.eval_shape(loss_fn, params, jax.eval_shape(lambda b: micro_batch(b, 0), batch))
   start = Gradients(
     jax.tree.map(jnp.zeros_like, params),
-    jnp.zeros((), jnp.float32),
-    jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), stats),
-    jnp.zeros(shape, jnp.float32),
+    zeros(loss),
+    jax.tree.map(zeros, stats),
+    jnp.zeros(batch.tokens.shape, logprobs.dtype),
   )
   return jax.lax.fori_loop(0, used, body, start)
 
 
 def _denominators(algorithm: Algorithm, batch: Chunks) -> dict[str, Float[Array, '']]:
-  """Each term's denominator over the whole optimizer step: the loss on zero outputs, which costs no forward pass."""
+  """Each term's denominator over the whole optimizer step: the loss on zero outputs, which costs no forward pass.
+
+  Where nothing is trained on, 1: such a term is 0, not 0 / 0.
+  """
 
   def one(chunks: Chunks):
     zeros = jnp.zeros(chunks.tokens.shape, jnp.float32)
     terms, _ = algorithm.loss(TokenLogprobs(zeros, zeros), chunks)
     return {name: term.denominator for name, term in terms.items()}
 
-  return jax.tree.map(lambda d: d.sum(), jax.vmap(one)(batch))
+  sums = jax.tree.map(lambda d: d.sum(), jax.vmap(one)(batch))
+  return jax.tree.map(lambda d: jnp.where(d > 0, d, 1.0), sums)
 
 
 Update = Callable[[TrainState, Chunks, Int[Array, '']], tuple[TrainState, Report]]
@@ -138,7 +142,7 @@ def build_update(
     result = gradients(
       model, algorithm, state.params, batch, used, token_chunk=token_chunk, on_policy=on_policy
     )
-    norm = optax.global_norm(result.grads)
+    norm = optax.tree.norm(result.grads)
     sound = jnp.isfinite(norm) & (norm <= config.skip_grad_norm)
     take = sound & (norm > 0)
     steps, opt_state = optimizer.update(result.grads, state.opt_state, state.params)

@@ -90,6 +90,7 @@ def tiny(family: str, vocab_size: int, **overrides: Any) -> ModelSpec:
   scaling = overrides.get('rope_scaling')
   if isinstance(scaling, Mapping):
     overrides = {**overrides, 'rope_scaling': _rope_scaling(scaling)}
+  _check_choice('model.head', overrides.get('head', 'lm'), ('lm', 'value', 'scalar'))
   defaults = {
     'hidden_size': 64,
     'intermediate_size': 128,
@@ -114,4 +115,10 @@ def _rope_scaling(fields: Mapping[str, Any]) -> RopeScaling:
     raise UserError(
       f'model.rope_scaling: got fields {sorted(fields)}, wanted kind and factor, and of {", ".join(known)}'
     )
+  _check_choice('model.rope_scaling.kind', fields['kind'], ('linear', 'llama3'))
   return RopeScaling(**fields)
+
+
+def _check_choice(name: str, value: str, wanted: tuple[str, ...]) -> None:
+  if value not in wanted:
+    raise UserError(f'{name}: got {value!r}, wanted one of {", ".join(wanted)}')

@@ -29,7 +29,6 @@ class RopeScaling:
   """llama3: the context length in tokens before stretching."""
 
   def __post_init__(self):
-    _choice('rope_scaling.kind', self.kind, ('linear', 'llama3'))
     if self.factor <= 0:
       raise UserError(f'rope_scaling.factor: got {self.factor}, wanted a positive number')
     if self.kind == 'llama3':
@@ -86,7 +85,6 @@ class ModelSpec:
       )
     if self.head_dim % 2:
       raise UserError(f'model.head_dim: got {self.head_dim}, wanted an even number (rotary embedding rotates pairs)')
-    _choice('model.head', self.head, ('lm', 'value', 'scalar'))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,11 +101,6 @@ class ModelOptions:
   """Of freshly drawn parameters."""
 
   def __post_init__(self):
-    _choice('model remat', self.remat, ('none', 'full'))
-    _choice('model dtype', self.dtype, DTYPES)
-    _choice('model param_dtype', self.param_dtype, DTYPES)
-
-
-def _choice(name: str, value: str, wanted: tuple[str, ...]) -> None:
-  if value not in wanted:
-    raise UserError(f'{name}: got {value!r}, wanted one of {", ".join(wanted)}')
+    for name, value in (('dtype', self.dtype), ('param_dtype', self.param_dtype)):
+      if value not in DTYPES:
+        raise UserError(f'model {name}: got {value!r}, wanted one of {", ".join(DTYPES)}')

@@ -35,7 +35,7 @@ def token_logprobs(
   """Logprobs of the tokens under softmax(hidden @ kernel.T / temperature), and that distribution's entropy.
 
   Logits exist for `token_chunk` positions of every row at a time; with more than one such chunk they are computed
-  again in the backward pass, so that they are not kept either. Statistics are float32 whatever `hidden` is.
+  again in the backward pass, so that they are not kept either. Statistics are at least float32 whatever `hidden` is.
 
   Args:
     hidden: states after the final norm; state t predicts token t + 1.
@@ -64,7 +64,8 @@ def token_logprobs(
 
 def _chunk(hidden, kernel, targets, temperature):
   """Logprobs of `targets` and entropies, both aligned with the hidden states."""
-  logits = jnp.einsum('cte,ve->ctv', hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
+  statistics = jnp.promote_types(hidden.dtype, jnp.float32)
+  logits = jnp.einsum('cte,ve->ctv', hidden, kernel.astype(hidden.dtype), preferred_element_type=statistics)
   logits = logits / temperature[..., None]
   normalizer = jax.nn.logsumexp(logits, axis=-1)
   chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]

@@ -1,8 +1,7 @@
-"""The embedded engine: prefill and decode in JAX, on this process's own device, behind the Engine protocol.
+"""The engine inside the trainer's process: requests are dealt to a fixed number of decode slots, freed ones refilled.
 
-Invariant: there is one decode program of a fixed number of slots and one prefill program per planned bucket, always
-padded to their shapes; so a request's tokens are the same whatever shares the batch, and nothing compiles after
-`start`. A request's prompt is prefilled once for all its samples; a finished slot is refilled while others decode.
+Invariant: load decides only when a token is drawn, never which: a prompt's bucket and the decode width are functions of
+the request and the configuration, and randomness is counted by request, sample and position.
 """
 
 from __future__ import annotations
@@ -10,457 +9,378 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-import functools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
-import flax.struct
 import jax
-import jax.numpy as jnp
 import numpy as np
+from absl import logging
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.types import Params, Version
 from jaxrl_llm.experience.sample import Finish, Segment
-from jaxrl_llm.models.api import Model, unstack_layers
-from jaxrl_llm.rollout.api import Completion, Request
-from jaxrl_llm.rollout.sampling import draw, draw_filtered, row_key
-
-_STOPS = 8
-"""Stop ids a request may have."""
+from jaxrl_llm.models.api import Model
+from jaxrl_llm.models.cache import Cache
+from jaxrl_llm.rollout.api import CUT, Completion, Request
+from jaxrl_llm.rollout.programs import Admission, Decoded, Programs
+from jaxrl_llm.rollout.sampling import row_key
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbeddedConfig:
-  """Shapes of the engine's programs."""
+  """Shapes of the embedded engine; each of them costs memory or compilations, none changes what is drawn at random."""
 
   slots: int = 64
   """Sequences decoded at a time."""
   prefill_rows: int = 8
-  """Prompts of one prefill."""
+  """Prompts prefilled at a time."""
   prefill_buckets: tuple[int, ...] = ()
-  """Lengths, in tokens, that prompts are padded to; the longest prompt's is always one."""
+  """Tokens that prompts are padded to, a program each; empty = powers of two from 16 up to the longest sequence."""
   decode_steps: int = 16
-  """Tokens per slot between two looks at which slots have finished."""
+  """Tokens of a slot per device call, at most: how soon ended ones are seen, and weights can be replaced."""
+  max_stop_ids: int = 8
+  """Stop tokens of one request, at most."""
+  filters: bool = True
+  """Whether requests may ask for top_p or top_k (evaluation); one program more to compile."""
+
+  def __post_init__(self):
+    for name in ('slots', 'prefill_rows', 'decode_steps', 'max_stop_ids'):
+      if getattr(self, name) < 1:
+        raise UserError(f'rollout.embedded.{name}: got {getattr(self, name)}, wanted at least 1')
+    if any(bucket < 1 for bucket in self.prefill_buckets):
+      raise UserError(f'rollout.embedded.prefill_buckets: got {self.prefill_buckets}, wanted positive token counts')
 
 
-@flax.struct.dataclass
-class _Slots:
-  """Device state of the decode program; row i is slot i."""
-
-  cache: Any
-  tokens: Any
-  """i32[slots]: the token that is fed next."""
-  positions: Any
-  """i32[slots]: its position."""
-  active: Any
-  """bool[slots]"""
-  made: Any
-  """i32[slots]: completion tokens so far."""
-  limits: Any
-  """i32[slots]: completion tokens at most."""
-  stops: Any
-  """i32[slots, _STOPS], -1 where unused"""
-  keys: Any
-  """u32[slots, 2]"""
-  temperature: Any
-  top_k: Any
-  top_p: Any
-  out_tokens: Any
-  """i32[slots, length]"""
-  out_logprobs: Any
-  """f32[slots, length]"""
+def plan_buckets(buckets: tuple[int, ...], *, max_length: int) -> tuple[int, ...]:
+  """Ascending, each once, none longer than a sequence; powers of two from 16 where none are given."""
+  buckets = buckets or tuple(1 << i for i in range(4, max(max_length - 1, 16).bit_length() + 1))
+  return tuple(sorted({min(bucket, max_length) for bucket in buckets}))
 
 
-@flax.struct.dataclass
-class _Admission:
-  """What `admit` puts into slots; `source` -1 leaves a slot alone, else it is the row of the prefill."""
+class _Job:
+  """A request and how far it has got."""
 
-  source: Any
-  tokens: Any
-  positions: Any
-  limits: Any
-  stops: Any
-  keys: Any
-  temperature: Any
-  top_k: Any
-  top_p: Any
+  def __init__(self, request: Request, bucket: int):
+    self.request, self.bucket = request, bucket
+    self.admitted = 0
+    """Samples that have a slot or had one."""
+    self.left = False
+    """Nobody waits for it any more."""
+    self.results: asyncio.Queue[tuple[int, Completion] | Exception] = asyncio.Queue()
 
 
 @dataclasses.dataclass(eq=False)
-class _Call:
-  """One `generate` under way."""
+class _Prefill:
+  """Prompts whose keys and values are on the device, or will be when the turn has run."""
 
-  request: Request
-  results: asyncio.Queue
-  cancelled: bool = False
+  jobs: tuple[_Job, ...]
+  cache: Cache | None = None
 
-
-@dataclasses.dataclass(eq=False)
-class _Prefilled:
-  """A prefill whose prompts still have samples to admit."""
-
-  cache: Any
-  waiting: collections.deque[tuple[int, _Call, int]]
-  """(row of the prefill, call, sample index)"""
+  def pending(self) -> int:
+    """Samples that wait for a slot."""
+    return sum(job.request.samples - job.admitted for job in self.jobs if not job.left)
 
 
 @dataclasses.dataclass(eq=False)
 class _Occupant:
-  """Who is in a slot, and which version wrote up to where."""
+  """The sample that a slot decodes."""
 
-  call: _Call
+  job: _Job
   index: int
   segments: list[tuple[int, Version]]
-  """(first completion token, version), ascending"""
+  """(first token, version), oldest first."""
+  length: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class _Turn:
+  """What the device does between two looks at the queue."""
+
+  prefills: list[_Prefill]
+  admissions: list[tuple[_Prefill, np.ndarray]]
+  control: np.ndarray
+  filtered: bool
 
 
 class EmbeddedEngine:
-  """An Engine in this process."""
+  """Draws from a JAX model in this process; see `rollout.api.Engine` for what the methods promise.
 
-  name = 'embedded'
+  When weights are replaced, what a running completion has in its KV cache stays as the old weights made it: its later
+  tokens see keys and values of two versions, and its segments say which tokens are whose. Prompts that were prefilled
+  and not begun are prefilled again. At bound 0 nothing runs when weights are replaced.
+  """
 
   def __init__(
     self,
     model: Model,
     config: EmbeddedConfig,
     *,
-    max_prompt: int,
-    max_completion: int,
-    filtered: bool,
+    max_length: int,
     seed: int,
     run: Callable[..., Awaitable[Any]],
+    name: str = 'embedded',
     device: jax.Device | None = None,
   ):
     """
     Args:
-      model: without scan_layers.
-      config: shapes.
-      max_prompt, max_completion: tokens of the longest prompt and of the longest completion.
-      filtered: whether requests with top_p or top_k will come; their decode program is compiled only then.
-      seed: one part of what every draw is counted by.
-      run: awaits a function on the device thread.
-      device: where it computes; None = this process's first.
+      model: an 'lm' model; its `options.dtype` is the type of weights, activations and KV cache here.
+      max_length: tokens of the longest sequence, prompt included.
+      seed: of all randomness, with the requests' keys.
+      run: awaits `function(*args, **kwargs)` on the process's device thread.
+      name: in segments and messages.
+      device: None = the first of this process.
     """
-    self._model, self._config, self._seed, self._run = model, config, seed, run
-    self._max_prompt, self._max_completion, self._max_length = max_prompt, max_completion, max_prompt + max_completion
-    self._device = jax.local_devices()[0] if device is None else device
-    self._buckets = sorted({*(b for b in config.prefill_buckets if b < max_prompt), max_prompt})
-    self._version: Version | None = None
-    self._params: Params | None = None
-    self._slots: _Slots | None = None
-    self._occupants: dict[int, _Occupant] = {}
-    self._queue: collections.deque[_Call] = collections.deque()
-    self._prefilled: collections.deque[_Prefilled] = collections.deque()
-    self._work = asyncio.Event()
-    self._hold = asyncio.Lock()
-    self._driver: asyncio.Task | None = None
+    self.name = name
     self.counts: collections.Counter[str] = collections.Counter()
-    """Programs run so far: prefill, admit, decode; and `steps`, decode steps of the whole batch."""
-    self._prefill = jax.jit(self._prefill_program)
-    self._admit = jax.jit(self._admit_program, donate_argnums=0)
-    self._decode = {
-      filtered: jax.jit(functools.partial(self._decode_program, filtered=filtered), donate_argnums=1)
-      for filtered in ((False, True) if filtered else (False,))
-    }
+    """Since the start: prefill_calls, prefilled_prompts, decode_calls, decode_steps, tokens, completions."""
+    self._config, self._seed, self._run, self._max_length = config, seed, run, max_length
+    self._vocab = model.spec.vocab_size
+    self._programs = Programs(
+      model,
+      slots=config.slots,
+      max_length=max_length,
+      prefill_rows=config.prefill_rows,
+      buckets=plan_buckets(config.prefill_buckets, max_length=max_length),
+      decode_steps=config.decode_steps,
+      max_stop_ids=config.max_stop_ids,
+      device=jax.local_devices()[0] if device is None else device,
+    )
+    self._version: Version | None = None
+    self._waiting: collections.deque[_Job] = collections.deque()
+    self._ready: list[_Prefill] = []
+    self._slots: list[_Occupant | None] = [None] * config.slots
+    self._tokens = np.zeros((config.slots, max_length), np.int32)
+    self._logprobs = np.zeros((config.slots, max_length), np.float32)
+    self._filtered = False
+    self._wake = asyncio.Event()
+    self._turns = asyncio.Lock()
+    self._driver: asyncio.Task | None = None
+    self._failure: Exception | None = None
 
   @property
   def version(self) -> Version | None:
     return self._version
 
+  @property
+  def free_slots(self) -> int:
+    return self._slots.count(None)
+
   async def start(self) -> None:
-    self._slots = await self._run(self._fresh_slots)
-    self._driver = asyncio.create_task(self._drive())
+    await self._run(self._programs.compile, filtered=self._config.filters)
+    self._driver = asyncio.create_task(self._drive(), name=f'engine {self.name}')
 
   async def close(self) -> None:
     if self._driver is not None:
       self._driver.cancel()
       await asyncio.wait({self._driver})
-    for call in self._calls():
-      call.results.put_nowait(RunError('embedded engine: closed while requests were under way'))
+    self._fail(RunError(f'engine {self.name}: closed'))
 
   async def load(self, params_host: Params, version: Version) -> None:
-    async with self._hold:
-      first = self._params is None
-      self._params = await self._run(self._place, params_host)
-      if first:
-        await self._run(self._warm_up)
+    async with self._turns:
+      self._check_alive()
+      await self._run(self._programs.load, params_host)
       self._version = version
-      for slot, occupant in self._occupants.items():
-        made = int(await self._run(lambda s=slot: np.asarray(self._slots.made)[s]))
-        if made == occupant.segments[-1][0]:
-          occupant.segments.pop()
-        occupant.segments.append((made, version))
+      for occupant in self._slots:
+        if occupant is not None:
+          cut = [segment for segment in occupant.segments if segment[0] < occupant.length]
+          occupant.segments = [*cut, (occupant.length, version)]
+      unbegun = [job for prefill in self._ready for job in prefill.jobs if job.admitted < job.request.samples]
+      self._ready = []
+      self._waiting.extendleft(reversed(unbegun))
+    self._wake.set()
 
   async def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
-    """Yields (sample index, completion) as each of the request's samples ends."""
-    self._check(request)
-    call = _Call(request, asyncio.Queue())
-    self._queue.append(call)
-    self._work.set()
+    self._check_alive()
+    if self._version is None or self._driver is None:
+      raise RuntimeError(f'engine {self.name}: start and load come before generate')
+    job = _Job(request, self._check(request))
+    self._waiting.append(job)
+    self._wake.set()
     try:
       for _ in range(request.samples):
-        result = await call.results.get()
+        result = await job.results.get()
         if isinstance(result, Exception):
           raise result
         yield result
     finally:
-      call.cancelled = True
+      job.left = True
+      self._wake.set()
 
-  def _check(self, request: Request) -> None:
-    if len(request.prompt) > self._max_prompt or request.max_tokens > self._max_completion:
+  def _check(self, request: Request) -> int:
+    """The bucket of the request's prompt; UserError if it is none that this engine can serve."""
+    length, where = len(request.prompt), f'request {request.uid}'
+    if length + request.max_tokens > self._max_length:
       raise UserError(
-        f'request {request.uid}: prompt of {len(request.prompt)} and max_tokens of {request.max_tokens} tokens, the '
-        f'engine was planned for {self._max_prompt} and {self._max_completion}; raise rollout.max_prompt_length or '
-        'rollout.max_response_length'
+        f'{where}: {length} prompt tokens and max_tokens {request.max_tokens} are more than the {self._max_length} of '
+        f'engine {self.name}; raise rollout.max_prompt_length or max_response_length, or ask for fewer'
       )
-    if request.sampling.filtered not in self._decode:
-      raise UserError(f'request {request.uid}: {request.sampling} filters, the engine was planned without filters')
-    if len(request.stop_ids) > _STOPS:
-      raise UserError(f'request {request.uid}: {len(request.stop_ids)} stop ids, the engine takes {_STOPS}')
+    # The prompt's last token is fed by the first decode step, so that prefill draws nothing.
+    buckets = [bucket for bucket in self._programs.buckets if bucket >= length - 1]
+    if not buckets:
+      raise UserError(
+        f'{where}: a prompt of {length} tokens fits none of rollout.embedded.prefill_buckets '
+        f'{self._programs.buckets}; add one of at least {length - 1}'
+      )
+    if not all(0 <= token < self._vocab for token in (*request.prompt, *request.stop_ids)):
+      raise UserError(f'{where}: token ids outside the vocabulary of {self._vocab}; another tokenizer than the model?')
+    if len(request.stop_ids) > self._config.max_stop_ids:
+      raise UserError(
+        f'{where}: {len(request.stop_ids)} stop ids, wanted at most rollout.embedded.max_stop_ids '
+        f'{self._config.max_stop_ids}'
+      )
+    if request.sampling.filtered and not self._config.filters:
+      raise UserError(f'{where}: top_p or top_k asked for; set rollout.embedded.filters')
+    return min(buckets)
 
-  def _calls(self) -> set[_Call]:
-    waiting = {call for prefilled in self._prefilled for _, call, _ in prefilled.waiting}
-    return {*self._queue, *waiting, *(o.call for o in self._occupants.values())}
-
-  # The driver: admit, decode, harvest; one device call at a time.
+  def _check_alive(self) -> None:
+    if self._failure is not None:
+      raise RunError(f'engine {self.name}: ended: {self._failure}') from self._failure
 
   async def _drive(self) -> None:
+    """Runs turns while there is work. An error ends the engine: its state was given to the call that failed."""
     try:
       while True:
-        if not (self._queue or self._prefilled or self._occupants):
-          self._work.clear()
-          await self._work.wait()
-        async with self._hold:
-          await self._admit_waiting()
-          if self._occupants:
-            await self._decode_once()
-        await asyncio.sleep(0)
-    except Exception as error:  # The fate of every call under way is decided here: it fails with this error.
-      for call in self._calls():
-        call.results.put_nowait(error)
-      raise
+        async with self._turns:
+          turn = self._plan()
+          if turn is not None:
+            self._harvest(await self._run(self._execute, turn))
+        if turn is None:
+          await self._wake.wait()
+    except Exception as error:
+      logging.exception('engine %s: a device call failed; %d requests with it', self.name, len(self._jobs()))
+      self._fail(error)
 
-  def _kind(self) -> bool | None:
-    """Whether what is decoding is filtered; None when nothing is."""
-    return next((o.call.request.sampling.filtered for o in self._occupants.values()), None)
+  def _fail(self, error: Exception) -> None:
+    if self._failure is None:
+      self._failure = error
+    for job in self._jobs():
+      job.results.put_nowait(error)
 
-  async def _admit_waiting(self) -> None:
-    """Fills free slots, prefilling as many prompts as they need."""
-    free = [slot for slot in range(self._config.slots) if slot not in self._occupants]
-    while free:
-      if not self._prefilled and not await self._prefill_next():
+  def _jobs(self) -> set[_Job]:
+    running = {slot.job for slot in self._slots if slot is not None}
+    return running | set(self._waiting) | {job for prefill in self._ready for job in prefill.jobs}
+
+  def _plan(self) -> _Turn | None:
+    """Frees what nobody waits for, fills free slots, and says what to run; None where there is nothing."""
+    self._wake.clear()
+    self._slots = [None if slot is None or slot.job.left else slot for slot in self._slots]
+    self._waiting = collections.deque(job for job in self._waiting if not job.left)
+    self._ready = [prefill for prefill in self._ready if prefill.pending()]
+    if self.free_slots == self._config.slots and not self._ready and self._waiting:
+      self._filtered = self._waiting[0].request.sampling.filtered
+    prefills = self._take_prompts()
+    admissions = self._fill_slots()
+    occupied = np.array([slot is not None for slot in self._slots])
+    if not occupied.any():
+      return None
+    pending = sum(prefill.pending() for prefill in self._ready)
+    pending += sum(job.request.samples - job.admitted for job in self._same_kind())
+    # With samples waiting, a call ends as soon as an eighth of the slots can be refilled.
+    active = int(occupied.sum())
+    until = active - min(active, pending, max(1, self._config.slots // 8)) if pending else 0
+    control = np.array([until, *occupied], np.int32)
+    return _Turn(prefills=prefills, admissions=admissions, control=control, filtered=self._filtered)
+
+  def _same_kind(self) -> Iterable[_Job]:
+    """Waiting jobs up to the first that needs the other decode program: kinds never share a wave, none is starved."""
+    for job in self._waiting:
+      if job.request.sampling.filtered != self._filtered:
         return
-      prefilled = self._prefilled[0]
-      taken = self._take(prefilled, free)
-      if taken:
-        admission = self._admission(taken)
-        self._slots = await self._run(self._admit, self._slots, prefilled.cache, admission)
-        self.counts['admit'] += 1
-        free = free[len(taken) :]
-      if not prefilled.waiting:
-        self._prefilled.popleft()
-      elif not taken:
-        return
+      yield job
 
-  def _take(self, prefilled: _Prefilled, free: list[int]) -> list[tuple[int, int, _Occupant]]:
-    """(slot, prefill row, occupant) for as many waiting samples as there are free slots."""
+  def _take_prompts(self) -> list[_Prefill]:
+    """Prefills in the order of arrival, filled up with later prompts of the same bucket."""
     taken = []
-    while prefilled.waiting and len(taken) < len(free):
-      row, call, index = prefilled.waiting.popleft()
-      if not call.cancelled:
-        occupant = _Occupant(call, index, [(0, self._version)])
-        taken.append((free[len(taken)], row, occupant))
-    self._occupants.update({slot: occupant for slot, _, occupant in taken})
+    short = self.free_slots - sum(prefill.pending() for prefill in self._ready)
+    while short > 0:
+      candidates = list(self._same_kind())
+      jobs = [job for job in candidates if job.bucket == candidates[0].bucket][: self._config.prefill_rows]
+      if not jobs:
+        break
+      chosen = set(jobs)
+      self._waiting = collections.deque(job for job in self._waiting if job not in chosen)
+      taken.append(_Prefill(tuple(jobs)))
+      short -= taken[-1].pending()
+    self._ready += taken
     return taken
 
-  async def _prefill_next(self) -> bool:
-    """Prefills the next waiting prompts of one kind and bucket; False when none may start now."""
-    calls: list[_Call] = []
-    kind, bucket = self._kind(), None
-    while self._queue and len(calls) < self._config.prefill_rows:
-      call = self._queue[0]
-      if call.cancelled:
-        self._queue.popleft()
+  def _fill_slots(self) -> list[tuple[_Prefill, np.ndarray]]:
+    """Deals pending samples to free slots; per prefill a matrix with a row for every slot."""
+    free = [i for i, slot in enumerate(self._slots) if slot is None]
+    samples = (
+      (prefill, row, job)
+      for prefill in self._ready
+      for row, job in enumerate(prefill.jobs)
+      if not job.left
+      for _ in range(job.request.samples - job.admitted)
+    )
+    matrices: dict[_Prefill, np.ndarray] = {}
+    for slot, (prefill, row, job) in zip(free, samples):
+      if prefill not in matrices:
+        matrices[prefill] = np.full((self._config.slots, 9 + self._config.max_stop_ids), -1, np.int32)
+      self._admission(job, row).bits(matrices[prefill][slot])
+      self._slots[slot] = _Occupant(job, job.admitted, [(0, self._version)])
+      job.admitted += 1
+    self._ready = [prefill for prefill in self._ready if prefill.pending()]
+    return list(matrices.items())
+
+  def _admission(self, job: _Job, row: int) -> Admission:
+    request = job.request
+    return Admission(
+      source=row,
+      token=request.prompt[-1],
+      position=len(request.prompt) - 1,
+      remaining=request.max_tokens,
+      top_k=request.sampling.top_k,
+      temperature=request.sampling.temperature,
+      top_p=request.sampling.top_p,
+      key=row_key(seed=self._seed, words=request.key, sample_index=job.admitted),
+      stop_ids=request.stop_ids,
+    )
+
+  def _execute(self, turn: _Turn) -> Decoded:
+    """On the device thread."""
+    for prefill in turn.prefills:
+      tokens = np.zeros((self._config.prefill_rows, prefill.jobs[0].bucket), np.int32)
+      for row, job in enumerate(prefill.jobs):
+        tokens[row, : len(job.request.prompt) - 1] = job.request.prompt[:-1]
+      prefill.cache = self._programs.prefill(tokens)
+    for prefill, matrix in turn.admissions:
+      self._programs.admit(prefill.cache, matrix)
+    decoded = self._programs.decode(turn.control, filtered=turn.filtered)
+    self.counts['prefill_calls'] += len(turn.prefills)
+    self.counts['prefilled_prompts'] += sum(len(prefill.jobs) for prefill in turn.prefills)
+    self.counts['decode_calls'] += 1
+    self.counts['decode_steps'] += int(decoded.produced.max())
+    self.counts['tokens'] += int(decoded.produced.sum())
+    return decoded
+
+  def _harvest(self, decoded: Decoded) -> None:
+    """Takes what was drawn, and hands out what has ended."""
+    steps, slots = np.nonzero(np.arange(len(decoded.tokens))[:, None] < decoded.produced)
+    lengths = np.array([0 if slot is None else slot.length for slot in self._slots])
+    self._tokens[slots, lengths[slots] + steps] = decoded.tokens[steps, slots]
+    self._logprobs[slots, lengths[slots] + steps] = decoded.logprobs[steps, slots]
+    for i, occupant in enumerate(self._slots):
+      if occupant is None:
         continue
-      filtered, length = call.request.sampling.filtered, self._bucket(len(call.request.prompt))
-      if (kind is not None and filtered != kind) or (bucket is not None and length != bucket):
-        break
-      kind, bucket = filtered, length
-      calls.append(self._queue.popleft())
-    if not calls:
-      return False
-    tokens = np.zeros((self._config.prefill_rows, bucket), np.int32)
-    for row, call in enumerate(calls):
-      tokens[row, : len(call.request.prompt)] = call.request.prompt
-    cache = await self._run(self._prefill, self._params, tokens)
-    self.counts['prefill'] += 1
-    waiting = collections.deque(
-      (row, call, index) for row, call in enumerate(calls) for index in range(call.request.samples)
+      occupant.length += int(decoded.produced[i])
+      if decoded.remaining[i] == 0:
+        self._slots[i] = None
+        self.counts['completions'] += 1
+        occupant.job.results.put_nowait((occupant.index, self._completion(i, occupant)))
+
+  def _completion(self, slot: int, occupant: _Occupant) -> Completion:
+    tokens = self._tokens[slot, : occupant.length].copy()
+    finish = Finish.STOP if tokens[-1] in occupant.job.request.stop_ids else Finish.LENGTH
+    ends = [start for start, _ in occupant.segments[1:]] + [occupant.length]
+    finishes = [CUT] * (len(ends) - 1) + [str(finish)]
+    return Completion(
+      tokens=tokens,
+      logprobs=self._logprobs[slot, : occupant.length].copy(),
+      finish=finish,
+      segments=tuple(
+        Segment(start=start, end=end, version=version, engine=self.name, finish=how)
+        for (start, version), end, how in zip(occupant.segments, ends, finishes, strict=True)
+      ),
     )
-    self._prefilled.append(_Prefilled(cache, waiting))
-    return True
-
-  def _bucket(self, length: int) -> int:
-    return next(b for b in self._buckets if b >= length)
-
-  def _admission(self, taken: list[tuple[int, int, _Occupant]]) -> _Admission:
-    admission = self._no_admission()
-    for slot, row, occupant in taken:
-      request, sampling = occupant.call.request, occupant.call.request.sampling
-      admission.source[slot] = row
-      admission.tokens[slot] = request.prompt[-1]
-      admission.positions[slot] = len(request.prompt) - 1
-      admission.limits[slot] = request.max_tokens
-      admission.stops[slot, : len(request.stop_ids)] = request.stop_ids
-      admission.keys[slot] = row_key(seed=self._seed, words=request.key, sample_index=occupant.index)
-      admission.temperature[slot] = sampling.temperature
-      admission.top_k[slot], admission.top_p[slot] = sampling.top_k, sampling.top_p
-    return admission
-
-  def _no_admission(self) -> _Admission:
-    n = self._config.slots
-    return _Admission(
-      source=np.full(n, -1, np.int32),
-      tokens=np.zeros(n, np.int32),
-      positions=np.zeros(n, np.int32),
-      limits=np.zeros(n, np.int32),
-      stops=np.full((n, _STOPS), -1, np.int32),
-      keys=np.zeros((n, 2), np.uint32),
-      temperature=np.ones(n, np.float32),
-      top_k=np.full(n, -1, np.int32),
-      top_p=np.ones(n, np.float32),
-    )
-
-  async def _decode_once(self) -> None:
-    """Some decode steps, and the completions that ended in them."""
-    self._slots, ended = await self._run(self._decode_and_fetch, bool(self._kind()))
-    active, made, tokens, logprobs, stopped, steps = ended
-    self.counts['decode'] += 1
-    self.counts['steps'] += int(steps)
-    for slot, occupant in list(self._occupants.items()):
-      if not active[slot] or occupant.call.cancelled:
-        del self._occupants[slot]
-        if not occupant.call.cancelled:
-          count = int(made[slot])
-          completion = self._completion(occupant, tokens[slot, :count], logprobs[slot, :count], bool(stopped[slot]))
-          occupant.call.results.put_nowait((occupant.index, completion))
-
-  def _decode_and_fetch(self, filtered: bool):
-    slots, stopped, steps = self._decode[filtered](self._params, self._slots)
-    fetched = jax.device_get((slots.active, slots.made, slots.out_tokens, slots.out_logprobs, stopped, steps))
-    return slots, fetched
-
-  def _completion(self, occupant: _Occupant, tokens, logprobs, stopped: bool) -> Completion:
-    finish = Finish.STOP if stopped else Finish.LENGTH
-    ends = [start for start, _ in occupant.segments[1:]] + [len(tokens)]
-    segments = tuple(
-      Segment(start=start, end=end, version=version, engine=self.name, finish=str(finish))
-      for (start, version), end in zip(occupant.segments, ends, strict=True)
-      if end > start
-    )
-    return Completion(tokens=tokens.copy(), logprobs=logprobs.copy(), finish=finish, segments=segments)
-
-  # Device programs.
-
-  def _place(self, params_host: Params) -> Params:
-    """Own device buffers: `jnp.array` copies, where `device_put` may alias the host's."""
-    with jax.default_device(self._device):
-      return jax.tree.map(jnp.array, unstack_layers(params_host))
-
-  def _fresh_slots(self) -> _Slots:
-    n, length = self._config.slots, self._max_length
-    with jax.default_device(self._device):
-      integers = lambda *shape: jnp.zeros((n, *shape), jnp.int32)
-      return _Slots(
-        cache=self._model.init_cache(n, length),
-        tokens=integers(),
-        positions=integers(),
-        active=jnp.zeros(n, bool),
-        made=integers(),
-        limits=integers(),
-        stops=integers(_STOPS),
-        keys=jnp.zeros((n, 2), jnp.uint32),
-        temperature=jnp.ones(n, jnp.float32),
-        top_k=integers(),
-        top_p=jnp.ones(n, jnp.float32),
-        out_tokens=integers(length),
-        out_logprobs=jnp.zeros((n, length), jnp.float32),
-      )
-
-  def _warm_up(self) -> None:
-    """Runs every program once on nothing, so that none compiles later."""
-    nobody = self._no_admission()
-    for bucket in self._buckets:
-      cache = self._prefill(self._params, np.zeros((self._config.prefill_rows, bucket), np.int32))
-      self._slots = self._admit(self._slots, cache, nobody)
-    for filtered in self._decode:
-      self._slots, _ = self._decode_and_fetch(filtered)
-
-  def _prefill_program(self, params: Params, tokens):
-    """Keys and values of prompts `[rows, bucket]`; what padding writes is overwritten before it is seen."""
-    rows, bucket = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(bucket, dtype=jnp.int32), tokens.shape)
-    return self._model.decode(params, tokens, positions, self._model.init_cache(rows, bucket))[1]
-
-  def _admit_program(self, slots: _Slots, prefilled, admission: _Admission) -> _Slots:
-    enters = admission.source >= 0
-    rows = jnp.maximum(admission.source, 0)
-
-    def enter(cache, fresh):
-      length = fresh.shape[1]
-      mixed = jnp.where(enters[:, None, None, None], fresh[rows], cache[:, :length])
-      return jax.lax.dynamic_update_slice(cache, mixed, (0, 0, 0, 0))
-
-    choose = lambda new, old: jnp.where(enters.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
-    return slots.replace(
-      cache=jax.tree.map(enter, slots.cache, prefilled),
-      tokens=choose(admission.tokens, slots.tokens),
-      positions=choose(admission.positions, slots.positions),
-      active=slots.active | enters,
-      made=choose(jnp.zeros_like(slots.made), slots.made),
-      limits=choose(admission.limits, slots.limits),
-      stops=choose(admission.stops, slots.stops),
-      keys=choose(admission.keys, slots.keys),
-      temperature=choose(admission.temperature, slots.temperature),
-      top_k=choose(admission.top_k, slots.top_k),
-      top_p=choose(admission.top_p, slots.top_p),
-    )
-
-  def _decode_program(self, params: Params, slots: _Slots, *, filtered: bool):
-    """Up to `decode_steps` tokens for every active slot; stops early when none is active any more."""
-    kernel = self._model.head_kernel(params)
-    rows = jnp.arange(self._config.slots)
-
-    def step(carry):
-      slots, stopped, i = carry
-      hidden, cache = self._model.decode(params, slots.tokens[:, None], slots.positions[:, None], slots.cache)
-      logits = jnp.einsum(
-        'be,ve->bv', hidden[:, 0], kernel.astype(hidden.dtype), preferred_element_type=jnp.float32
-      )
-      positions = slots.positions + 1
-      if filtered:
-        drawn = draw_filtered(logits, slots.keys, positions, slots.temperature, slots.top_k, slots.top_p)
-      else:
-        drawn = draw(logits, slots.keys, positions, slots.temperature)
-      # A slot that is not active writes beyond its buffer, which drops the write.
-      at = jnp.where(slots.active, slots.made, self._max_length)
-      hit = slots.active & (slots.stops == drawn.tokens[:, None]).any(-1)
-      made = slots.made + slots.active
-      return (
-        slots.replace(
-          cache=cache,
-          tokens=jnp.where(slots.active, drawn.tokens, slots.tokens),
-          positions=jnp.where(slots.active, positions, slots.positions),
-          active=slots.active & ~hit & (made < slots.limits),
-          made=made,
-          out_tokens=slots.out_tokens.at[rows, at].set(drawn.tokens, mode='drop'),
-          out_logprobs=slots.out_logprobs.at[rows, at].set(drawn.logprobs, mode='drop'),
-        ),
-        stopped | hit,
-        i + 1,
-      )
-
-    going = lambda carry: (carry[2] < self._config.decode_steps) & carry[0].active.any()
-    stopped = jnp.zeros(self._config.slots, bool)
-    return jax.lax.while_loop(going, step, (slots, stopped, jnp.zeros((), jnp.int32)))

@@ -6,17 +6,19 @@ every file) by process 0, fsynced last. What has no COMMIT is removed at the nex
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 import xxhash
+from absl import logging
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.types import Json
@@ -86,7 +88,7 @@ class Checkpoints:
     try:
       if self._leads:
         target.mkdir(parents=True, exist_ok=True)
-      with ocp.StandardCheckpointer() as checkpointer:
+      with _quiet_orbax(), ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(target / _ARRAYS, state, force=True)
       if self._leads:
         (target / _HOST).write_bytes(encoded)
@@ -143,6 +145,18 @@ class Checkpoints:
         # Without its COMMIT it is no checkpoint any more, whenever the removal is interrupted; `clean` ends it.
         (self._directory / str(step) / _COMMIT).unlink()
         shutil.rmtree(self._directory / str(step), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _quiet_orbax() -> Iterator[None]:
+  """Each of its threads logs a traceback of the one error that it then raises."""
+  foreign = lambda record: 'orbax' not in record.pathname
+  logger = logging.get_absl_logger()
+  logger.addFilter(foreign)
+  try:
+    yield
+  finally:
+    logger.removeFilter(foreign)
 
 
 def _commit(path: pathlib.Path) -> None:

@@ -1,32 +1,25 @@
-"""Hugging Face model directories: safetensors read and written shard by shard, and whole exports.
+"""Hugging Face model directories: where they are, what they hold, and whole exports.
 
-Invariant: names and shapes of all files are checked before the first tensor is read, and on the host there is never
-more than one array of a tree beyond what the caller keeps (when reading), or one shard (when writing).
+Invariant: a directory that `export` wrote is loaded by transformers and vLLM as it is, and by `load_params` to the bit.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
-import numpy as np
-from absl import logging
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
-from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.weights.hf_config import one_or_list, read_json, read_spec, write_config, write_json
-from jaxrl_llm.weights.layout import dtype_of, fill, from_hf, to_hf
-from jaxrl_llm.weights.tables import Entry, Inventory, entries
+from jaxrl_llm.weights.layout import from_hf, to_hf
+from jaxrl_llm.weights.safetensors_files import SHARD_BYTES, load_params, save_params, writing
 
 __all__ = [
   'SpecialTokens',
@@ -34,19 +27,14 @@ __all__ = [
   'export',
   'from_hf',
   'load_params',
-  'read_special_tokens',
   'read_spec',
+  'read_special_tokens',
   'resolve',
   'save_params',
   'to_hf',
   'write_config',
 ]
 
-SHARD_BYTES = 5_000_000_000
-"""Size above which weights are split, by default; many small files and few large ones are both awkward to copy."""
-
-_SINGLE, _INDEX = 'model.safetensors', 'model.safetensors.index.json'
-_WEIGHT_FILE = re.compile(r'model(-\d{5}-of-\d{5})?\.safetensors')
 _TOKENIZER_FILES = (
   'tokenizer.json',
   'tokenizer_config.json',
@@ -58,178 +46,6 @@ _TOKENIZER_FILES = (
   'chat_template.jinja',
   'chat_template.json',
 )
-_READABLE = {'F32': 'float32', 'BF16': 'bfloat16', 'F16': 'float16', 'F64': 'float64'}
-"""Safetensors' names of the dtypes that weights may have in a file."""
-
-
-def keep(path: str, array: np.ndarray) -> np.ndarray:
-  """The `place` of `load_params` that leaves arrays on the host."""
-  del path
-  return array
-
-
-def load_params(
-  directory: str | Path,
-  spec: ModelSpec,
-  *,
-  scan_layers: bool = False,
-  dtype: str = 'float32',
-  place: Callable[[str, np.ndarray], Any] = keep,
-) -> Params:
-  """The parameters of a directory, one array of the tree at a time.
-
-  Args:
-    directory: holds model.safetensors, or model.safetensors.index.json and what it lists.
-    spec: the model, as `read_spec` gives it.
-    scan_layers: whether to stack the layers.
-    dtype: of the parameters; the files' own may be another.
-    place: (name in the tree, host array) to what the tree shall hold, for example a sharded device array. It may keep
-      the array or alias its memory: nothing writes to it again.
-
-  Returns:
-    The tree. A tied model's `lm_head.weight`, if the files have one, is ignored: the embedding is the one that counts.
-  """
-  to = dtype_of(dtype)
-  with contextlib.ExitStack() as stack:
-    files = {path: stack.enter_context(_open(path)) for path in _weight_files(Path(directory))}
-    where = _check_files(Path(directory), files, spec)
-
-    def read(entry: Entry) -> np.ndarray:
-      path = where[entry.hf]
-      try:
-        return files[path].get_tensor(entry.hf)
-      except SafetensorError as error:
-        raise UserError(f'{path}: {entry.hf} cannot be read ({error}); fetch the file again') from None
-
-    params = fill(read, spec, scan_layers=scan_layers, dtype=to, place=place)
-  logging.info('read %d tensors from %d files in %s as %s', len(where), len(files), directory, dtype)
-  return params
-
-
-def _open(path: Path) -> safe_open:
-  try:
-    return safe_open(path, 'np')
-  except FileNotFoundError:
-    raise UserError(f'{path}: no such file, though {_INDEX} lists it; fetch it again') from None
-  except (SafetensorError, OSError) as error:
-    reason = ' '.join(str(error).split())
-    raise UserError(f'{path}: truncated or corrupt safetensors file ({reason}); fetch it again') from None
-
-
-def _weight_files(directory: Path) -> list[Path]:
-  if (directory / _SINGLE).exists():
-    return [directory / _SINGLE]
-  if (directory / _INDEX).exists():
-    return [directory / name for name in sorted(set(_weight_map(directory).values()))]
-  other = next(
-    (path.name for pattern in ('*.bin', '*.pth', '*.gguf') for path in sorted(directory.glob(pattern))), None
-  )
-  found = f'found {other}, convert it to safetensors' if other else 'no weights here'
-  raise UserError(f'{directory}: holds neither {_SINGLE} nor {_INDEX}: {found}')
-
-
-def _weight_map(directory: Path) -> Mapping[str, str]:
-  values = read_json(directory / _INDEX).get('weight_map')
-  if not isinstance(values, dict) or not values or not all(isinstance(name, str) for name in values.values()):
-    raise UserError(f'{directory / _INDEX}: has no weight_map of tensor names to file names')
-  return values
-
-
-def _check_files(directory: Path, files: Mapping[Path, Any], spec: ModelSpec) -> dict[str, Path]:
-  """Which file holds which tensor of the model, from the files' headers alone."""
-  inventory, where = Inventory(spec, str(directory)), {}
-  for path, file in files.items():
-    for name in file.keys():  # noqa: SIM118 (not a dict)
-      header = file.get_slice(name)
-      entry = inventory.see(name, header.get_shape())
-      if entry is None:
-        continue
-      if header.get_dtype() not in _READABLE:
-        raise UserError(
-          f'{path}: {name} is {header.get_dtype()}, wanted one of {", ".join(_READABLE)}: only unquantized weights are read'
-        )
-      where[name] = path
-  inventory.finish()
-  return where
-
-
-def save_params(
-  directory: str | Path, params: Params, spec: ModelSpec, *, dtype: str = 'float32', shard_bytes: int = SHARD_BYTES
-) -> list[Path]:
-  """Writes the weights: one model.safetensors, or shards and their index where they are more than `shard_bytes`.
-
-  Each file appears under its name when it is whole. Earlier weights in the directory are replaced.
-
-  Args:
-    directory: where; made if need be.
-    params: scanned or unrolled tree of NumPy or addressable JAX arrays.
-    spec: the model.
-    dtype: of the tensors in the files.
-    shard_bytes: most bytes of tensors per file; a larger tensor has a file of its own.
-
-  Returns:
-    The files of weights.
-  """
-  directory, to = Path(directory), dtype_of(dtype)
-  shards = _plan_shards(spec, to.itemsize, shard_bytes)
-  tensors = to_hf(params, spec)
-  written: dict[str, str] = {}
-  with _disk(directory):
-    directory.mkdir(parents=True, exist_ok=True)
-    # Without its index a set of shards of which some are already the new ones is no model to anybody.
-    (directory / _INDEX).unlink(missing_ok=True)
-    for number, shard in enumerate(shards, start=1):
-      name = _SINGLE if len(shards) == 1 else f'model-{number:05d}-of-{len(shards):05d}.safetensors'
-      _write_shard(directory / name, shard, tensors, to)
-      written |= dict.fromkeys((entry.hf for entry in shard), name)
-    for path in directory.iterdir():
-      if _WEIGHT_FILE.fullmatch(path.name) and path.name not in written.values():
-        path.unlink()
-    if len(shards) > 1:
-      total = sum(_bytes(entry, to.itemsize) for entry in entries(spec))
-      write_json(directory / _INDEX, {'metadata': {'total_size': total}, 'weight_map': dict(sorted(written.items()))})
-  files = [directory / name for name in dict.fromkeys(written.values())]
-  logging.info('wrote %d tensors to %d files in %s as %s', len(written), len(files), directory, dtype)
-  return files
-
-
-def _bytes(entry: Entry, itemsize: int) -> int:
-  return int(np.prod(entry.shape)) * itemsize
-
-
-def _plan_shards(spec: ModelSpec, itemsize: int, shard_bytes: int) -> list[list[Entry]]:
-  if shard_bytes <= 0:
-    raise UserError(f'shard_bytes is {shard_bytes}, wanted a positive number of bytes')
-  shards: list[list[Entry]] = [[]]
-  size = 0
-  for entry in entries(spec):
-    size += _bytes(entry, itemsize)
-    if shards[-1] and size > shard_bytes:
-      shards.append([])
-      size = _bytes(entry, itemsize)
-    shards[-1].append(entry)
-  return shards
-
-
-def _write_shard(path: Path, shard: list[Entry], tensors: Iterator[tuple[str, np.ndarray]], dtype: np.dtype) -> None:
-  # save_file writes the memory from the first element on, whatever the strides: a transposed view would be saved
-  # wrong without a word.
-  arrays = {}
-  for _ in shard:
-    name, tensor = next(tensors)
-    arrays[name] = np.ascontiguousarray(tensor.astype(dtype, copy=False))
-  save_file(arrays, path, metadata={'format': 'pt'})
-  # Files of the same directory have the same readers; the library's temporary file is for its owner alone.
-  path.chmod(0o644)
-
-
-@contextlib.contextmanager
-def _disk(directory: Path) -> Iterator[None]:
-  try:
-    yield
-  except (OSError, SafetensorError) as error:
-    reason = ' '.join(str(error).split())
-    raise RunError(f'{directory}: weights cannot be written ({reason}); free or name another place') from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -298,7 +114,7 @@ def export(
   directory = Path(directory)
   if tokenizer_dir is not None and not any((Path(tokenizer_dir) / name).is_file() for name in _TOKENIZER_FILES):
     raise UserError(f'{tokenizer_dir}: holds no tokenizer; wanted a directory with tokenizer.json')
-  with _disk(directory):
+  with writing(directory):
     directory.mkdir(parents=True, exist_ok=True)
     write_config(directory, spec, dtype=dtype, bos_id=bos_id, eos_ids=eos_ids, pad_id=pad_id)
     generation = {'bos_token_id': bos_id, 'eos_token_id': one_or_list(eos_ids), 'pad_token_id': pad_id}

@@ -5,6 +5,7 @@ Invariant: a setting that changes the numbers is honoured or refused, never igno
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,6 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.models.families import FAMILIES
 from jaxrl_llm.models.spec import ModelSpec, RopeScaling
 
-_CLASSES = {'qwen2': 'Qwen2ForCausalLM', 'qwen3': 'Qwen3ForCausalLM', 'llama': 'LlamaForCausalLM'}
-"""Model class named in `architectures`, by model_type."""
-
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
   'qwen2': {'num_key_value_heads': 32, 'max_position_embeddings': 32768},
   'qwen3': {'num_key_value_heads': 32, 'max_position_embeddings': 32768, 'head_dim': 128},
@@ -25,15 +23,28 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 """What transformers assumes for an absent key, where it is no constant of all families."""
 
-_ROPE_THETA = 10000.0
-"""What transformers assumes for an absent rope_theta, in all three families."""
-
 _ROPE_KEYS: Mapping[str, frozenset[str]] = {
   'default': frozenset(),
   'linear': frozenset({'factor'}),
   'llama3': frozenset({'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'}),
 }
 """Supported rope types and the numbers that each reads."""
+
+
+_SAME_NAMES = (
+  'vocab_size',
+  'hidden_size',
+  'intermediate_size',
+  'num_hidden_layers',
+  'num_attention_heads',
+  'num_key_value_heads',
+  'head_dim',
+  'rms_norm_eps',
+  'tie_word_embeddings',
+  'max_position_embeddings',
+  'initializer_range',
+)
+"""Fields of ModelSpec that config.json has under the same name."""
 
 
 class _Config:
@@ -86,8 +97,8 @@ def read_spec(directory: str | Path) -> ModelSpec:
   path = Path(directory) / 'config.json'
   config = _Config(path, read_json(path))
   family = config.values.get('model_type')
-  if family not in _CLASSES:
-    raise config.error('model_type', family, f'one of {", ".join(_CLASSES)}')
+  if family not in FAMILIES:
+    raise config.error('model_type', family, f'one of {", ".join(FAMILIES)}')
   _refuse_unsupported(config, family)
   defaults = _DEFAULTS[family]
   heads = config.number('num_attention_heads', None, int)
@@ -96,30 +107,30 @@ def read_spec(directory: str | Path) -> ModelSpec:
   kv_default = heads if 'num_key_value_heads' in config.values else defaults.get('num_key_value_heads', heads)
   head_default = defaults.get('head_dim', hidden // heads) if 'head_dim' not in config.values else hidden // heads
   positions = config.number('max_position_embeddings', defaults['max_position_embeddings'], int)
-  theta, scaling = _read_rope(config, positions)
+  theta, scaling = _read_rope(config, FAMILIES[family].rope_theta, positions)
   bias = _attention_bias(config, family)
+  fields = {
+    'vocab_size': config.number('vocab_size', None, int),
+    'hidden_size': hidden,
+    'intermediate_size': config.number('intermediate_size', None, int),
+    'num_hidden_layers': config.number('num_hidden_layers', None, int),
+    'num_attention_heads': heads,
+    'num_key_value_heads': config.number('num_key_value_heads', kv_default, int),
+    'head_dim': config.number('head_dim', head_default, int),
+    'rope_theta': theta,
+    'rope_scaling': scaling,
+    'rms_norm_eps': config.number('rms_norm_eps', FAMILIES[family].rms_norm_eps, float),
+    'tie_word_embeddings': config.flag('tie_word_embeddings', False),
+    'max_position_embeddings': positions,
+    'qkv_bias': bias,
+    'o_bias': bias and family != 'qwen2',
+    'mlp_bias': config.flag('mlp_bias', False),
+    'qk_norm': FAMILIES[family].qk_norm,
+    'initializer_range': config.number('initializer_range', 0.02, float),
+  }
   try:
-    return ModelSpec(
-      family=family,
-      vocab_size=config.number('vocab_size', None, int),
-      hidden_size=hidden,
-      intermediate_size=config.number('intermediate_size', None, int),
-      num_hidden_layers=config.number('num_hidden_layers', None, int),
-      num_attention_heads=heads,
-      num_key_value_heads=config.number('num_key_value_heads', kv_default, int),
-      head_dim=config.number('head_dim', head_default, int),
-      rope_theta=theta,
-      rope_scaling=scaling,
-      rms_norm_eps=config.number('rms_norm_eps', 1e-6, float),
-      tie_word_embeddings=config.flag('tie_word_embeddings', False),
-      max_position_embeddings=positions,
-      qkv_bias=bias,
-      o_bias=bias and family != 'qwen2',
-      mlp_bias=config.flag('mlp_bias', False),
-      qk_norm=FAMILIES[family].qk_norm,
-      initializer_range=config.number('initializer_range', 0.02, float),
-    )
-  except ValueError as error:
+    return ModelSpec(family=family, **fields)
+  except UserError as error:
     raise UserError(f'{path}: {error}') from None
 
 
@@ -129,8 +140,8 @@ def _refuse_unsupported(config: _Config, family: str) -> None:
   if values.get('hidden_act', 'silu') not in ('silu', 'swish'):
     raise config.error('hidden_act', values['hidden_act'], '"silu"')
   for architecture in values.get('architectures') or ():
-    if architecture != _CLASSES[family]:
-      raise config.error('architectures', values['architectures'], f'["{_CLASSES[family]}"]')
+    if architecture != FAMILIES[family].architecture:
+      raise config.error('architectures', values['architectures'], f'["{FAMILIES[family].architecture}"]')
   if values.get('quantization_config') is not None:
     raise config.error('quantization_config', values['quantization_config'], 'null: only unquantized weights are read')
   if values.get('is_causal') is False or values.get('use_bidirectional_attention'):
@@ -148,9 +159,10 @@ def _refuse_unsupported(config: _Config, family: str) -> None:
     family == 'llama' or (config.flag('use_sliding_window', False) and (28 if first is None else first) < layers)
   )
   if any(kind != 'full_attention' for kind in kinds) or (windowed and not kinds):
+    got = {name: values.get(name) for name in ('sliding_window', 'use_sliding_window', 'max_window_layers')}
     raise UserError(
-      f'{config.path}: attention has a sliding window (sliding_window {values.get("sliding_window")}, use_sliding_window '
-      f'{values.get("use_sliding_window")}, layer_types {sorted(set(kinds))}), wanted full attention in every layer'
+      f'{config.path}: attention has a sliding window ({json.dumps(got)}, layer_types {sorted(set(kinds))}), '
+      'wanted full attention in every layer'
     )
 
 
@@ -162,18 +174,20 @@ def _attention_bias(config: _Config, family: str) -> bool:
   return value
 
 
-def _read_rope(config: _Config, positions: int) -> tuple[float, RopeScaling | None]:
+def _read_rope(config: _Config, default_theta: float, positions: int) -> tuple[float, RopeScaling | None]:
   """Base and scaling; an error where the two forms disagree."""
   v4, v5 = config.values.get('rope_scaling'), config.values.get('rope_parameters')
+  read = functools.partial(_rope, config, default_theta=default_theta, positions=positions)
   if v4 and v5:
-    first, second = _rope(config, 'rope_scaling', v4, positions), _rope(config, 'rope_parameters', v5, positions)
-    if first != second:
-      raise UserError(f'{config.path}: rope_scaling means {first} and rope_parameters {second}; remove one of them')
-    return first
-  return _rope(config, 'rope_scaling' if v4 else 'rope_parameters', v4 or v5 or {}, positions)
+    if read('rope_scaling', v4) != read('rope_parameters', v5):
+      raise UserError(f'{config.path}: rope_scaling {v4} and rope_parameters {v5} disagree; remove one of them')
+    return read('rope_parameters', v5)
+  return read('rope_scaling' if v4 else 'rope_parameters', v4 or v5 or {})
 
 
-def _rope(config: _Config, name: str, values: Any, positions: int) -> tuple[float, RopeScaling | None]:
+def _rope(
+  config: _Config, name: str, values: Any, *, default_theta: float, positions: int
+) -> tuple[float, RopeScaling | None]:
   if not isinstance(values, dict):
     raise config.error(name, values, 'an object or null')
   kind = values.get('rope_type', values.get('type', 'default'))
@@ -186,7 +200,7 @@ def _rope(config: _Config, name: str, values: Any, positions: int) -> tuple[floa
   for place in (values, config.values):
     if place.get('partial_rotary_factor') not in (None, 1):
       raise config.error('partial_rotary_factor', place['partial_rotary_factor'], '1: all of a head is rotated')
-  outer = config.number('rope_theta', _ROPE_THETA, float)
+  outer = config.number('rope_theta', default_theta, float)
   theta = config.number('rope_theta', outer, float, values)
   if config.values.get('rope_theta') is not None and theta != outer:
     raise UserError(f'{config.path}: rope_theta is {outer:g}, {name}.rope_theta {theta:g}; remove one of them')
@@ -244,8 +258,6 @@ def write_config(
     pad_id: padding, if any.
   """
   family = spec.family
-  if family not in _CLASSES:
-    raise UserError(f'model family {family!r} has no Hugging Face form; there are {", ".join(_CLASSES)}')
   if spec.head != 'lm':
     raise UserError(f'a model with a {spec.head} head has no Hugging Face configuration; only language models have one')
   has_bias = spec.qkv_bias
@@ -260,21 +272,17 @@ def write_config(
       f'llama in Hugging Face form needs hidden_size {spec.hidden_size} to be a multiple of '
       f'{spec.num_attention_heads} heads'
     )
-  names = (
-    'vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim '
-    'rms_norm_eps tie_word_embeddings max_position_embeddings initializer_range'
-  ).split()
   own = {
     'qwen2': {'use_sliding_window': False, 'sliding_window': None},
     'qwen3': {'use_sliding_window': False, 'sliding_window': None, 'attention_bias': has_bias},
     'llama': {'attention_bias': has_bias, 'mlp_bias': spec.mlp_bias},
   }[family]
   config = {
-    'architectures': [_CLASSES[family]],
+    'architectures': [FAMILIES[family].architecture],
     'model_type': family,
     'dtype': dtype,
     'hidden_act': 'silu',
-    **{name: getattr(spec, name) for name in names},
+    **{name: getattr(spec, name) for name in _SAME_NAMES},
     'rope_parameters': _write_rope(spec),
     'attention_dropout': 0.0,
     'use_cache': True,

@@ -19,7 +19,12 @@ from jaxrl_llm.core.types import Params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.weights.tables import Entry, Inventory, entries
 
-DTYPES = {'float32': np.dtype(np.float32), 'bfloat16': np.dtype(ml_dtypes.bfloat16), 'float16': np.dtype(np.float16)}
+DTYPES = {
+  'float32': np.dtype(np.float32),
+  'bfloat16': np.dtype(ml_dtypes.bfloat16),
+  'float16': np.dtype(np.float16),
+  'float64': np.dtype(np.float64),
+}
 """The dtypes that weights may have, by the names that Hugging Face gives them."""
 
 
