@@ -27,13 +27,36 @@ TASKS = {
     size=60_000,
     holdout=0.2,
   ),
+  'number_sorting': dict(
+    source='reasoning_gym:number_sorting',
+    options={
+      'min_numbers': 4,
+      'max_numbers': 4,
+      'min_decimals': 0,
+      'max_decimals': 0,
+      'min_value': 10,
+      'max_value': 99,
+    },
+    prompt='{direction:.1}{original_numbers:csv}>',
+    truth='[{sorted_numbers:csv}]',
+    match='a[0-9,]+>',
+    size=20_000,
+    holdout=0.1,
+  ),
 }
-DEMONSTRATIONS = {'spell_backward': ('{answer}', '{word}')}
-LENGTHS = {'spell_backward': (6, 7)}
+DEMONSTRATIONS = {
+  'spell_backward': ('{answer}', '{word}'),
+  'number_sorting': ('[{sorted_numbers:csv}]', '[{original_numbers:csv}]'),
+}
+"""Templates of right and of wrong demonstrations."""
+LENGTHS = {'spell_backward': (6, 7), 'number_sorting': (13, 14)}
+"""Longest prompt and answer, in tokens."""
 
 
 def get_config(task: str = '') -> Config:
   task = task or 'spell_backward'
+  if task not in TASKS:
+    raise ValueError(f'variant {task!r}: there are {", ".join(TASKS)}')
   prompt, response = LENGTHS[task]
   return Config(
     name='quickstart',
@@ -46,6 +69,9 @@ def get_config(task: str = '') -> Config:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
+        rope_theta=1e4,
+        # Tied to a vocabulary of 30, the embedding would have to serve two ends: spelling stays below 0.7.
+        tie_word_embeddings=False,
       ),
     ),
     tasksets=tuple(TasksetConfig(name=split, split=split, **TASKS[task]) for split in ('train', 'eval')),
@@ -55,7 +81,7 @@ def get_config(task: str = '') -> Config:
       max_response_length=response,
       embedded=EmbeddedConfig(slots=128, prefill_rows=16, prefill_buckets=(prompt,), decode_steps=8, filters=False),
     ),
-    learner=LearnerConfig(chunks_per_rank=32),
+    learner=LearnerConfig(chunk_len=64, chunks_per_rank=12),
     stages=(
       StageConfig(
         name='sft',

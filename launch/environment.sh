@@ -39,7 +39,18 @@ find_python() {
 }
 
 # ensure_environment DIRECTORY PYTHON [GROUP]: afterwards DIRECTORY/bin/python has the package and the group.
+# One script at a time: two pips in one environment break it. (The lock is this file; where flock is missing, there is none.)
 ensure_environment() {
+  exec 9<launch/environment.sh
+  if command -v flock >/dev/null && ! flock --nonblock 9; then
+    say "waiting for another script that is setting up an environment"
+    flock 9
+  fi
+  install_environment "$@"
+  exec 9<&-
+}
+
+install_environment() {
   local venv=$1 python=$2 group=${3:-} version constraints stamp want
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     say "creating $venv with Python $(version_of "$python")"

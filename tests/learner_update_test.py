@@ -13,7 +13,7 @@ import pytest
 
 from jaxrl_llm.batching.packing import pack
 from jaxrl_llm.batching.plan import Row, StepPlan, plan_shape
-from jaxrl_llm.core.trees import flatten
+from jaxrl_llm.core.trees import flatten, unflatten
 from jaxrl_llm.data.load import RowLoader
 from jaxrl_llm.experience.sample import Sample, Source, encode
 from jaxrl_llm.learner.algorithm import GrpoConfig, SftConfig, grpo, sft
@@ -40,8 +40,7 @@ SPEC = tiny(
 MODES = ('token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm')
 ALGORITHMS = {
   'sft': sft(SftConfig()),
-  **{mode: grpo(GrpoConfig(loss_agg_mode=mode, loss_scale_factor=9.0, entropy_coeff=0.01)) for mode in MODES},
-  'rare': grpo(GrpoConfig(loss_agg_mode='seq-mean-token-sum-norm', loss_scale_factor=1e-3)),
+  **{mode: grpo(GrpoConfig(loss_agg_mode=mode, loss_scale_factor=0.3, entropy_coeff=0.01)) for mode in MODES},
 }
 LIMITS = {'float32': (1e-5, 1e-6), 'float64': (1e-12, 1e-12)}
 """The contract: relative norm of a tensor's difference, and difference of losses."""
@@ -81,16 +80,16 @@ REWARDS = tuple(float(i % 3 == 0) for i in range(12))
 
 def bigram(options: ModelOptions) -> Model:
   """The least model there is: what comes next depends on the token alone."""
-  normal = lambda key: 0.5 * jax.random.normal(key, (VOCAB, WIDTH), jnp.float32)
   matrix = {'kernel': ('vocab', 'embed')}
+
+  def init(key):
+    table, head = 0.5 * jax.random.normal(key, (2, VOCAB, WIDTH), jnp.float32)
+    return {'embed': {'kernel': table}, 'norm': {'scale': jnp.ones(WIDTH, jnp.float32)}, 'head': {'kernel': head}}
+
   return Model(
     spec=SPEC,
     options=options,
-    init=lambda key: {
-      'embed': {'kernel': normal(key)},
-      'norm': {'scale': jnp.ones(WIDTH, jnp.float32)},
-      'head': {'kernel': normal(jax.random.fold_in(key, 1))},
-    },
+    init=init,
     apply=lambda params, tokens, positions, segment_ids: params['embed']['kernel'][tokens] * params['norm']['scale'],
     head_kernel=lambda params: params['head']['kernel'],
     init_cache=lambda batch, length: (),
@@ -104,8 +103,10 @@ MODELS = {'decoder': lambda options: build_model(SPEC, options), 'bigram': bigra
 
 @functools.cache
 def host_params(model: str):
-  noise = lambda x: np.asarray(x) + 0.05 * np.random.default_rng(x.size).normal(size=x.shape).astype(np.float32)
-  return jax.tree.map(noise, MODELS[model](ModelOptions()).init(jax.random.key(1)))
+  """Float32 numbers, away from the norms' 1 and the biases' 0 that a model starts with."""
+  drawn = jax.device_get(jax.jit(MODELS[model](ModelOptions()).init)(jax.random.key(1)))
+  rng = np.random.default_rng(2)
+  return jax.tree.map(lambda x: x + 0.05 * rng.normal(size=x.shape).astype(np.float32), drawn)
 
 
 class Case:
@@ -125,9 +126,7 @@ class Case:
 
   def packed(self, algorithm, number=0):
     annotation = algorithm.annotate(self.plan.rows)
-    return self.loader.load(
-      self.plan, number, self.shape, advantages=annotation.advantages, in_loss=annotation.in_loss
-    )
+    return self.loader.load(self.plan, number, self.shape, advantages=annotation.advantages, in_loss=annotation.in_loss)
 
   def params(self):
     tree = jax.tree.map(lambda x: x.astype(self.dtype), host_params(self.model_name))
@@ -157,67 +156,317 @@ def folder(tmp_path_factory):
 
 
 @functools.cache
-def compute(folder, name, *, token_chunk=None, **cut):
-  """Gradients of one optimizer step of the rows, cut in some way; layers unrolled again."""
-  with jax.enable_x64(cut.get('dtype', 'float64') == 'float64'):
-    case = Case(folder, **cut)
-    packed = case.packed(ALGORITHMS[name])
-    function = functools.partial(
-      gradients, case.model, ALGORITHMS[name], token_chunk=token_chunk or case.shape.chunk_len, on_policy=True
-    )
-    found = jax.device_get(jax.jit(function)(case.params(), packed.chunks, packed.used))
-  return found._replace(grads=unstack_layers(found.grads)) if case.model.options.scan_layers else found
-
-
-def sequence_logprobs(model: Model, tree, tokens):
-  """Of one sequence alone, by a plain log-softmax; entry t speaks of token t + 1. Padding at the end is not looked at."""
-  ids = tokens[None]
-  hidden = model.apply(tree, ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids))
-  logits = (hidden @ model.head_kernel(tree).T)[0, :-1]
-  return lambda temperature: jax.nn.log_softmax(logits / temperature)[jnp.arange(len(tokens) - 1), tokens[1:]]
-
-
-def padded(values):
-  return np.pad(np.asarray(values), (0, CHUNK - len(values)))
+def program(model: str, options: ModelOptions, algorithm: str, token_chunk: int):
+  function = functools.partial(
+    gradients, MODELS[model](options), ALGORITHMS[algorithm], token_chunk=token_chunk, on_policy=True
+  )
+  # Compiling takes longer than running: LLVM may do less.
+  return jax.jit(function, compiler_options={'xla_backend_optimization_level': 0})
 
 
 @functools.cache
-def unpacked(model_name: str):
-  """Loss and gradient of token-mean GRPO in float64, one sequence at a time, summed on the host."""
-  model, tokens = MODELS[model_name](ModelOptions(dtype='float64')), sum(int(s.loss_mask.sum()) for s in SAMPLES)
+def compute(folder, algorithm, *, token_chunk=None, **cut):
+  """Gradients of one optimizer step of the rows, cut in some way; layers unrolled again."""
+  with jax.enable_x64(cut.get('dtype', 'float64') == 'float64'):
+    case = Case(folder, **cut)
+    packed = case.packed(ALGORITHMS[algorithm])
+    function = program(case.model_name, case.model.options, algorithm, token_chunk or case.shape.chunk_len)
+    found = jax.device_get(function(case.params(), packed.chunks, packed.used))
+  return found._replace(grads=unstack_layers(found.grads)) if case.model.options.scan_layers else found
+
+
+def log_probabilities(model: Model, tree, tokens, temperature):
+  """Of one sequence alone: entry t speaks of token t + 1. Attention is causal, so padding at the end is not seen."""
+  ids = tokens[None]
+  hidden = model.apply(tree, ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids))
+  return jax.nn.log_softmax((hidden @ model.head_kernel(tree).T)[0, :-1] / temperature)
+
+
+def chosen(table, tokens):
+  return table[jnp.arange(len(tokens) - 1), tokens[1:]]
+
+
+def host_row(i: int, advantage: float):
+  """Tokens, mask, temperature and advantage as the batch holds them: in float32, here padded to one length."""
+  s = SAMPLES[i]
+  tokens, mask = (np.pad(values, (0, CHUNK - len(values))) for values in (s.tokens, s.loss_mask))
+  return tokens, mask, float(np.float32(s.temperature)), float(np.float32(advantage))
+
+
+def total(parts):
+  return jax.tree.map(lambda *leaves: sum(np.asarray(leaf) for leaf in leaves), *parts)
+
+
+@functools.cache
+def unpacked():
+  """Loss and gradient of token-mean GRPO, one sequence at a time, summed on the host."""
+  model, tokens = build_model(SPEC, ModelOptions(dtype='float64')), sum(int(s.loss_mask.sum()) for s in SAMPLES)
 
   def loss(tree, ids, mask, temperature, advantage):
-    logprobs = sequence_logprobs(model, tree, ids)(temperature)
-    entropies = all_entropies(model, tree, ids, temperature)
+    table = log_probabilities(model, tree, ids, temperature)
+    logprobs, entropies = chosen(table, ids), -(jnp.exp(table) * table).sum(-1)
     ratio = jnp.exp(logprobs - jax.lax.stop_gradient(logprobs))
     return -((ratio * advantage + 0.01 * entropies) * mask[1:]).sum() / tokens
 
   with jax.enable_x64(True):
-    tree = jax.tree.map(lambda x: x.astype(np.float64), host_params(model_name))
+    tree = jax.tree.map(lambda x: x.astype(np.float64), host_params('decoder'))
     advantages = ALGORITHMS['token-mean'].annotate([planned(i, r) for i, r in enumerate(REWARDS)]).advantages
-    parts, function = [], jax.jit(jax.value_and_grad(loss))
-    for s, advantage in zip(SAMPLES, advantages, strict=True):
-      # The batch holds temperatures and advantages in float32.
-      parts.append(
-        function(tree, padded(s.tokens), padded(s.loss_mask), float(np.float32(s.temperature)),
-                 float(np.float32(advantage)))
-      )  # fmt: skip
-    return jax.device_get(jax.tree.map(lambda *leaves: sum(leaves), *parts))
+    function = jax.jit(jax.value_and_grad(loss))
+    return total([function(tree, *host_row(i, advantage)) for i, advantage in enumerate(advantages)])
 
 
-def all_entropies(model: Model, tree, tokens, temperature):
-  ids = tokens[None]
-  hidden = model.apply(tree, ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids))
-  logp = jax.nn.log_softmax((hidden @ model.head_kernel(tree).T)[0, :-1] / temperature)
-  return -(jnp.exp(logp) * logp).sum(-1)
-
-
-def assert_same(found, loss, grads, precision='float64'):
+def assert_same(found, wanted, precision='float64'):
   per_tensor, of_loss = LIMITS[precision]
-  assert abs(found.loss - loss) <= of_loss * max(1.0, abs(loss))
-  found, wanted = flatten(found.grads), flatten(grads)
-  assert found.keys() == wanted.keys()
-  for name in wanted:
-    scale = np.linalg.norm(wanted[name])
+  assert abs(found.loss - wanted.loss) <= of_loss * max(1.0, abs(wanted.loss))
+  grads, wanted_grads = flatten(found.grads), flatten(wanted.grads)
+  assert grads.keys() == wanted_grads.keys()
+  for name, tensor in wanted_grads.items():
+    scale = np.linalg.norm(tensor)
     assert scale > 1e-7, name
-    assert np.linalg.norm(found[name] - wanted[name]) <= per_tensor * scale, name
+    assert np.linalg.norm(grads[name] - tensor) <= per_tensor * scale, name
+
+
+@pytest.mark.parametrize('precision', LIMITS)
+def test_loss_and_gradient_are_those_of_unpacked_sequences(folder, precision):
+  found = compute(folder, 'token-mean', dtype=precision)
+  loss, grads = unpacked()
+  assert abs(loss) > 1e-3
+  assert_same(found, found._replace(loss=loss, grads=grads), precision)
+
+
+CUTS = [{'chunks': 1}, {'chunks': 12}, {'chunks': 3, 'chunk_len': 48, 'token_chunk': 8}]
+
+
+@pytest.mark.parametrize('name', ALGORITHMS)
+def test_micro_batches_chunks_and_padding_change_nothing(folder, name):
+  first, second = (compute(folder, name, model='bigram', **cut) for cut in (CUTS[0], CUTS[2]))
+  assert first.loss != 0.0
+  assert_same(first, second)
+
+
+def test_packing_changes_nothing_in_the_decoder(folder):
+  assert_same(compute(folder, 'token-mean', **CUTS[2]), compute(folder, 'token-mean'))
+
+
+def test_order_changes_nothing(folder):
+  found = compute(folder, 'token-mean', order=(tuple(np.random.default_rng(1).permutation(12).tolist()),))
+  assert_same(found, compute(folder, 'token-mean'))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('cut', CUTS, ids=str)
+@pytest.mark.parametrize('name', ALGORITHMS)
+def test_packing_changes_nothing_in_the_decoder_under_any_loss(folder, name, cut):
+  for precision in LIMITS:
+    whole = compute(folder, name, dtype=precision)
+    assert_same(compute(folder, name, dtype=precision, **cut), whole, precision)
+
+
+def on_mesh(folder, axes, **options):
+  return compute(folder, 'seq-mean-token-mean', chunks=2, axes=tuple(axes.items()), **options)
+
+
+@pytest.mark.parametrize('axes', [{'fsdp': 8}, {'data': 2, 'fsdp': 2, 'tensor': 2}], ids=str)
+def test_the_mesh_changes_nothing(folder, axes):
+  whole = compute(folder, 'seq-mean-token-mean', model='bigram')
+  assert_same(on_mesh(folder, axes, model='bigram'), whole)
+
+
+def test_a_sharded_decoder_has_the_same_gradient(folder):
+  whole = compute(folder, 'token-mean')
+  assert_same(compute(folder, 'token-mean', chunks=2, axes=(('fsdp', 2), ('tensor', 2))), whole)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('precision', LIMITS)
+@pytest.mark.parametrize(
+  'axes', [{'data': 2}, {'fsdp': 8}, {'tensor': 2}, {'data': 2, 'fsdp': 2, 'tensor': 2}], ids=str
+)
+def test_no_mesh_changes_the_decoders_gradient(folder, axes, precision):
+  whole = compute(folder, 'seq-mean-token-mean', dtype=precision)
+  assert_same(on_mesh(folder, axes, dtype=precision), whole, precision)
+
+
+@pytest.mark.parametrize('options', [{'scan': True}, {'remat': 'full'}], ids=str)
+def test_scan_and_remat_change_nothing(folder, options):
+  assert_same(compute(folder, 'token-mean', **options), compute(folder, 'token-mean'))
+
+
+@pytest.mark.full
+def test_scan_and_remat_together_change_nothing_on_a_mesh(folder):
+  found = on_mesh(folder, {'data': 2, 'fsdp': 2, 'tensor': 2}, scan=True, remat='full')
+  assert_same(found, compute(folder, 'seq-mean-token-mean'))
+
+
+CONFIG = OptimizerConfig(peak_lr=1e-2)
+GRPO, SFT = grpo(GrpoConfig()), sft(SftConfig())
+
+
+@functools.cache
+def prepared(folder, algorithm, config, *, on_policy=True, **options):
+  """A case, its update, and what makes a fresh state for it; compiled once for all tests."""
+  case = Case(folder, **{'model': 'bigram', 'dtype': 'float32', **options})
+  optimizer = build_optimizer(config, 10)
+
+  def fresh(params=None):
+    return init_state(params or case.params(), optimizer, case.mesh)
+
+  update = build_update(
+    case.model, algorithm, optimizer, config, case.mesh, fresh(), updates=10, token_chunk=CHUNK, on_policy=on_policy
+  )
+  return case, update, fresh
+
+
+def step(folder, *, algorithm=GRPO, config=CONFIG, rewards=REWARDS, state=None, **options):
+  case, update, fresh = prepared(folder, algorithm, config, **options)
+  case.plan = StepPlan(
+    step=0,
+    stage='x',
+    rows=tuple(planned(i, reward) for i, reward in enumerate(rewards)),
+    optimizer_steps=case.plan.optimizer_steps,
+  )
+  packed = case.packed(algorithm)
+  return update(state or fresh(), packed.chunks, packed.used)
+
+
+@pytest.mark.parametrize('model', ['bigram', pytest.param('decoder', marks=pytest.mark.full)])
+def test_no_mixed_group_changes_no_bit_even_with_momentum(folder, model):
+  state, report = step(folder, model=model)
+  assert not report.empty and int(state.updates) == 1
+  before = jax.device_get(state)
+  assert any(np.abs(m).max() > 0 for m in jax.tree.leaves(before.opt_state))
+  after, report = step(folder, model=model, rewards=(1.0,) * 4 + (0.0,) * 8, state=state)
+  assert bool(report.empty) and not bool(report.skipped)
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), before)
+
+
+def test_unusable_gradients_are_skipped_and_counted_in_a_row(folder):
+  config = OptimizerConfig(peak_lr=1e-2, skip_grad_norm=1e-9)
+  state, report = step(folder, config=config)
+  assert bool(report.skipped) and (int(state.skipped), int(state.updates)) == (1, 0)
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), host_params('bigram'))
+  state, _ = step(folder, config=config, state=state)
+  assert int(state.skipped) == 2
+  state, report = step(folder, state=state)
+  assert not bool(report.skipped) and (int(state.skipped), int(state.updates)) == (0, 1)
+
+
+def test_nan_parameters_never_reach_the_optimizer(folder):
+  case, _, fresh = prepared(folder, GRPO, CONFIG)
+  broken = case.params()
+  broken['norm']['scale'] = broken['norm']['scale'].at[0].set(jnp.nan)
+  state, report = step(folder, state=fresh(broken))
+  assert bool(report.skipped)
+  for leaf in jax.tree.leaves(jax.device_get(state.opt_state)):
+    assert np.isfinite(leaf).all()
+
+
+def test_unscorable_rows_leave_the_loss(folder):
+  _, report = step(folder, rewards=(1.0, 0.0, None, 1.0, *(None,) * 8))
+  assert float(report.stats['actor/entropy'].count) == sum(int(SAMPLES[i].loss_mask.sum()) for i in (0, 1, 3))
+
+
+def test_nothing_scorable_is_an_empty_update_without_a_nan(folder):
+  state, report = step(folder, rewards=(None,) * 12)
+  assert bool(report.empty) and not bool(report.skipped)
+  assert float(report.stats['actor/loss'].total) == 0.0
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), host_params('bigram'))
+
+
+def test_a_sharded_update_keeps_its_shardings_and_its_result(folder):
+  plain, _ = step(folder, algorithm=SFT)
+  _, _, fresh = prepared(folder, SFT, CONFIG, axes=(('fsdp', 2), ('tensor', 2)), chunks=2)
+  before = jax.tree.map(lambda x: x.sharding, fresh())
+  found, _ = step(folder, algorithm=SFT, axes=(('fsdp', 2), ('tensor', 2)), chunks=2)
+  assert jax.tree.leaves(before) == jax.tree.leaves(jax.tree.map(lambda x: x.sharding, found))
+  assert found.params['head']['kernel'].sharding.shard_shape((VOCAB, WIDTH)) == (VOCAB // 2, WIDTH // 2)
+  for name, wanted in flatten(jax.device_get(plain.params)).items():
+    moved = np.linalg.norm(wanted - flatten(host_params('bigram'))[name])
+    assert np.linalg.norm(np.asarray(flatten(found.params)[name]) - wanted) <= 1e-3 * moved
+
+
+def test_packing_used_by_the_loader_is_the_planned_one(folder):
+  packed = Case(folder, axes=(('fsdp', 2),), chunks=2).packed(SFT)
+  planned_packing = pack([len(s.tokens) for s in SAMPLES], units=None, ranks=2, chunks=2, chunk_len=CHUNK)
+  tokens = np.asarray(packed.chunks.tokens)
+  for i, s in enumerate(SAMPLES):
+    start = planned_packing.offset[i]
+    at = (planned_packing.micro_batch[i], planned_packing.chunk[i], slice(start, start + len(s.tokens)))
+    np.testing.assert_array_equal(tokens[at], s.tokens)
+    np.testing.assert_array_equal(np.asarray(packed.chunks.positions)[at], np.arange(len(s.tokens)))
+
+
+class NaiveLearner:
+  """PPO and AdamW as the papers state them, in float64, on the host, one sequence at a time, nothing packed."""
+
+  def __init__(self, config: OptimizerConfig, algorithm: GrpoConfig):
+    self.config, self.algorithm = config, algorithm
+    self.model = bigram(ModelOptions(dtype='float64'))
+    self.params = flatten(jax.tree.map(lambda x: x.astype(np.float64), host_params('bigram')))
+    self.m, self.v = ({name: np.zeros_like(p) for name, p in self.params.items()} for _ in range(2))
+    self.updates, self.ratios = 0, []
+    self.gradient = jax.jit(jax.value_and_grad(self.loss, has_aux=True))
+
+  def logprobs(self, tree, tokens, temperature):
+    return chosen(log_probabilities(self.model, unflatten(tree), tokens, temperature), tokens)
+
+  def loss(self, tree, tokens, mask, temperature, advantage, old):
+    """-min(r, 1 + high) A for a good sequence; for a bad one -max(r, 1 - low) A, but at most -c A."""
+    low, high, c = self.algorithm.clip_ratio_low, self.algorithm.clip_ratio_high, self.algorithm.clip_ratio_c
+    ratio = jnp.exp(self.logprobs(tree, tokens, temperature) - old)
+    capped = jnp.where(advantage > 0, jnp.minimum(ratio, 1 + high), jnp.clip(ratio, 1 - low, c))
+    return -(capped * advantage * mask[1:]).sum(), ratio
+
+  def step(self, rows, old, advantages):
+    parts = []
+    for i in rows:
+      tokens, mask, temperature, advantage = host_row(i, advantages[i])
+      (_, ratio), grads = self.gradient(self.params, tokens, mask, temperature, advantage, old[i])
+      self.ratios += np.asarray(ratio)[mask[1:]].tolist()
+      parts.append(grads)
+    tokens = sum(int(SAMPLES[i].loss_mask.sum()) for i in rows)
+    grads = {name: g / tokens for name, g in total(parts).items()}
+    norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
+    self.adam({name: g * min(1.0, self.config.max_grad_norm / norm) for name, g in grads.items()})
+
+  def adam(self, grads):
+    c = self.config
+    self.updates += 1
+    for name, g in grads.items():
+      self.m[name] = c.b1 * self.m[name] + (1 - c.b1) * g
+      self.v[name] = c.b2 * self.v[name] + (1 - c.b2) * g**2
+      m, v = self.m[name] / (1 - c.b1**self.updates), self.v[name] / (1 - c.b2**self.updates)
+      decay = c.weight_decay * self.params[name] if name.endswith('kernel') else 0.0
+      self.params[name] = self.params[name] - c.peak_lr * (m / (np.sqrt(v) + c.eps) + decay)
+
+
+def test_two_optimizer_steps_on_one_batch_are_two_naive_updates(folder):
+  """The second step's ratios are against the policy before the batch, not against the first step's result."""
+  algorithm, config = GrpoConfig(), OptimizerConfig(peak_lr=0.05, weight_decay=0.1, max_grad_norm=0.05)
+  order = ((0, 3, 5, 6, 9, 10), (1, 2, 4, 7, 8, 11), (0, 1, 2, 3, 4, 5), (6, 7, 8, 9, 10, 11))
+  with jax.enable_x64(True):
+    case, update, fresh = prepared(
+      folder, grpo(algorithm), config, dtype='float64', order=order, on_policy=False, chunks=2
+    )
+    score = build_score(case.model, case.mesh, token_chunk=8)
+    packed = [case.packed(grpo(algorithm), number) for number in range(len(order))]
+    old = [score(case.params(), p.chunks, p.used) for p in packed]
+    state, reports = fresh(), []
+    for p, proximal in zip(packed, old, strict=True):
+      state, report = update(state, p.chunks.replace(proximal_logprobs=proximal), p.used)
+      reports.append(jax.device_get(report))
+    naive = NaiveLearner(config, algorithm)
+    before = [np.asarray(naive.logprobs(naive.params, *host_row(i, 0.0)[::2])) for i in range(12)]
+    advantages = grpo(algorithm).annotate(case.plan.rows).advantages
+    for rows in order:
+      naive.step(rows, before, advantages)
+  # The case is worth something: most later ratios are away from 1, and both clips hold some tokens.
+  clipped = [float(r.stats['actor/pg_clipfrac'].total) for r in reports]
+  assert clipped[0] == 0 and min(clipped[1:]) > 0 and np.std(naive.ratios) > 0.05
+  kl = [float(r.stats['actor/ppo_kl'].total) for r in reports]
+  assert abs(kl[0]) < 1e-12 < 1e-3 < abs(kl[1])
+  # The mismatch with the sampler is measured once, before the batch: both epochs report the same sum.
+  mismatch = [float(r.stats['rollout_corr/kl'].total) for r in reports]
+  np.testing.assert_allclose(sum(mismatch[:2]), sum(mismatch[2:]), rtol=1e-6)
+  for name, found in flatten(jax.device_get(state.params)).items():
+    np.testing.assert_allclose(found, naive.params[name], rtol=0, atol=1e-10, err_msg=name)

@@ -1,5 +1,7 @@
 """Parameters as data: names, counts, axes, stacking, initial values, dtypes, heads."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,16 @@ SPECS = [
 NAMES = [f'{s.family}-{s.head}-{"tied" if s.tie_word_embeddings else "untied"}' for s in SPECS]
 
 
+def shapes(spec, **options):
+  return jax.eval_shape(build_model(spec, ModelOptions(**options)).init, jax.random.key(0))
+
+
+def noise(spec, **options):
+  leaves, tree = jax.tree.flatten(shapes(spec, **options))
+  return jax.tree.unflatten(tree, [np.random.default_rng(n).normal(0, 0.3, x.shape) for n, x in enumerate(leaves)])
+
+
+@functools.cache
 def init(spec, seed=0, **options):
   return jax.jit(build_model(spec, ModelOptions(**options)).init)(jax.random.key(seed))
 
@@ -35,16 +47,16 @@ def test_a_count_by_hand():
 @pytest.mark.parametrize('spec', SPECS, ids=NAMES)
 def test_counts_agree_with_the_arrays(spec):
   for scan_layers in (False, True):
-    assert sum(x.size for x in jax.tree.leaves(init(spec, scan_layers=scan_layers))) == count_params(spec)
+    assert sum(x.size for x in jax.tree.leaves(shapes(spec, scan_layers=scan_layers))) == count_params(spec)
 
 
 @pytest.mark.parametrize('scan_layers', [False, True])
 @pytest.mark.parametrize('spec', SPECS, ids=NAMES)
 def test_axes_name_every_dimension(spec, scan_layers):
   model = build_model(spec, ModelOptions(scan_layers=scan_layers))
-  shapes = flatten(jax.eval_shape(model.init, jax.random.key(0)))
+  arrays = flatten(shapes(spec, scan_layers=scan_layers))
   axes = flatten(model.axes())
-  assert axes.keys() == shapes.keys()
+  assert axes.keys() == arrays.keys()
   size = {
     'layers': {spec.num_hidden_layers},
     'vocab': {spec.vocab_size, 1},
@@ -55,8 +67,8 @@ def test_axes_name_every_dimension(spec, scan_layers):
     'norm': {spec.hidden_size, spec.head_dim},
   }
   for path, names in axes.items():
-    assert len(names) == len(shapes[path].shape), path
-    assert all(n in size[name] for name, n in zip(names, shapes[path].shape)), (path, names, shapes[path].shape)
+    assert len(names) == len(arrays[path].shape), path
+    assert all(n in size[name] for name, n in zip(names, arrays[path].shape)), (path, names, arrays[path].shape)
 
 
 def test_names_of_the_unrolled_tree():
@@ -64,14 +76,14 @@ def test_names_of_the_unrolled_tree():
   layer += 'attention/value/kernel attention/value/bias attention/output/kernel mlp_norm/scale mlp/gate/kernel '
   layer += 'mlp/up/kernel mlp/down/kernel'
   wanted = {f'layers/{i}/{name}' for i in range(3) for name in layer.split()} | {'embed/kernel', 'norm/scale'}
-  assert set(flatten(init(SPECS[0]))) == wanted
-  assert 'layers/2/attention/key_norm/scale' in flatten(init(SPECS[1]))
-  assert init(SPECS[3])['head']['kernel'].shape == (19, 24)
-  assert init(SPECS[4])['head']['kernel'].shape == (1, 24)
+  assert set(flatten(shapes(SPECS[0]))) == wanted
+  assert 'layers/2/attention/key_norm/scale' in flatten(shapes(SPECS[1]))
+  assert shapes(SPECS[3])['head']['kernel'].shape == (19, 24)
+  assert shapes(SPECS[4])['head']['kernel'].shape == (1, 24)
 
 
 def test_stacking_round_trips_bit_exactly_and_keeps_the_order_of_eleven_layers():
-  unrolled = init(tiny('qwen3', 7, hidden_size=8, intermediate_size=8, head_dim=4, num_hidden_layers=11))
+  unrolled = noise(tiny('qwen3', 7, hidden_size=8, intermediate_size=8, head_dim=4, num_hidden_layers=11))
   stacked = stack_layers(unrolled)
   assert is_stacked(stacked) and not is_stacked(unrolled)
   up = stacked['layers']['mlp']['up']['kernel']
@@ -84,7 +96,7 @@ def test_stacking_round_trips_bit_exactly_and_keeps_the_order_of_eleven_layers()
 
 
 def test_unstacking_numpy_copies_nothing():
-  stacked = jax.tree.map(np.asarray, init(SPECS[0], scan_layers=True))
+  stacked = noise(SPECS[0], scan_layers=True)
   part = unstack_layers(stacked)['layers']['1']['mlp']['up']['kernel']
   assert np.shares_memory(part, stacked['layers']['mlp']['up']['kernel'])
 
@@ -113,9 +125,9 @@ def test_initial_values():
 
 def test_dtypes_of_parameters_and_of_computation_are_apart():
   model = build_model(SPECS[1], ModelOptions(dtype='bfloat16', param_dtype='float32'))
-  params = jax.jit(model.init)(jax.random.key(0))
-  assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype('float32')}
-  assert {x.dtype for x in jax.tree.leaves(init(SPECS[1], param_dtype='bfloat16'))} == {jnp.dtype('bfloat16')}
+  params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), noise(SPECS[1]))
+  assert {x.dtype for x in jax.tree.leaves(shapes(SPECS[1]))} == {jnp.dtype('float32')}
+  assert {x.dtype for x in jax.tree.leaves(shapes(SPECS[1], param_dtype='bfloat16'))} == {jnp.dtype('bfloat16')}
   tokens = jnp.arange(12)[None] % 19
   hidden = jax.jit(model.apply)(params, tokens, jnp.arange(12)[None], jnp.ones((1, 12), jnp.int32))
   assert hidden.dtype == jnp.bfloat16
@@ -129,12 +141,12 @@ def test_dtypes_of_parameters_and_of_computation_are_apart():
 
 def test_tied_head_is_the_embedding_and_untied_is_not():
   tied, untied = SPECS[2], SPECS[3]
-  assert build_model(tied).head_kernel(params := init(tied)) is params['embed']['kernel']
-  assert build_model(untied).head_kernel(params := init(untied)) is params['head']['kernel']
+  assert build_model(tied).head_kernel(params := noise(tied)) is params['embed']['kernel']
+  assert build_model(untied).head_kernel(params := noise(untied)) is params['head']['kernel']
   # Logits are rows of the kernel against the hidden state: (1, 2) with rows (3, 4) and (5, 6) -> 11 and 17.
   np.testing.assert_array_equal(outputs(jnp.array([[1.0, 2.0]]), jnp.array([[3.0, 4.0], [5.0, 6.0]])), [[11.0, 17.0]])
 
 
 def test_a_value_head_is_never_tied():
   spec = tiny('qwen2', 19, head='value', tie_word_embeddings=True, **SMALL)
-  assert build_model(spec).head_kernel(init(spec)).shape == (1, 24)
+  assert build_model(spec).head_kernel(shapes(spec)).shape == (1, 24)

@@ -36,7 +36,7 @@ def test_llama3_is_continuous_at_both_boundaries():
   # 62.75, so it is blended with s = (251 / 62.83185 - 1) / 3 = 0.9982627: 0.1 (s + (1 - s) / 8) = 0.09984799.
   np.testing.assert_allclose(llama3(252)[1], 0.1, rtol=1e-6)
   np.testing.assert_allclose(llama3(251)[1], 0.09984799, rtol=1e-6)
-  # Length 62 < wavelength: divided in full; length 63: s = (63 / 62.83185 - 1) / 3 = 0.00089207, 0.0125 (1 + 7 s) as above.
+  # Length 62 < wavelength: divided in full; length 63: s = (63 / 62.83185 - 1) / 3 = 0.00089207, so 0.0125 (1 + 7 s).
   np.testing.assert_allclose(llama3(62)[1], 0.0125, rtol=1e-6)
   np.testing.assert_allclose(llama3(63)[1], 0.0125 * (1 + 7 * 0.00089207), rtol=1e-6)
 

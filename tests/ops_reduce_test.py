@@ -17,7 +17,7 @@ MASK = jnp.array([[False, True, True, True, True, False]])
     ('token-mean', 2 + 3 + 10 + 20, 4),
     ('seq-mean-token-sum', 2 + 3 + 10 + 20, 2),
     ('seq-mean-token-mean', (2 + 3) / 2 + (10 + 20) / 2, 2),
-    ('seq-mean-token-sum-norm', 35, 2 * 7),
+    ('seq-mean-token-sum-norm', (2 + 3 + 10 + 20) / 7, 2),
   ],
 )
 def test_hand_worked_aggregations(mode, numerator, denominator):

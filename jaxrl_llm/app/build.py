@@ -204,6 +204,7 @@ def open_host(
     rollouts=rollouts,
     evals=evals,
     progress=ProgressDisplay({stage.name: stage.end - stage.start for stage in stages}),
+    store=store,
     batches={
       stage.name: _batches(config, stage_config, stage, workdir, prepared, store, scorers, workflow)
       for stage_config, stage in zip(config.stages, stages, strict=True)

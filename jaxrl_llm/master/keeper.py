@@ -19,6 +19,7 @@ from jaxrl_llm.master.stage import Batches
 from jaxrl_llm.master.trainer import Batch, Stage, Updated
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
+from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.runtime.metrics import resolve
 from jaxrl_llm.runtime.phases import PhaseManager
@@ -35,6 +36,7 @@ class Logs:
   rollouts: RolloutsWriter
   evals: EvalsWriter
   progress: ProgressDisplay
+  store: ReplayStore
   batches: Mapping[str, Batches]
   evaluator: Evaluator
   suites: Sequence[tuple[SuiteConfig, Sequence[Task]]]
@@ -100,7 +102,9 @@ class RunKeeper:
     row = logs.metrics.write(stage.name, state.step, row)
     if taken:
       logs.rollouts.write(stage.name, state.step, rollout_rows(batch, updated, taken, logs.token_text))
-    batches.trained(batch.plan)
+    with logs.store.transaction():
+      logs.store.record_plan(batch.plan.step, batch.plan.to_json())
+      batches.trained(batch.plan)
     logs.progress.step(stage.name, state.step - stage.start, row)
 
   async def _evaluate(self, state: LoopState, stage: Stage) -> LoopState:
@@ -131,6 +135,7 @@ class RunKeeper:
   async def _commit(self, state: LoopState, stage: Stage) -> None:
     host: Any = None
     if self._logs is not None:
+      self._logs.store.flush()
       host = {
         'step': state.step,
         'stage': stage.name,
@@ -145,3 +150,5 @@ class RunKeeper:
     best = self._best[1] if self._best else None
     with self._phases.timed('save_checkpoint'):
       await self._device.run(self._checkpoints.save, state.step, arrays, host, best=best)
+    if self._logs is not None:
+      self._logs.store.prune(min(self._checkpoints.steps()))

@@ -64,7 +64,8 @@ def aggregate(
   seq-mean-token-mean: sum over sequences of their token means / number of sequences (GRPO, arXiv:2402.03300).
   seq-mean-token-sum-norm: sum over tokens / (number of sequences * `loss_scale_factor`), which is Dr.GRPO
     (arXiv:2503.20783) with the factor set to the maximal response length.
-  Sequences without a valid token are in no denominator. `values` at masked positions may be anything finite or not.
+  Denominators are whole numbers, so that sums of them are exact in any order. Sequences without a valid token are in
+  none. `values` at masked positions may be anything finite or not.
   """
   values = jnp.where(mask, values, 0.0)
   tokens = mask.astype(jnp.float32)
@@ -76,7 +77,7 @@ def aggregate(
     return (segment_sums(values, segment_ids, segments=segments) / jnp.maximum(lengths, 1.0)).sum(), sequences
   if mode == 'seq-mean-token-sum':
     return values.sum(), sequences
-  return values.sum(), sequences * loss_scale_factor
+  return values.sum() / loss_scale_factor, sequences
 
 
 def masked_stat(values: Float[Array, '*shape'], mask: Bool[Array, '*shape']) -> Stat:

@@ -15,18 +15,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.core.waits import bounded
-from jaxrl_llm.parallel.device import DeviceThread
+from jaxrl_llm.parallel.device import DeviceThread, PeerFailed
 
 _BLOCK = 1 << 16
 """Bytes of one broadcast: a fixed shape, so that nothing compiles after the first."""
 _BEAT, _VALUE, _ABORT = 0, 1, 2
-
-
-class PeerFailed(RunError):
-  """Process 0 failed while others waited for its decision."""
 
 
 class Coordinator:
@@ -67,9 +62,9 @@ class Coordinator:
       decision: an awaitable of a JSON value in process 0, None in the others.
 
     Raises:
-      PeerFailed: in the others, when `decision` raised in process 0 (where its own exception goes on).
+      PeerFailed: when another process is gone; in the others, when `decision` raised in process 0 (where its own
+        exception goes on).
       WaitExpired: when another process stays away longer than `silence_s`.
-      JaxRuntimeError: when another process is gone.
     """
     if jax.process_count() == 1:
       return await decision
@@ -92,7 +87,7 @@ class Coordinator:
     while True:
       kind, length = await self._headers(_BEAT, 0)
       if kind == _ABORT:
-        raise PeerFailed('process 0 failed; its own message says why')
+        raise PeerFailed(f'process {jax.process_index()}: process 0 failed; its own message says why')
       if kind == _VALUE:
         return json.loads(await self._exchange(_broadcast_bytes, b'', length))
 

@@ -1,4 +1,7 @@
-"""The one thread of a process that talks to its devices, so that the event loop never blocks on them."""
+"""The one thread of a process that talks to its devices, so that the event loop never blocks on them.
+
+A collective that fails because another process is gone is raised as PeerFailed, whatever the runtime calls it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,20 @@ import concurrent.futures
 import functools
 from collections.abc import Callable
 from typing import Any
+
+import jax
+
+from jaxrl_llm.core.errors import RunError
+
+_TRANSPORT = ('Gloo', 'NCCL', 'UNAVAILABLE', 'closed by peer', 'reset by peer', 'heartbeat')
+"""What the runtime's errors say when another process is gone; their type is not the same everywhere."""
+
+
+class PeerFailed(RunError):
+  """Another process of the job failed or is gone; this one is fine."""
+
+  exit_code = 75
+  """EX_TEMPFAIL: tells a supervisor that the cause is elsewhere."""
 
 
 class DeviceThread:
@@ -17,9 +34,16 @@ class DeviceThread:
 
   async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Awaits `function(*args, **kwargs)` on the device thread."""
-    return await asyncio.get_running_loop().run_in_executor(
-      self._executor, functools.partial(function, *args, **kwargs)
-    )
+    work = functools.partial(function, *args, **kwargs)
+    try:
+      return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+      if jax.process_count() == 1 or not any(sign in str(error) for sign in _TRANSPORT):
+        raise
+      raise PeerFailed(
+        f'process {jax.process_index()}: another process of the job is gone ({str(error).splitlines()[0][:200]}); '
+        'its own message says why, start the job again with the same command'
+      ) from error
 
   def close(self) -> None:
     self._executor.shutdown(wait=True, cancel_futures=True)

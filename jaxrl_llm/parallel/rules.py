@@ -41,8 +41,9 @@ def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> Na
 
 def tree_shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:
   """Shardings of a parameter tree, from its tree of axis names and its tree of shapes (`jax.eval_shape`)."""
-  is_axes = lambda leaf: isinstance(leaf, tuple)
-  return jax.tree.map(lambda a, s: sharding(mesh, a, s.shape), axes, shapes, is_leaf=is_axes)
+  return jax.tree.map(
+    lambda names, array: sharding(mesh, names, array.shape), axes, shapes, is_leaf=lambda leaf: isinstance(leaf, tuple)
+  )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import jax
@@ -18,12 +18,10 @@ from absl import logging
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.types import Params, Version
-from jaxrl_llm.experience.sample import Finish, Segment
 from jaxrl_llm.models.api import Model
-from jaxrl_llm.models.cache import Cache
-from jaxrl_llm.rollout.api import CUT, Completion, Request
-from jaxrl_llm.rollout.programs import Admission, Decoded, Programs
-from jaxrl_llm.rollout.sampling import row_key
+from jaxrl_llm.rollout.api import Completion, Request
+from jaxrl_llm.rollout.programs import Decoded, Programs
+from jaxrl_llm.rollout.scheduler import Job, Scheduler, Turn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,53 +51,9 @@ class EmbeddedConfig:
 
 def plan_buckets(buckets: tuple[int, ...], *, max_length: int) -> tuple[int, ...]:
   """Ascending, each once, none longer than a sequence; powers of two from 16 where none are given."""
-  buckets = buckets or tuple(1 << i for i in range(4, max(max_length - 1, 16).bit_length() + 1))
+  # Prefill leaves out the prompt's last token, and at least one is drawn: at most max_length - 2 tokens.
+  buckets = buckets or tuple(1 << i for i in range(4, max(15, max_length - 3).bit_length() + 1))
   return tuple(sorted({min(bucket, max_length) for bucket in buckets}))
-
-
-class _Job:
-  """A request and how far it has got."""
-
-  def __init__(self, request: Request, bucket: int):
-    self.request, self.bucket = request, bucket
-    self.admitted = 0
-    """Samples that have a slot or had one."""
-    self.left = False
-    """Nobody waits for it any more."""
-    self.results: asyncio.Queue[tuple[int, Completion] | Exception] = asyncio.Queue()
-
-
-@dataclasses.dataclass(eq=False)
-class _Prefill:
-  """Prompts whose keys and values are on the device, or will be when the turn has run."""
-
-  jobs: tuple[_Job, ...]
-  cache: Cache | None = None
-
-  def pending(self) -> int:
-    """Samples that wait for a slot."""
-    return sum(job.request.samples - job.admitted for job in self.jobs if not job.left)
-
-
-@dataclasses.dataclass(eq=False)
-class _Occupant:
-  """The sample that a slot decodes."""
-
-  job: _Job
-  index: int
-  segments: list[tuple[int, Version]]
-  """(first token, version), oldest first."""
-  length: int = 0
-
-
-@dataclasses.dataclass(eq=False)
-class _Turn:
-  """What the device does between two looks at the queue."""
-
-  prefills: list[_Prefill]
-  admissions: list[tuple[_Prefill, np.ndarray]]
-  control: np.ndarray
-  filtered: bool
 
 
 class EmbeddedEngine:
@@ -133,7 +87,7 @@ class EmbeddedEngine:
     self.name = name
     self.counts: collections.Counter[str] = collections.Counter()
     """Since the start: prefill_calls, prefilled_prompts, decode_calls, decode_steps, tokens, completions."""
-    self._config, self._seed, self._run, self._max_length = config, seed, run, max_length
+    self._config, self._run, self._max_length = config, run, max_length
     self._vocab = model.spec.vocab_size
     self._programs = Programs(
       model,
@@ -146,12 +100,14 @@ class EmbeddedEngine:
       device=jax.local_devices()[0] if device is None else device,
     )
     self._version: Version | None = None
-    self._waiting: collections.deque[_Job] = collections.deque()
-    self._ready: list[_Prefill] = []
-    self._slots: list[_Occupant | None] = [None] * config.slots
-    self._tokens = np.zeros((config.slots, max_length), np.int32)
-    self._logprobs = np.zeros((config.slots, max_length), np.float32)
-    self._filtered = False
+    self._scheduler = Scheduler(
+      name=name,
+      seed=seed,
+      slots=config.slots,
+      max_length=max_length,
+      prefill_rows=config.prefill_rows,
+      max_stop_ids=config.max_stop_ids,
+    )
     self._wake = asyncio.Event()
     self._turns = asyncio.Lock()
     self._driver: asyncio.Task | None = None
@@ -163,7 +119,7 @@ class EmbeddedEngine:
 
   @property
   def free_slots(self) -> int:
-    return self._slots.count(None)
+    return self._scheduler.free_slots
 
   async def start(self) -> None:
     await self._run(self._programs.compile, filtered=self._config.filters)
@@ -178,23 +134,21 @@ class EmbeddedEngine:
   async def load(self, params_host: Params, version: Version) -> None:
     async with self._turns:
       self._check_alive()
-      await self._run(self._programs.load, params_host)
+      try:
+        await self._run(self._programs.load, params_host)
+      except asyncio.CancelledError:
+        self._fail(RunError(f'engine {self.name}: a load was given up half-way, so its weights have no known version'))
+        raise
       self._version = version
-      for occupant in self._slots:
-        if occupant is not None:
-          cut = [segment for segment in occupant.segments if segment[0] < occupant.length]
-          occupant.segments = [*cut, (occupant.length, version)]
-      unbegun = [job for prefill in self._ready for job in prefill.jobs if job.admitted < job.request.samples]
-      self._ready = []
-      self._waiting.extendleft(reversed(unbegun))
+      self._scheduler.reweigh(version)
     self._wake.set()
 
   async def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
     self._check_alive()
     if self._version is None or self._driver is None:
       raise RuntimeError(f'engine {self.name}: start and load come before generate')
-    job = _Job(request, self._check(request))
-    self._waiting.append(job)
+    job = Job(request, self._check(request))
+    self._scheduler.add(job)
     self._wake.set()
     try:
       for _ in range(request.samples):
@@ -241,104 +195,24 @@ class EmbeddedEngine:
     try:
       while True:
         async with self._turns:
-          turn = self._plan()
+          self._wake.clear()
+          turn = self._scheduler.plan(self._version)
           if turn is not None:
-            self._harvest(await self._run(self._execute, turn))
+            decoded = await self._run(self._execute, turn)
+            self.counts['completions'] += self._scheduler.harvest(decoded)
         if turn is None:
           await self._wake.wait()
     except Exception as error:
-      logging.exception('engine %s: a device call failed; %d requests with it', self.name, len(self._jobs()))
+      logging.exception('engine %s: a device call failed; %d requests with it', self.name, len(self._scheduler.jobs()))
       self._fail(error)
 
   def _fail(self, error: Exception) -> None:
     if self._failure is None:
       self._failure = error
-    for job in self._jobs():
+    for job in self._scheduler.jobs():
       job.results.put_nowait(error)
 
-  def _jobs(self) -> set[_Job]:
-    running = {slot.job for slot in self._slots if slot is not None}
-    return running | set(self._waiting) | {job for prefill in self._ready for job in prefill.jobs}
-
-  def _plan(self) -> _Turn | None:
-    """Frees what nobody waits for, fills free slots, and says what to run; None where there is nothing."""
-    self._wake.clear()
-    self._slots = [None if slot is None or slot.job.left else slot for slot in self._slots]
-    self._waiting = collections.deque(job for job in self._waiting if not job.left)
-    self._ready = [prefill for prefill in self._ready if prefill.pending()]
-    if self.free_slots == self._config.slots and not self._ready and self._waiting:
-      self._filtered = self._waiting[0].request.sampling.filtered
-    prefills = self._take_prompts()
-    admissions = self._fill_slots()
-    occupied = np.array([slot is not None for slot in self._slots])
-    if not occupied.any():
-      return None
-    pending = sum(prefill.pending() for prefill in self._ready)
-    pending += sum(job.request.samples - job.admitted for job in self._same_kind())
-    # With samples waiting, a call ends as soon as an eighth of the slots can be refilled.
-    active = int(occupied.sum())
-    until = active - min(active, pending, max(1, self._config.slots // 8)) if pending else 0
-    control = np.array([until, *occupied], np.int32)
-    return _Turn(prefills=prefills, admissions=admissions, control=control, filtered=self._filtered)
-
-  def _same_kind(self) -> Iterable[_Job]:
-    """Waiting jobs up to the first that needs the other decode program: kinds never share a wave, none is starved."""
-    for job in self._waiting:
-      if job.request.sampling.filtered != self._filtered:
-        return
-      yield job
-
-  def _take_prompts(self) -> list[_Prefill]:
-    """Prefills in the order of arrival, filled up with later prompts of the same bucket."""
-    taken = []
-    short = self.free_slots - sum(prefill.pending() for prefill in self._ready)
-    while short > 0:
-      candidates = list(self._same_kind())
-      jobs = [job for job in candidates if job.bucket == candidates[0].bucket][: self._config.prefill_rows]
-      if not jobs:
-        break
-      chosen = set(jobs)
-      self._waiting = collections.deque(job for job in self._waiting if job not in chosen)
-      taken.append(_Prefill(tuple(jobs)))
-      short -= taken[-1].pending()
-    self._ready += taken
-    return taken
-
-  def _fill_slots(self) -> list[tuple[_Prefill, np.ndarray]]:
-    """Deals pending samples to free slots; per prefill a matrix with a row for every slot."""
-    free = [i for i, slot in enumerate(self._slots) if slot is None]
-    samples = (
-      (prefill, row, job)
-      for prefill in self._ready
-      for row, job in enumerate(prefill.jobs)
-      if not job.left
-      for _ in range(job.request.samples - job.admitted)
-    )
-    matrices: dict[_Prefill, np.ndarray] = {}
-    for slot, (prefill, row, job) in zip(free, samples):
-      if prefill not in matrices:
-        matrices[prefill] = np.full((self._config.slots, 9 + self._config.max_stop_ids), -1, np.int32)
-      self._admission(job, row).bits(matrices[prefill][slot])
-      self._slots[slot] = _Occupant(job, job.admitted, [(0, self._version)])
-      job.admitted += 1
-    self._ready = [prefill for prefill in self._ready if prefill.pending()]
-    return list(matrices.items())
-
-  def _admission(self, job: _Job, row: int) -> Admission:
-    request = job.request
-    return Admission(
-      source=row,
-      token=request.prompt[-1],
-      position=len(request.prompt) - 1,
-      remaining=request.max_tokens,
-      top_k=request.sampling.top_k,
-      temperature=request.sampling.temperature,
-      top_p=request.sampling.top_p,
-      key=row_key(seed=self._seed, words=request.key, sample_index=job.admitted),
-      stop_ids=request.stop_ids,
-    )
-
-  def _execute(self, turn: _Turn) -> Decoded:
+  def _execute(self, turn: Turn) -> Decoded:
     """On the device thread."""
     for prefill in turn.prefills:
       tokens = np.zeros((self._config.prefill_rows, prefill.jobs[0].bucket), np.int32)
@@ -354,33 +228,3 @@ class EmbeddedEngine:
     self.counts['decode_steps'] += int(decoded.produced.max())
     self.counts['tokens'] += int(decoded.produced.sum())
     return decoded
-
-  def _harvest(self, decoded: Decoded) -> None:
-    """Takes what was drawn, and hands out what has ended."""
-    steps, slots = np.nonzero(np.arange(len(decoded.tokens))[:, None] < decoded.produced)
-    lengths = np.array([0 if slot is None else slot.length for slot in self._slots])
-    self._tokens[slots, lengths[slots] + steps] = decoded.tokens[steps, slots]
-    self._logprobs[slots, lengths[slots] + steps] = decoded.logprobs[steps, slots]
-    for i, occupant in enumerate(self._slots):
-      if occupant is None:
-        continue
-      occupant.length += int(decoded.produced[i])
-      if decoded.remaining[i] == 0:
-        self._slots[i] = None
-        self.counts['completions'] += 1
-        occupant.job.results.put_nowait((occupant.index, self._completion(i, occupant)))
-
-  def _completion(self, slot: int, occupant: _Occupant) -> Completion:
-    tokens = self._tokens[slot, : occupant.length].copy()
-    finish = Finish.STOP if tokens[-1] in occupant.job.request.stop_ids else Finish.LENGTH
-    ends = [start for start, _ in occupant.segments[1:]] + [occupant.length]
-    finishes = [CUT] * (len(ends) - 1) + [str(finish)]
-    return Completion(
-      tokens=tokens,
-      logprobs=self._logprobs[slot, : occupant.length].copy(),
-      finish=finish,
-      segments=tuple(
-        Segment(start=start, end=end, version=version, engine=self.name, finish=how)
-        for (start, version), end, how in zip(occupant.segments, ends, finishes, strict=True)
-      ),
-    )

@@ -55,11 +55,16 @@ class Admission(NamedTuple):
   key: UInt32[np.ndarray, '2']
   stop_ids: tuple[int, ...]
 
-  def bits(self, out: Int32[np.ndarray, 'columns']) -> None:
+  def write(self, out: Int32[np.ndarray, 'columns']) -> None:
     out[:5] = self.source, self.token, self.position, self.remaining, self.top_k
     out[5:7] = np.array([self.temperature, self.top_p], np.float32).view(np.int32)
     out[7:9] = self.key.view(np.int32)
     out[9 : 9 + len(self.stop_ids)] = self.stop_ids
+
+
+def admissions_matrix(slots: int, max_stop_ids: int) -> Int32[np.ndarray, 'slots columns']:
+  """What `admit` takes, as yet admitting nothing."""
+  return np.full((slots, 9 + max_stop_ids), -1, np.int32)
 
 
 class Decoded(NamedTuple):
@@ -110,7 +115,10 @@ class Programs:
 
   def compile(self, *, filtered: bool) -> None:
     """Compiles every program that the engine will run, those of filtered sampling only if asked for."""
-    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._place)
+
+    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._place)
+
     empty = functools.partial(_empty_slots, self._model, self.slots, self.max_length, self.max_stop_ids)
     state = self._abstract(jax.eval_shape(empty))
     self._state = jax.jit(empty, out_shardings=self._place)()
@@ -168,7 +176,9 @@ class Programs:
 
 
 def _empty_slots(model: Model, slots: int, length: int, stops: int) -> Slots:
-  zeros = lambda *shape, dtype=jnp.int32: jnp.zeros((slots, *shape), dtype)
+  def zeros(*shape: int, dtype=jnp.int32) -> Array:
+    return jnp.zeros((slots, *shape), dtype)
+
   return Slots(
     cache=model.init_cache(slots, length),
     token=zeros(),
@@ -211,7 +221,10 @@ def _admit(state: Slots, prefilled: Cache, admissions: Int32[Array, 'slots colum
     key=jax.lax.bitcast_convert_type(admissions[:, 7:9], jnp.uint32),
     stop_ids=admissions[:, 9:],
   )
-  keep = lambda fresh, old: jnp.where(chosen.reshape(-1, *(1,) * (old.ndim - 1)), fresh, old)
+
+  def keep(fresh: Array, old: Array) -> Array:
+    return jnp.where(chosen.reshape(-1, *(1,) * (old.ndim - 1)), fresh, old)
+
   return Slots(new.cache, *(keep(fresh, old) for fresh, old in zip(new[1:], state[1:], strict=True)))
 
 
@@ -257,7 +270,9 @@ def _decode(
       produced=carry.produced + active,
     )
 
-  zeros = lambda *shape, dtype=jnp.int32: jnp.zeros(shape, dtype)
+  def zeros(*shape: int, dtype=jnp.int32) -> Array:
+    return jnp.zeros(shape, dtype)
+
   start = _Carry(zeros(), state, zeros(steps, slots), zeros(steps, slots, dtype=jnp.float32), zeros(slots))
   end = jax.lax.while_loop(go_on, advance, start)
   bits = jax.lax.bitcast_convert_type(end.logprobs, jnp.int32)

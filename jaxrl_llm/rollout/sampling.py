@@ -79,12 +79,10 @@ def draw_filtered(
   greedy = temperature == 0
   scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
   ranks = _ordered_bits(scaled)
-  count = lambda kept: kept.sum(-1, dtype=jnp.int32)
   needed = jnp.where(top_k < 0, logits.shape[-1], jnp.minimum(top_k, logits.shape[-1]))
-  kept = ranks >= _threshold(ranks, count, needed)[:, None]
+  kept = ranks >= _threshold(ranks, jnp.ones_like(scaled), needed)[:, None]
   weights = jnp.where(kept, jnp.exp(scaled - scaled.max(-1, keepdims=True)), 0.0)
-  mass = lambda kept: jnp.where(kept, weights, 0.0).sum(-1)
-  nucleus = _threshold(ranks, mass, top_p * weights.sum(-1))
+  nucleus = _threshold(ranks, weights, top_p * weights.sum(-1))
   kept &= (ranks >= nucleus[:, None]) | (top_p >= 1)[:, None]
   kept |= greedy[:, None]
   return _choose(scaled, jnp.where(kept, scaled, -jnp.inf), keys, positions, greedy)
@@ -143,16 +141,18 @@ def _first_true(mask: Bool[Array, 'rows n']) -> Int32[Array, 'rows']:
 
 def _ordered_bits(values: Float32[Array, 'rows n']) -> UInt32[Array, 'rows n']:
   """Integers in the same order as the floats, -0 with +0."""
-  bits = jax.lax.bitcast_convert_type(values + 0.0, jnp.uint32)
+  bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
   return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _threshold(ranks: UInt32[Array, 'rows n'], measure, needed) -> UInt32[Array, 'rows']:
-  """Per row the largest t with measure(ranks >= t) >= needed, for a measure that grows with the set; else 0."""
+def _threshold(
+  ranks: UInt32[Array, 'rows n'], weights: Float32[Array, 'rows n'], needed: Array
+) -> UInt32[Array, 'rows']:
+  """Per row the largest t such that the weights where ranks >= t sum to at least `needed`; 0 if there is none."""
 
   def step(i, found):
     candidate = found | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
-    kept: Bool[Array, 'rows n'] = ranks >= candidate[:, None]
-    return jnp.where(measure(kept) >= needed, candidate, found)
+    reached = jnp.where(ranks >= candidate[:, None], weights, 0.0).sum(-1) >= needed
+    return jnp.where(reached, candidate, found)
 
   return jax.lax.fori_loop(0, 32, step, jnp.zeros(ranks.shape[0], jnp.uint32))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging as stdlib_logging
 import os
 import pathlib
 import shutil
@@ -19,6 +20,7 @@ import jax
 import orbax.checkpoint as ocp
 import xxhash
 from absl import logging
+from jax.experimental import multihost_utils
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.types import Json
@@ -72,6 +74,8 @@ class Checkpoints:
   def save(self, step: int, state: Any, host: Json, *, best: int | None) -> None:
     """Commits `state` and `host` as `step`; called by every process with the same step.
 
+    When it returns, in any process, the commit is there.
+
     Args:
       step: completed batches; not committed before (a commit never changes).
       state: a tree of arrays.
@@ -94,6 +98,9 @@ class Checkpoints:
         (target / _HOST).write_bytes(encoded)
         _commit(target)
     except (OSError, ValueError) as error:
+      # The storage library raises ValueError, and so does a collective whose peer is gone; the former names the file.
+      if isinstance(error, ValueError) and str(target) not in str(error):
+        raise
       if self._leads:
         shutil.rmtree(target, ignore_errors=True)
       kept = self.steps()
@@ -105,6 +112,8 @@ class Checkpoints:
       ) from error
     if self._leads:
       self._retire(best)
+    if jax.process_count() > 1:
+      multihost_utils.sync_global_devices(f'commit {step}')
 
   def restore(self, step: int, like: Any) -> Any:
     """The arrays of a committed step, on the shardings of `like` (arrays or ShapeDtypeStructs with shardings)."""
@@ -150,13 +159,16 @@ class Checkpoints:
 @contextlib.contextmanager
 def _quiet_orbax() -> Iterator[None]:
   """Each of its threads logs a traceback of the one error that it then raises."""
-  foreign = lambda record: 'orbax' not in record.pathname
   logger = logging.get_absl_logger()
-  logger.addFilter(foreign)
+  logger.addFilter(_not_of_orbax)
   try:
     yield
   finally:
-    logger.removeFilter(foreign)
+    logger.removeFilter(_not_of_orbax)
+
+
+def _not_of_orbax(record: stdlib_logging.LogRecord) -> bool:
+  return 'orbax' not in record.pathname
 
 
 def _commit(path: pathlib.Path) -> None:

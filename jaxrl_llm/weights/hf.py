@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import huggingface_hub
+from absl import logging
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from jaxrl_llm.core.errors import UserError
@@ -83,6 +84,19 @@ def copy_tokenizer(source: str | Path, target: str | Path) -> list[str]:
   return names
 
 
+def _warn_of_misreading(family: str, tokenizer_dir: Path) -> None:
+  # transformers 5 holds the class that a qwen2 directory names for a mistake, and splits all text as Qwen2 does.
+  path = tokenizer_dir / 'tokenizer_config.json'
+  name = read_json(path).get('tokenizer_class') if path.exists() else None
+  if family == 'qwen2' and name not in ('Qwen2Tokenizer', 'Qwen2TokenizerFast'):
+    logging.warning(
+      "%s: of a qwen2 model transformers' AutoTokenizer makes a Qwen2Tokenizer although this is a %s, and may give "
+      'other tokens without a word: load it with PreTrainedTokenizerFast, or train another family',
+      tokenizer_dir,
+      name,
+    )
+
+
 def export(
   directory: str | Path,
   params: Params,
@@ -120,6 +134,7 @@ def export(
     generation = {'bos_token_id': bos_id, 'eos_token_id': one_or_list(eos_ids), 'pad_token_id': pad_id}
     write_json(directory / 'generation_config.json', {k: v for k, v in generation.items() if v is not None})
     if tokenizer_dir is not None:
+      _warn_of_misreading(spec.family, Path(tokenizer_dir))
       copy_tokenizer(tokenizer_dir, directory)
   return save_params(directory, params, spec, dtype=dtype, shard_bytes=shard_bytes)
 

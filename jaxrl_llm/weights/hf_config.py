@@ -56,7 +56,7 @@ class _Config:
   def error(self, name: str, got: Any, wanted: str) -> UserError:
     return UserError(f'{self.path}: {name} is {json.dumps(got)}, wanted {wanted}')
 
-  def number(self, name: str, default: float | None, kind: type, values: Mapping[str, Any] | None = None) -> Any:
+  def number(self, name: str, default: int | float | None, kind: type, values: Mapping[str, Any] | None = None) -> Any:
     """A positive number; null and absent are the default, and without one an error."""
     values = self.values if values is None else values
     value = values.get(name)
@@ -209,10 +209,11 @@ def _rope(
   factor = config.number('factor', None, float, values)
   if kind == 'linear':
     return theta, RopeScaling(kind='linear', factor=factor)
-  name_of_original = 'original_max_position_embeddings'
-  # Where a file has it beside the scaling too, transformers takes that one.
-  beside = config.values.get(name_of_original) is not None
-  original = config.number(name_of_original, positions, int, config.values if beside else values)
+  original = config.number('original_max_position_embeddings', positions, int, values)
+  # Beside the scaling it is read by some versions of transformers and not by others.
+  if config.values.get('original_max_position_embeddings') not in (None, original):
+    got = config.values['original_max_position_embeddings']
+    raise config.error('original_max_position_embeddings', got, f'{original}, as in {name}: remove one of them')
   low, high = (config.number(f'{which}_freq_factor', None, float, values) for which in ('low', 'high'))
   if high <= low:
     raise UserError(f'{config.path}: {name}.high_freq_factor {high:g} is not above low_freq_factor {low:g}')

@@ -1,0 +1,141 @@
+"""Two real jax.distributed processes on loopback: the same job, the same numbers, and deaths that are noticed."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import job
+import numpy as np
+import pytest
+
+from jaxrl_llm.replay.audit import audit
+
+pytestmark = pytest.mark.full
+
+GRADIENTS = """
+import os, sys, json, pathlib, functools
+import jax, numpy as np
+address = os.environ.get('JAX_COORDINATOR_ADDRESS')
+if address:
+  jax.distributed.initialize(
+    address, int(os.environ['JAX_NUM_PROCESSES']), int(os.environ['JAX_PROCESS_ID']))
+from jaxrl_llm.batching.plan import StepPlan, plan_shape
+from jaxrl_llm.data.load import RowLoader
+from jaxrl_llm.learner.algorithm import GrpoConfig, SftConfig, grpo, sft
+from jaxrl_llm.learner.state import place_params
+from jaxrl_llm.learner.update import gradients
+from jaxrl_llm.models.api import build_model
+from jaxrl_llm.core.trees import flatten
+from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
+from jaxrl_llm.replay.index import open_store
+from jaxrl_llm.sync.full import Gatherer
+from jaxrl_llm.weights.hf import load_params, read_spec
+
+workdir, out = map(pathlib.Path, sys.argv[1:])
+mesh = build_mesh(MeshConfig(fsdp=2))
+spec = read_spec(workdir / 'hf')
+model = build_model(spec)
+params = place_params(model, mesh, load_params(workdir / 'hf', spec))
+plans = json.loads((workdir / 'plans.json').read_text())
+loader, found = RowLoader(workdir, mesh), {}
+for value in plans:
+  plan = StepPlan.from_json(value)
+  algorithm = (sft(SftConfig()) if plan.stage == 'sft' else grpo(GrpoConfig()))
+  annotation = algorithm.annotate(plan.rows)
+  shape = plan_shape(rows=len(plan.rows), ranks=2, chunks=4, chunk_len=16)
+  packed = loader.load(plan, 0, shape, advantages=annotation.advantages, in_loss=annotation.in_loss)
+  compute = jax.jit(functools.partial(gradients, model, algorithm, token_chunk=16, on_policy=True))
+  result = compute(params, packed.chunks, packed.used)
+  grads = Gatherer(mesh).gather(result.grads)
+  if jax.process_index() == 0:
+    found[f'{plan.step}/loss'] = np.asarray(result.loss.addressable_data(0))
+    found |= {f'{plan.step}/grads/{k}': v for k, v in flatten(grads).items()}
+if jax.process_index() == 0:
+  np.savez(out, **found)
+"""
+
+
+@pytest.fixture(scope='module')
+def recorded(tmp_path_factory):
+  """A finished run of one process, with its recorded plans beside it."""
+  from jaxrl_llm.replay.index import open_store
+
+  workdir = tmp_path_factory.mktemp('recorded') / 'run'
+  job.train(workdir)
+  store = open_store(workdir / 'replay')
+  plans = store.plans()
+  store.close()
+  (workdir / 'plans.json').write_text(json.dumps([plans[step] for step in sorted(plans)[6:16]]))
+  return workdir
+
+
+def gradients_of(recorded, out, *, processes):
+  script = out.with_suffix('.py')
+  script.write_text(GRADIENTS)
+  command = [sys.executable, str(script), str(recorded), str(out)]
+  if processes > 1:
+    command = [sys.executable, 'launch/cluster/local.py', f'--processes={processes}', '--', *command]
+  devices = {} if processes > 1 else {'XLA_FLAGS': '--xla_force_host_platform_device_count=2'}
+  subprocess.run(command, cwd=job.ROOT, env=job.environment(**devices), check=True, timeout=300)
+  return dict(np.load(out))
+
+
+def test_two_processes_compute_the_gradients_of_one_for_ten_recorded_plans(recorded, tmp_path):
+  one = gradients_of(recorded, tmp_path / 'one.npz', processes=1)
+  two = gradients_of(recorded, tmp_path / 'two.npz', processes=2)
+  assert len([k for k in one if k.endswith('/loss')]) == 10
+  assert one.keys() == two.keys()
+  for name, wanted in one.items():
+    if name.endswith('/loss'):
+      assert abs(two[name] - wanted) <= 1e-6 * max(1.0, abs(wanted))
+    elif np.linalg.norm(wanted) > 1e-7:
+      assert np.linalg.norm(two[name] - wanted) <= 1e-5 * np.linalg.norm(wanted), name
+
+
+@pytest.fixture(scope='module')
+def two_processes(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp('two') / 'run'
+  job.train(workdir, processes=2)
+  return workdir
+
+
+def test_two_processes_leave_a_whole_run(two_processes):
+  assert [(stage, step) for stage, step, _ in job.accuracies(two_processes)] == [
+    ('sft', 0), ('sft', 12), ('grpo', 16), ('grpo', 20),
+  ]  # fmt: skip
+  assert (two_processes / 'hf' / 'model.safetensors').exists()
+  losses = [r['actor/sft_loss'] for r in job.rows(two_processes) if 'actor/sft_loss' in r]
+  assert losses[-1] < losses[0] - 0.3
+  assert audit(two_processes / 'replay').ok
+
+
+def children(supervisor: int) -> dict[int, int]:
+  """Process id by rank of the supervisor's trainers."""
+  found = {}
+  listed = subprocess.run(['ps', '-eo', 'pid,ppid'], capture_output=True, text=True, check=True).stdout
+  for pid, ppid in re.findall(r'(\d+)\s+(\d+)', listed):
+    if int(ppid) == supervisor:
+      environ = open(f'/proc/{pid}/environ').read()
+      rank = re.search(r'JAX_PROCESS_ID=(\d+)', environ)
+      if rank:
+        found[int(rank[1])] = int(pid)
+  return found
+
+
+@pytest.mark.parametrize('rank', [0, 1])
+def test_either_killed_the_job_ends_names_it_and_resumes_bit_for_bit(two_processes, tmp_path, rank):
+  workdir = tmp_path / 'run'
+  process = job.start(workdir, processes=2)
+  job.wait_for_rows(workdir, 15, process)
+  os.kill(children(process.pid)[rank], signal.SIGKILL)
+  started = time.monotonic()
+  out, err = process.communicate(timeout=60)
+  assert time.monotonic() - started < 45, 'the stated time is 30 s, and some to start and read'
+  assert process.returncode == 128 + signal.SIGKILL
+  assert re.search(rf'process {rank}.*SIGKILL', out + err), out + err
+  job.train(workdir, processes=2)
+  job.assert_equal_runs(workdir, two_processes)
