@@ -61,7 +61,7 @@ def get_config(task: str = '') -> Config:
   return Config(
     name='quickstart',
     policy=PolicyConfig(
-      family='qwen2',
+      family='llama',
       model=dict(
         hidden_size=128,
         intermediate_size=384,

@@ -141,12 +141,12 @@ def test_dtypes_of_parameters_and_of_computation_are_apart():
 
 def test_tied_head_is_the_embedding_and_untied_is_not():
   tied, untied = SPECS[2], SPECS[3]
-  assert build_model(tied).head_kernel(params := noise(tied)) is params['embed']['kernel']
-  assert build_model(untied).head_kernel(params := noise(untied)) is params['head']['kernel']
+  assert build_model(tied).head_kernel(params := jax.tree.map(jnp.asarray, noise(tied))) is params['embed']['kernel']
+  assert build_model(untied).head_kernel(params := jax.tree.map(jnp.asarray, noise(untied))) is params['head']['kernel']
   # Logits are rows of the kernel against the hidden state: (1, 2) with rows (3, 4) and (5, 6) -> 11 and 17.
   np.testing.assert_array_equal(outputs(jnp.array([[1.0, 2.0]]), jnp.array([[3.0, 4.0], [5.0, 6.0]])), [[11.0, 17.0]])
 
 
 def test_a_value_head_is_never_tied():
   spec = tiny('qwen2', 19, head='value', tie_word_embeddings=True, **SMALL)
-  assert build_model(spec).head_kernel(shapes(spec)).shape == (1, 24)
+  assert build_model(spec).head_kernel(jax.tree.map(jnp.asarray, noise(spec))).shape == (1, 24)

@@ -38,7 +38,7 @@ def test_shards_hold_everything_once_and_no_more_than_told(tmp_path):
     sizes.append(sum(tensor.nbytes for tensor in tensors.values()))
     seen |= dict.fromkeys(tensors, path.name)
     assert safe_open(path, 'np').metadata() == {'format': 'pt'}
-  # 0.5 MB of parameters: embedding 50·64, per layer q and o 2·128·64, k and v 2·64·64, mlp 3·128·64, norms 2·64; 64.
+  # Parameters: embedding 50·64, per layer q and o 2·128·64, k and v 2·64·64, mlp 3·128·64, norms 2·64; 64.
   parameters = 50 * 64 + 2 * (2 * 128 * 64 + 2 * 64 * 64 + 3 * 128 * 64 + 2 * 64) + 64
   assert sum(sizes) == index['metadata']['total_size'] == 4 * parameters
   assert len(sizes) > 5 and max(sizes) <= 70_000

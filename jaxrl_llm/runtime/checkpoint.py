@@ -26,6 +26,8 @@ from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.types import Json
 
 _COMMIT, _HOST, _ARRAYS = 'COMMIT', 'host.json', 'arrays'
+_DEADLINE_S = 1200
+"""The longest that processes wait for each other's arrays to be written."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,8 @@ class Checkpoints:
     try:
       if self._leads:
         target.mkdir(parents=True, exist_ok=True)
-      with _quiet_orbax(), ocp.StandardCheckpointer() as checkpointer:
+      deadline = ocp.options.AsyncOptions(timeout_secs=_DEADLINE_S)
+      with _quiet_orbax(), ocp.StandardCheckpointer(async_options=deadline) as checkpointer:
         checkpointer.save(target / _ARRAYS, state, force=True)
       if self._leads:
         (target / _HOST).write_bytes(encoded)
@@ -206,6 +209,8 @@ def _fsync(path: pathlib.Path) -> None:
 
 def _reason(error: Exception) -> str:
   """The system's own words where they are buried in a storage library's message."""
+  if isinstance(error, TimeoutError):
+    return f'not every process had written its part after {_DEADLINE_S} s; see what the others say'
   if isinstance(error, OSError) and error.strerror:
     return error.strerror
   text = str(error)

@@ -1,0 +1,108 @@
+import collections
+import json
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl_llm.batching.packing import pack
+from jaxrl_llm.batching.plan import Row, StepPlan, deal_rows, pack_step, plan_shape
+
+
+def rows_of(lengths, **fields) -> tuple[Row, ...]:
+  common = {'source': 'a.arrayrecord', 'prompt_len': 1, 'group': 'g', 'reward': 0.0, 'is_expert': False}
+  common |= {'truncated': False, 'version_step': 3, **fields}
+  return tuple(Row(uid=f's/{i}', index=i, length=length, **common) for i, length in enumerate(lengths))
+
+
+def test_a_plan_survives_json():
+  rows = (*rows_of([4, 7], reward=0.1), *rows_of([2], reward=None, version_step=-1, is_expert=True))
+  plan = StepPlan(
+    step=12,
+    stage='grpo',
+    rows=rows,
+    optimizer_steps=((0, 2), (1,)),
+    proximal=True,
+    proximal_reason='2 optimizer steps on one batch',
+    evaluate=True,
+    commit=True,
+    commit_by_clock=True,
+    counts={'dropped_stale': 2},
+  )
+  assert StepPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+  leave = StepPlan(step=3, stage='sft', stop=15)
+  assert StepPlan.from_json(json.loads(json.dumps(leave.to_json()))) == leave
+
+
+def test_a_plan_sends_its_numbers_bit_for_bit():
+  reward = float(np.nextafter(0.1, 1.0))
+  plan = StepPlan(step=0, stage='x', rows=rows_of([3], reward=reward), optimizer_steps=((0,),))
+  assert StepPlan.from_json(json.loads(json.dumps(plan.to_json()))).rows[0].reward == reward
+
+
+def test_hand_worked_shape():
+  # 10 rows over 4 ranks: at most 3 on a rank; 2 chunks a micro-batch: 2 micro-batches. A chunk of 16 holds at most 3.
+  shape = plan_shape(rows=10, ranks=4, chunks=2, chunk_len=16)
+  assert (shape.ranks, shape.chunks, shape.chunk_len) == (4, 2, 16)
+  assert (shape.micro_batches, shape.segments) == (2, 3)
+  # Sequences have at least one token: two in a chunk of two, though five would be on the rank.
+  assert plan_shape(rows=5, ranks=1, chunks=1, chunk_len=2).segments == 2
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.integers(1, 6), st.integers(1, 5), st.integers(1, 24))
+def test_the_planned_shape_holds_any_rows(data, ranks, chunks, chunk_len):
+  lengths = data.draw(st.lists(st.integers(1, chunk_len), min_size=1, max_size=40))
+  more = data.draw(st.integers(0, 3))  # a step may be smaller than planned for
+  shape = plan_shape(rows=len(lengths) + more, ranks=ranks, chunks=chunks, chunk_len=chunk_len)
+  packing = pack(lengths, ranks=ranks, chunks=chunks, chunk_len=chunk_len)
+  assert packing.micro_batches <= shape.micro_batches
+  assert packing.segment.max() <= shape.segments
+
+
+def test_the_bound_is_reached():
+  # Rows as long as a chunk: 7 rows on 2 ranks of 2 chunks need 2 micro-batches, as planned.
+  shape = plan_shape(rows=7, ranks=2, chunks=2, chunk_len=8)
+  assert pack([8] * 7, ranks=2, chunks=2, chunk_len=8).micro_batches == shape.micro_batches == 2
+  # Rows of one token all share a chunk.
+  assert pack([1] * 8, ranks=2, chunks=2, chunk_len=8).segment.max() == 4
+  assert plan_shape(rows=8, ranks=2, chunks=2, chunk_len=8).segments == 4
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**40))
+def test_every_epoch_takes_every_row_once(count, minibatches, epochs, seed):
+  minibatches = min(minibatches, count)
+  dealt = deal_rows(rows_of([5] * count), minibatches=minibatches, epochs=epochs, seed=seed)
+  assert len(dealt) == minibatches * epochs
+  for epoch in range(epochs):
+    steps = dealt[epoch * minibatches : (epoch + 1) * minibatches]
+    assert sorted(i for step in steps for i in step) == list(range(count))
+    assert max(map(len, steps)) - min(map(len, steps)) <= 1
+  assert dealt == deal_rows(rows_of([9] * count), minibatches=minibatches, epochs=epochs, seed=seed)
+
+
+def test_epochs_seeds_and_steps_are_dealt_differently():
+  rows = rows_of([5] * 12)
+  deals = [deal_rows(rows, minibatches=3, epochs=2, seed=seed) for seed in range(50)]
+  # The planner's seeds follow each other: no epoch of one step may repeat an epoch of the next.
+  epochs = [epoch for dealt in deals for epoch in (dealt[:3], dealt[3:])]
+  assert len(set(epochs)) == 100
+
+
+def test_no_row_has_a_favourite_minibatch():
+  # 4 rows in 2 minibatches: row 0 is in the first with probability 1/2; of 400 seeds 200 ± 5 sigma, sigma = 10.
+  rows = rows_of([5] * 4)
+  firsts = collections.Counter(0 in deal_rows(rows, minibatches=2, epochs=1, seed=seed)[0] for seed in range(400))
+  assert 150 < firsts[True] < 250
+
+
+def test_a_step_packs_its_own_rows_in_its_own_numbering():
+  # Step 1 holds rows 3 and 0 of the plan, lengths 6 and 2: sorted, 6 opens the chunk and 2 fits behind it.
+  plan = StepPlan(step=0, stage='x', rows=rows_of([2, 8, 8, 6]), optimizer_steps=((1, 2), (3, 0)))
+  shape = plan_shape(rows=2, ranks=1, chunks=1, chunk_len=8)
+  packing = pack_step(plan, 1, shape)
+  assert packing.length.tolist() == [6, 2]
+  assert packing.offset.tolist() == [0, 6]
+  assert packing.micro_batch.tolist() == [0, 0]
+  assert pack_step(plan, 0, shape).micro_batch.tolist() == [0, 1]
