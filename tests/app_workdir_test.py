@@ -34,7 +34,9 @@ def config():
 def test_a_directory_held_by_a_live_process_is_refused_by_its_pid_and_free_once_it_is_killed(tmp_path):
   path = tmp_path / 'run'
   env = {**os.environ, 'PYTHONPATH': str(ROOT)}
-  with subprocess.Popen([sys.executable, '-c', HOLDER, str(path)], env=env, stdout=subprocess.PIPE, text=True) as holder:
+  with subprocess.Popen(
+    [sys.executable, '-c', HOLDER, str(path)], env=env, stdout=subprocess.PIPE, text=True
+  ) as holder:
     try:
       assert holder.stdout.readline() == 'held\n'
       with pytest.raises(WorkdirInUse) as caught:

@@ -499,7 +499,7 @@ ROOTS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(ROOTS)
 def test_json_round_trip_is_exact(config):
   check_types(config)

@@ -24,6 +24,8 @@ QUICK = (
   '--config.evaluation.held_out.tasks=24',
   '--config.rollout.embedded.slots=24',
   '--config.checkpoint.every_steps=3',
+  # So that rewards differ inside groups from the first step on.
+  '--config.rewards.scorers.0.options={"partial_credit":true}',
   '--config.policy.model={"hidden_size":64,"intermediate_size":96,"num_hidden_layers":2,'
   '"num_attention_heads":2,"num_key_value_heads":1,"head_dim":32}',
 )

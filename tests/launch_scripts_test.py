@@ -129,6 +129,7 @@ def test_quickstart_installs_once_and_hands_its_arguments_to_the_trainer(tree):
   assert (tree / 'builds').read_text() == 'built\n'
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('changed', ['pyproject.toml', 'constraints'])
 def test_a_change_of_what_is_wanted_installs_again(tree, changed):
   add_environment(tree)
@@ -142,6 +143,7 @@ def test_a_change_of_what_is_wanted_installs_again(tree, changed):
   assert (tree / 'builds').read_text() == 'built\n' * 2
 
 
+@pytest.mark.full
 def test_an_install_that_failed_is_one_line_and_tried_again(tree):
   add_environment(tree)
   (tree / 'backend.py').write_text('def build_editable(*a, **k):\n  raise SystemExit("broken")\n')
@@ -195,6 +197,7 @@ def test_bad_arguments_of_test_sh_are_one_line(argument, line):
   assert (refused.returncode, refused.stdout, refused.stderr) == (2, '', f'{line}\n')
 
 
+@pytest.mark.full
 def test_the_fast_tier_leaves_out_the_slow_and_reports_each_part(tree):
   add_environment(tree)
   (tree / 'tests').mkdir()

@@ -62,7 +62,8 @@ def prepare(config: Config, workdir: pathlib.Path) -> Prepared:
   fitting = {task.uid for taskset in tasksets.values() for task in taskset.tasks}
   suites = [(suite, [task for task in tasks if task.uid in fitting]) for suite, tasks in suites]
   for taskset in tasksets.values():
-    logging.info('taskset %s: %s', taskset.name, dict(taskset.counts))
+    if taskset.counts['too_long']:
+      logging.info('taskset %s: %d prompts longer than %d tokens', taskset.name, taskset.counts['too_long'], limit)
   for stage in config.stages:
     if stage.demonstrations is not None:
       _write_demonstrations(stage, tasksets, tokenizer, workdir, _longest(config))

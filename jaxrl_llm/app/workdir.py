@@ -49,6 +49,8 @@ class Workdir:
     if file.exists():
       try:
         old = json.loads(file.read_text())
+        if not isinstance(old, dict):
+          raise ValueError('no JSON object')
       except ValueError as error:  # no JSON, or not even text
         raise UserError(f'{file}: not the configuration of a run ({error}); choose another --workdir') from error
       changes = difference(old, config)

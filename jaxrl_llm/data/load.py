@@ -25,6 +25,9 @@ from jaxrl_llm.experience.sample import Sample
 from jaxrl_llm.parallel.rules import sharding_of_batch
 from jaxrl_llm.replay.segments import SegmentReader
 
+# Grain would append advice about itself to the one line that an error is.
+grain.config.update('py_traceback_filtering', 'off')
+
 
 class PackedStep(NamedTuple):
   """One optimizer step on the device."""
@@ -108,6 +111,19 @@ class RowLoader:
     return sorted({chunk for index in indices for chunk in range(*index[1].indices(total))})
 
 
+_PER_TOKEN = {
+  'tokens': np.int32,
+  'positions': np.int32,
+  'segment_ids': np.int32,
+  'loss_mask': bool,
+  'is_expert': bool,
+  'behaviour_logprobs': np.float32,
+  'proximal_logprobs': np.float32,
+  'reference_logprobs': np.float32,
+  'advantages': np.float32,
+}
+
+
 class _HostChunks:
   """The local part of `[micro_batches, chunks, ...]` arrays while it is being filled."""
 
@@ -115,21 +131,9 @@ class _HostChunks:
     self.columns = {chunk: column for column, chunk in enumerate(own_chunks)}
     self._total = shape.ranks * shape.chunks
     tokens = (micro_batches, len(own_chunks), shape.chunk_len)
-    integers = lambda: np.zeros(tokens, np.int32)
-    floats = lambda: np.zeros(tokens, np.float32)
-    flags = lambda: np.zeros(tokens, bool)
-    self._arrays = {
-      'tokens': integers(),
-      'positions': integers(),
-      'segment_ids': integers(),
-      'loss_mask': flags(),
-      'is_expert': flags(),
-      'behaviour_logprobs': floats(),
-      'proximal_logprobs': floats(),
-      'reference_logprobs': floats(),
-      'advantages': floats(),
-      'temperature': np.ones((micro_batches, len(own_chunks), shape.segments), np.float32),
-    }
+    per_segment = (micro_batches, len(own_chunks), shape.segments)
+    self._arrays = {name: np.zeros(tokens, dtype) for name, dtype in _PER_TOKEN.items()}
+    self._arrays['temperature'] = np.ones(per_segment, np.float32)
 
   def write(
     self,
@@ -152,7 +156,7 @@ class _HostChunks:
     self._arrays['loss_mask'][at] = mask
     self._arrays['is_expert'][at] = is_expert
     self._arrays['behaviour_logprobs'][at] = sample.behaviour_logprobs
-    self._arrays['advantages'][at] = advantage * mask
+    self._arrays['advantages'][at] = np.where(mask, advantage, 0.0)
     self._arrays['temperature'][micro, column, segment - 1] = sample.temperature
 
   def to_device(self, sharding: jax.sharding.NamedSharding) -> Chunks:

@@ -23,14 +23,13 @@ class RowStream:
       rows: rows of one `next()`.
       seed: of the shuffle; epoch and seed fix the order.
     """
-    self._source = source
+    self._rows = rows
     records = ArrayRecordDataSource([str(workdir / source)])
     dataset = grain.MapDataset.source(_Numbered(records, source)).shuffle(seed=seed).repeat(None)
-    dataset = dataset.batch(rows, batch_fn=list)
     self._iterator = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
 
   def next(self) -> list[Row]:
-    return next(self._iterator)
+    return [next(self._iterator) for _ in range(self._rows)]
 
   def state(self) -> Any:
     """JSON; `restore` of it continues exactly here."""

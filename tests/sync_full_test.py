@@ -1,0 +1,112 @@
+"""Published weights are whole, own copies; a version that is served is not sent again."""
+
+import asyncio
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.parallel.device import DeviceThread
+from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
+from jaxrl_llm.parallel.rules import sharding
+from jaxrl_llm.sync.full import Gatherer, Publisher
+
+
+class RecordingEngine:
+  """Keeps what it is given; generates nothing."""
+
+  name = 'recording'
+
+  def __init__(self):
+    self.loaded = []
+    self.refuse = False
+
+  @property
+  def version(self):
+    return self.loaded[-1][1] if self.loaded else None
+
+  def generate(self, request):
+    raise RuntimeError('generates nothing')
+
+  async def load(self, params_host, version):
+    if self.refuse:
+      raise RuntimeError('refused')
+    self.loaded.append((params_host, version))
+
+  async def start(self): ...
+
+  async def close(self): ...
+
+
+@pytest.fixture
+def mesh():
+  return build_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+
+
+def params_on(mesh, scale=1):
+  kernel = np.arange(32, dtype=np.float32).reshape(8, 4) * scale
+  return {
+    'layers': {'0': {'kernel': jax.device_put(kernel, sharding(mesh, ('mlp', 'embed'), kernel.shape))}},
+    'norm': {'scale': jax.device_put(jnp.ones(4, jnp.bfloat16) * scale, sharding(mesh, ('norm',), (4,)))},
+  }
+
+
+def test_gathered_arrays_are_whole_in_the_parameters_own_dtype(mesh):
+  host = Gatherer(mesh).gather(params_on(mesh, 3))
+  np.testing.assert_array_equal(host['layers']['0']['kernel'], np.arange(32).reshape(8, 4) * 3)
+  assert host['norm']['scale'].dtype == jnp.bfloat16
+  assert host['norm']['scale'].tolist() == [3, 3, 3, 3]
+
+
+def test_gathered_arrays_are_no_views_of_what_an_update_overwrites(mesh):
+  """Also on one device, where JAX would lend its buffer."""
+  for on in (mesh, build_mesh(MeshConfig(), jax.devices()[:1])):
+    params = params_on(on)
+    host = Gatherer(on).gather(params)
+    update = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 7, tree), donate_argnums=0)
+    for _ in range(3):
+      params = jax.block_until_ready(update(params))
+    np.testing.assert_array_equal(host['layers']['0']['kernel'], np.arange(32).reshape(8, 4))
+    assert all(leaf.flags.owndata and leaf.flags.writeable for leaf in jax.tree.leaves(host))
+
+
+def test_each_version_is_sent_once_and_again_after_another_one(mesh):
+  async def main():
+    engine, device = RecordingEngine(), DeviceThread()
+    publisher = Publisher(engine, Gatherer(mesh), device)
+    await publisher.publish(params_on(mesh, 1), Version(0, 0))
+    await publisher.publish(params_on(mesh, 1), Version(0, 0))
+    assert [version for _, version in engine.loaded] == [Version(0, 0)]
+    await publisher.publish(params_on(mesh, 2), Version(0, 1))
+    await publisher.publish(params_on(mesh, 3), Version(1, 1))  # another attempt's step 1 is another version
+    assert [version for _, version in engine.loaded] == [Version(0, 0), Version(0, 1), Version(1, 1)]
+    assert [params['norm']['scale'][0] for params, _ in engine.loaded] == [1, 2, 3]
+    device.close()
+
+  asyncio.run(main())
+
+
+def test_a_version_that_the_engine_did_not_take_is_not_taken_for_served(mesh):
+  async def main():
+    engine, device = RecordingEngine(), DeviceThread()
+    publisher = Publisher(engine, Gatherer(mesh), device)
+    engine.refuse = True
+    with pytest.raises(RuntimeError, match='refused'):
+      await publisher.publish(params_on(mesh), Version(0, 0))
+    engine.refuse = False
+    await publisher.publish(params_on(mesh), Version(0, 0))
+    assert [version for _, version in engine.loaded] == [Version(0, 0)]
+    device.close()
+
+  asyncio.run(main())
+
+
+def test_a_process_without_an_engine_takes_part_and_keeps_nothing(mesh):
+  async def main():
+    device = DeviceThread()
+    await Publisher(None, Gatherer(mesh), device).publish(params_on(mesh), Version(0, 0))
+    device.close()
+
+  asyncio.run(main())
