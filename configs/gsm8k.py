@@ -30,9 +30,7 @@ def get_config(directory: str = 'gsm8k') -> Config:
       tokenizer=TokenizerConfig(kind='bpe', template='chatml', vocab_size=2048),
     ),
     tasksets=(taskset('train'), taskset('test')),
-    rewards=RewardsConfig(
-      scorers=(ScorerConfig(name='answer', options={'mode': 'numeric', 'extraction': 'hashes'}),)
-    ),
+    rewards=RewardsConfig(scorers=(ScorerConfig(name='answer', options={'mode': 'numeric', 'extraction': 'hashes'}),)),
     rollout=RolloutConfig(
       max_prompt_length=128,
       max_response_length=128,

@@ -48,7 +48,7 @@ def batch(rows=ROWS, ratios=RATIOS, *, config=CONFIG, proximal=-2.0, **fields) -
     mask += [False] + [bool(annotation.in_loss[i])] * len(own)
     advantages += [0.0] + [float(annotation.advantages[i])] * len(own)
     logprobs += [77.0] + [proximal + math.log(r) for r in own]
-  pad = lambda values, filler: jnp.array([values + [filler] * 4])  # noqa: E731
+  pad = lambda values, filler: jnp.array([values + [filler] * 4])
   segments, mask = pad(segments, 0), pad(mask, False)
   everywhere = jnp.ones(segments.shape, jnp.float32)
   chunks = Chunks(
@@ -125,7 +125,7 @@ def test_clip_range_is_asymmetric():
 def test_gradient_flows_only_through_unclipped_tokens_of_scored_rows():
   """d loss / d logprob = -r A where no clip is in force, else 0: over 7 tokens, in the order of RATIOS."""
   outputs, chunks = batch()
-  loss = lambda logprobs: total_of(grpo(CONFIG), outputs._replace(logprobs=logprobs), chunks)  # noqa: E731
+  loss = lambda logprobs: total_of(grpo(CONFIG), outputs._replace(logprobs=logprobs), chunks)
   found = jax.grad(loss)(outputs.logprobs)[0] * 7
   # s1: 1.5 clipped, 0.5 not; s2: 0.5 clipped, 4 held by the dual clip, 1 not; s3; s4; s5 unscorable.
   expected = [0, 0, -0.5, 0, 0, 0, 1.0, 0, -1.0, 0, 1.1, 0, 0, 0, 0, 0, 0, 0]
@@ -191,7 +191,7 @@ def test_hand_worked_kl_term_and_its_gradient(kind, unbiased, value, slope):
   assert total(terms) == pytest.approx(0.1 * value, rel=1e-4)
   # The metric is the estimate itself, whatever the gradient needs.
   assert mean(stats['actor/kl']) == pytest.approx(LN2 - 0.5 if kind == 'k3' else value, rel=1e-4)
-  loss = lambda logprobs: total_of(grpo(config), outputs._replace(logprobs=logprobs), chunks)  # noqa: E731
+  loss = lambda logprobs: total_of(grpo(config), outputs._replace(logprobs=logprobs), chunks)
   assert float(jax.grad(loss)(outputs.logprobs)[0, 1]) == pytest.approx(0.1 * slope, rel=1e-4)
 
 

@@ -16,7 +16,14 @@ def finished(tmp_path_factory):
 
 def test_leaves_a_whole_run_directory(finished):
   workdir, result = finished
-  for name in ('config.json', 'metrics.jsonl', 'report.html', 'hf/config.json', 'hf/model.safetensors', 'hf/tokenizer.json'):
+  for name in (
+    'config.json',
+    'metrics.jsonl',
+    'report.html',
+    'hf/config.json',
+    'hf/model.safetensors',
+    'hf/tokenizer.json',
+  ):
     assert (workdir / name).stat().st_size > 0, name
   assert len(list((workdir / 'rollouts' / 'grpo').glob('*.jsonl'))) == 8
   assert 'before' in result.stdout and 'after' in result.stdout and str(workdir / 'hf') in result.stdout

@@ -19,6 +19,7 @@ from jaxrl_llm.models.api import build_model, stack_layers
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.rollout.api import CUT, Request, Sampling
 from jaxrl_llm.rollout.embedded import EmbeddedConfig, EmbeddedEngine, plan_buckets
+from jaxrl_llm.rollout.sampling import draw, row_key
 
 VOCAB, LENGTH = 40, 40
 # Wide kernels: logits that are far from uniform, so that a wrong cache entry or position shows.
@@ -152,6 +153,17 @@ def test_greedy_is_the_naive_loop(runner, engine, params):
       tokens.append(int(logits_after(params[V1], tokens)[-1].argmax()))
     for completion in runner.run(ask(engine, asked)):
       assert completion.tokens.tolist() == tokens[length:]
+
+
+def test_tokens_are_the_draws_of_their_counters(runner, engine, params):
+  asked = request(4, 6, samples=2, sampling=Sampling(temperature=1.5))
+  for index, completion in enumerate(runner.run(ask(engine, asked))):
+    key = row_key(seed=7, words=asked.key, sample_index=index)
+    tokens = list(asked.prompt)
+    for _ in range(asked.max_tokens):
+      logits = logits_after(params[V1], tokens)[-1:].astype(np.float32)
+      tokens.append(int(draw(logits, key[None], np.array([len(tokens)]), np.array([1.5], np.float32)).tokens[0]))
+    assert completion.tokens.tolist() == tokens[6:]
 
 
 def crowd(seed, count):

@@ -21,7 +21,7 @@ from jaxrl_llm.core.types import Params
 from jaxrl_llm.data.load import RowLoader
 from jaxrl_llm.data.streams import RowStream
 from jaxrl_llm.learner.algorithm import Algorithm, GrpoConfig, SftConfig, grpo, sft
-from jaxrl_llm.learner.optimizer import OptimizerConfig, build_optimizer
+from jaxrl_llm.learner.optimizer import build_optimizer
 from jaxrl_llm.learner.state import abstract_state, copy_params, init_params, init_state, place_params
 from jaxrl_llm.master.evaluation import Evaluator
 from jaxrl_llm.master.explorer import Explorer, ExplorerConfig
@@ -63,7 +63,7 @@ SCORERS: Mapping[str, Callable[..., Scorer]] = {
   'format': format_scorer,
   'verifier': verifier_scorer,
 }
-ENGINES = ('embedded',)
+ENGINES: Mapping[str, str] = {'embedded': 'JAX sampler in the trainer process'}
 OFFLINE = frozenset({'sft'})
 """Algorithms that learn from demonstrations instead of rollouts."""
 
@@ -107,7 +107,9 @@ def _stage(stage: StageConfig, config: Config, mesh: Mesh, start: int, vocab_siz
     raise UserError(f'{where}.temperature: {stage.temperature} is not above 0: training needs samples to differ')
   rows = stage.groups_per_batch * stage.group_size if explores else stage.sequences_per_batch
   if rows % stage.minibatches:
-    raise UserError(f'{where}.minibatches: {rows} sequences cannot be dealt evenly into {stage.minibatches} minibatches')
+    raise UserError(
+      f'{where}.minibatches: {rows} sequences cannot be dealt evenly into {stage.minibatches} minibatches'
+    )
   longest = config.rollout.max_prompt_length + config.rollout.max_response_length
   chunk_len = config.learner.chunk_len or -(-longest // 8) * 8
   if chunk_len < longest:
@@ -333,9 +335,7 @@ def initial_params(config: Config, model: Model, mesh: Mesh) -> Params:
   directory = checkpoint_directory(config)
   if directory is None:
     return init_params(model, mesh, seed=config.seed)
-  host = load_params(
-    directory, model.spec, scan_layers=config.policy.scan_layers, dtype=config.policy.param_dtype
-  )
+  host = load_params(directory, model.spec, scan_layers=config.policy.scan_layers, dtype=config.policy.param_dtype)
   return place_params(model, mesh, host)
 
 

@@ -7,6 +7,7 @@ import faulthandler
 import os
 import pathlib
 import sys
+import time
 from collections.abc import Sequence
 
 import jax
@@ -19,9 +20,7 @@ from jaxrl_llm.config.load import apply_overrides, load_file, parse_flags, split
 from jaxrl_llm.core.errors import RunError, UserError
 
 FLAGS = flags.FlagValues()
-flags.DEFINE_string(
-  'workdir', None, 'Run directory; by default runs/<name of the configuration>.', flag_values=FLAGS
-)
+flags.DEFINE_string('workdir', None, 'Run directory; by default runs/<name of the configuration>.', flag_values=FLAGS)
 flags.DEFINE_string(
   'init_from', None, "Hugging Face directory, hub id or another run's directory to start from.", flag_values=FLAGS
 )
@@ -32,6 +31,8 @@ flags.DEFINE_bool(
 flags.DEFINE_bool('list', False, 'Print what a configuration can name, and leave.', flag_values=FLAGS)
 flags.DEFINE_integer('verbosity', 0, 'absl log level: -1 warning, 0 info, 1 debug.', flag_values=FLAGS)
 
+_LEAVE_DEADLINE_S = 30.0
+"""Longest that process 0 waits at the end for the others to leave."""
 _PEER_LOST = 75
 """Exit code of a process that stops because another one is gone."""
 
@@ -78,8 +79,7 @@ def _main(argv: Sequence[str]) -> int:
     print_plan(config, workdir)
     return 0
   code = asyncio.run(run(config, workdir))
-  if jax.process_count() > 1:
-    jax.distributed.shutdown()
+  _leave_job(workdir)
   return code
 
 
@@ -96,6 +96,25 @@ def _join_job() -> None:
     process_id=int(os.environ['JAX_PROCESS_ID']),
     heartbeat_timeout_seconds=20,
   )
+
+
+def _leave_job(workdir: pathlib.Path) -> None:
+  """Ends this process's part in the job; process 0 last, for the others are aborted when their coordinator is gone."""
+  count, index = jax.process_count(), jax.process_index()
+  if count == 1:
+    return
+  port = os.environ['JAX_COORDINATOR_ADDRESS'].rpartition(':')[2]
+  marker = lambda i: workdir / f'left-{port}-{i}'
+  if index > 0:
+    jax.distributed.shutdown()
+    marker(index).touch()
+    return
+  deadline = time.monotonic() + _LEAVE_DEADLINE_S
+  while not all(marker(i).exists() for i in range(1, count)) and time.monotonic() < deadline:
+    time.sleep(0.02)
+  for i in range(1, count):
+    marker(i).unlink(missing_ok=True)
+  jax.distributed.shutdown()
 
 
 def _first_user_error(group: BaseExceptionGroup) -> UserError | None:

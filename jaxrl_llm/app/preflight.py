@@ -10,7 +10,6 @@ import tempfile
 import jax
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from jaxrl_llm.app.build import (
   ALGORITHMS,
@@ -36,23 +35,20 @@ from jaxrl_llm.tasks.sources import SOURCES
 
 def print_list() -> None:
   """Everything a configuration can name, a line each."""
-  console = Console()
+  console = Console(markup=False, highlight=False, soft_wrap=True)
   first = lambda value: (value.__doc__ or '').strip().splitlines()[0]
-  for name, family in FAMILIES.items():
-    console.print(f'family     {name:12} {family.description}', highlight=False)
-  for name, (_, make) in ALGORITHMS.items():
-    console.print(f'algorithm  {name:12} {first(make)}', highlight=False)
-  for name in ENGINES:
-    console.print(f'engine     {name:12} JAX sampler in the trainer process', highlight=False)
-  for name, description in SOURCES.items():
-    console.print(f'tasks      {name:12} {description}', highlight=False)
-  for name, make in SCORERS.items():
-    console.print(f'scorer     {name:12} {first(make)}', highlight=False)
+  lines = [('family', name, family.description) for name, family in FAMILIES.items()]
+  lines += [('algorithm', name, first(make)) for name, (_, make) in ALGORITHMS.items()]
+  lines += [('engine', name, description) for name, description in ENGINES.items()]
+  lines += [('tasks', name, description) for name, description in SOURCES.items()]
+  lines += [('scorer', name, first(make)) for name, make in SCORERS.items()]
+  for kind, name, description in lines:
+    console.print(f'{kind:10} {name:40} {description}')
 
 
 def print_plan(config: Config, workdir: pathlib.Path) -> None:
   """Resolved configuration, derived numbers, parameters, memory by role, compiled shapes. Trains and leaves nothing."""
-  console = Console(soft_wrap=True)
+  console = Console(markup=False, highlight=False, soft_wrap=True)
   console.print_json(json.dumps(to_json(config)))
   build_scorers(config)
   with tempfile.TemporaryDirectory() as scratch:
@@ -67,19 +63,13 @@ def print_plan(config: Config, workdir: pathlib.Path) -> None:
   console.print(f'policy: {prepared.spec.family}, {parameters:,} parameters, vocabulary {prepared.spec.vocab_size}')
   for taskset in prepared.tasksets.values():
     console.print(f'taskset {taskset.name}: {dict(taskset.counts)}')
-  table = Table('stage', 'steps', 'updates', 'sequences', 'arrays per optimizer step', 'token chunk', 'optimizer state')
   for stage in stages:
-    state = abstract_state(model, stage.optimizer, mesh)
-    table.add_row(
-      stage.name,
-      f'{stage.start}–{stage.end}',
-      str(stage.updates),
-      _sequences(config, stage),
-      _arrays(stage),
-      f'{stage.token_chunk} of {stage.shape.chunk_len}',
-      f'{_megabytes(state.opt_state):.1f} MB',
+    optimizer = _megabytes(abstract_state(model, stage.optimizer, mesh).opt_state)
+    console.print(
+      f'stage {stage.name}: steps {stage.start}–{stage.end}, {stage.updates} updates, {_sequences(config, stage)} '
+      f'sequences a batch, arrays {_arrays(stage)}, logits for {stage.token_chunk} of {stage.shape.chunk_len} tokens '
+      f'at a time, optimizer state {optimizer:.1f} MB'
     )
-  console.print(table)
   _print_memory(config, console, stages, model, mesh, _megabytes(shapes))
 
 
@@ -92,7 +82,9 @@ def _sequences(config: Config, stage: Stage) -> str:
 
 def _arrays(stage: Stage) -> str:
   shape = stage.shape
-  return f'[≤{shape.micro_batches} micro-batches, {shape.ranks} ranks × {shape.chunks} chunks, {shape.chunk_len} tokens]'
+  return (
+    f'[≤{shape.micro_batches} micro-batches, {shape.ranks} ranks × {shape.chunks} chunks, {shape.chunk_len} tokens]'
+  )
 
 
 def _megabytes(tree) -> float:

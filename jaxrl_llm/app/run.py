@@ -10,7 +10,6 @@ import signal
 import sys
 from typing import Any
 
-import jax
 from absl import logging
 
 from jaxrl_llm.app.build import (
@@ -27,7 +26,6 @@ from jaxrl_llm.app.prepare import Prepared, checkpoint_directory, prepare
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.app.summary import print_summary
 from jaxrl_llm.app.workdir import Workdir
-from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.state import TrainState
 from jaxrl_llm.master import loop
 from jaxrl_llm.master.loop import LoopState, Outcome
@@ -37,6 +35,7 @@ from jaxrl_llm.models.spec import ModelSpec, RopeScaling
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.runtime.checkpoint import Checkpoints
+from jaxrl_llm.runtime.machine import fingerprint
 from jaxrl_llm.runtime.report import build as build_report
 from jaxrl_llm.sync.full import Gatherer
 from jaxrl_llm.weights.hf import export
@@ -94,7 +93,7 @@ async def run(config: Config, path: pathlib.Path) -> int:
   )
   async with _opened(host):
     if host and setting.step:
-      host.logs.progress.note(f'resuming from the commit at step {setting.step}')
+      host.logs.progress.note(f'resuming from the commit at step {setting.step}{_not_exact(committed["machine"])}')
     outcome = await loop.run(parts, state)
   if outcome.stop:
     return _stopped(outcome, path, leads=coordinator.leads)
@@ -103,6 +102,15 @@ async def run(config: Config, path: pathlib.Path) -> int:
     await asyncio.to_thread(_finish, config, path, prepared, host_params)
   device.close()
   return 0
+
+
+def _not_exact(machine: dict[str, Any]) -> str:
+  """What a resumed run's bits may differ by; nothing when it runs where it ran before."""
+  now = fingerprint()
+  changes = [f'{key} {machine.get(key)!r} → {now[key]!r}' for key in now if machine.get(key) != now[key]]
+  return (
+    f'; not bit for bit, for this machine is not the one it was committed on: {", ".join(changes)}' if changes else ''
+  )
 
 
 def _handle_signals(coordinator: Coordinator, request_stop) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 Params = Mapping[str, Any]
 """Nested dict of arrays: a model's parameters, as plain data."""
 
-Json = None | bool | int | float | str | list['Json'] | dict[str, 'Json']
+Json = None | bool | int | float | str | list[Any] | dict[str, Any]
+"""What `json` reads and writes (nested values are not checked: a recursive alias cannot be)."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)

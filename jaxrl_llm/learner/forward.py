@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.core.types import Params
 from jaxrl_llm.batching.chunks import Chunks
+from jaxrl_llm.core.types import Params
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.ops.logprobs import TokenLogprobs, token_logprobs
 from jaxrl_llm.ops.reduce import by_segment

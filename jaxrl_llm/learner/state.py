@@ -17,7 +17,6 @@ from jaxrl_llm.learner.optimizer import optimizer_shardings
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.parallel import rules
 
-
 Leaves = Any
 """A tree of arrays, or of what stands for them while a program is traced, sharded or restored."""
 

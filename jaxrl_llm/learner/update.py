@@ -16,8 +16,8 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.core.types import Params
 from jaxrl_llm.batching.chunks import Chunks
+from jaxrl_llm.core.types import Params
 from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.learner.forward import chunk_logprobs, micro_batch
 from jaxrl_llm.learner.optimizer import OptimizerConfig, learning_rate
@@ -139,9 +139,7 @@ def build_update(
   schedule = learning_rate(config, updates)
 
   def update(state: TrainState, batch: Chunks, used: Int[Array, '']) -> tuple[TrainState, Report]:
-    result = gradients(
-      model, algorithm, state.params, batch, used, token_chunk=token_chunk, on_policy=on_policy
-    )
+    result = gradients(model, algorithm, state.params, batch, used, token_chunk=token_chunk, on_policy=on_policy)
     norm = optax.tree.norm(result.grads)
     sound = jnp.isfinite(norm) & (norm <= config.skip_grad_norm)
     take = sound & (norm > 0)

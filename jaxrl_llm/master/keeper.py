@@ -21,6 +21,7 @@ from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.runtime.checkpoint import Checkpoints
+from jaxrl_llm.runtime.machine import fingerprint
 from jaxrl_llm.runtime.metrics import resolve
 from jaxrl_llm.runtime.phases import PhaseManager
 from jaxrl_llm.runtime.progress import ProgressDisplay
@@ -142,11 +143,12 @@ class RunKeeper:
         'evaluated': state.evaluated,
         'metrics_offset': self._logs.metrics.sync(),
         'best': self._best,
+        'machine': fingerprint(),
         'batches': self._logs.batches[stage.name].state(),
       }
-    arrays = {'train': state.train, 'reference': state.reference} if state.reference is not None else {
-      'train': state.train
-    }
+    arrays = (
+      {'train': state.train, 'reference': state.reference} if state.reference is not None else {'train': state.train}
+    )
     best = self._best[1] if self._best else None
     with self._phases.timed('save_checkpoint'):
       await self._device.run(self._checkpoints.save, state.step, arrays, host, best=best)

@@ -9,14 +9,13 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from jaxrl_llm.batching.plan import Row, StepPlan, deal_rows
-from jaxrl_llm.experience.sample import Finish
 from jaxrl_llm.data.streams import RowStream
+from jaxrl_llm.experience.sample import Finish
 from jaxrl_llm.master.explorer import Explorer, Scored
 from jaxrl_llm.master.gate import Gate
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.segments import Ref
 from jaxrl_llm.tasks.sampler import TaskSampler
-
 
 SEALED = 'replay/segments'
 """Where the store's sealed segments lie in the run directory."""

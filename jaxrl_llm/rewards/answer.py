@@ -210,7 +210,7 @@ def score_answer(attempt: Attempt, *, options: AnswerOptions) -> Verdict:
 
 
 def answer_scorer(**options: Any) -> Scorer:
-  """The scorer `answer`; `AnswerOptions` are its options."""
+  """Whether the answer equals the truth: exact, numeric or LaTeX (math-verify); options: `AnswerOptions`."""
   read = read_options(AnswerOptions, options, 'answer')
   for name in ('absolute_tolerance', 'relative_tolerance'):
     tolerance = options.get(name, 0.0)

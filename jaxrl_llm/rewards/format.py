@@ -95,6 +95,6 @@ def score_format(attempt: Attempt, *, pieces: tuple[Piece, ...]) -> Verdict:
 
 
 def format_scorer(**options: Any) -> Scorer:
-  """The scorer `format`; `FormatOptions` are its options."""
+  """Whether the completion has the form of a template; options: `FormatOptions`."""
   read = read_options(FormatOptions, options, 'format')
   return functools.partial(score_format, pieces=read_template(read.template))

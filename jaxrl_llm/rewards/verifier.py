@@ -108,7 +108,7 @@ def score_verifier(attempt: Attempt, *, options: VerifierOptions) -> Verdict:
 
 
 def verifier_scorer(**options: Any) -> Scorer:
-  """The scorer `verifier`; `VerifierOptions` are its options."""
+  """The task's own verifier (reasoning-gym); options: `VerifierOptions`."""
   read = read_options(VerifierOptions, options, 'verifier')
   scorer = functools.partial(score_verifier, options=read)
   return OverrunIsZero(scorer) if read.on_timeout == 'zero' else scorer

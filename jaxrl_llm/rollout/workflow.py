@@ -40,9 +40,7 @@ class SingleTurn:
       key=(digest & 0xFFFFFFFF, digest >> 32 & 0xFFFFFFFF, visit),
     )
     async for index, completion in self._engine.generate(request):
-      sample = rollout_sample(
-        task, visit, index, prompt, completion, group=group, temperature=sampling.temperature
-      )
+      sample = rollout_sample(task, visit, index, prompt, completion, group=group, temperature=sampling.temperature)
       yield sample, completion_text(self._tokenizer, completion)
 
 

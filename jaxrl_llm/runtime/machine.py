@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator
 
 import jax
+import jaxlib
 
 _COMPILED = '/jax/core/compile/backend_compile_duration'
+
+
+def fingerprint() -> dict[str, str | int]:
+  """What bits may depend on beside the configuration: a run repeats exactly only where all of it is equal."""
+  return {
+    'jax': jax.__version__,
+    'jaxlib': jaxlib.__version__,
+    'platform': jax.devices()[0].device_kind,
+    'devices': jax.device_count(),
+    'processes': jax.process_count(),
+    'NPROC': os.environ.get('NPROC', 'unset'),
+    'XLA_FLAGS': os.environ.get('XLA_FLAGS', ''),
+  }
 
 
 class CompilationCounter:
