@@ -73,7 +73,7 @@ class StageConfig:
   group_size: int = 8
   """Rollout stages: samples of a task."""
   temperature: float = 1.0
-  """Rollout stages. Training rollouts are unfiltered (top_p 1, no top_k), or the trainer would compare distributions."""
+  """Rollout stages. Training rollouts are unfiltered (top_p 1, no top_k): the trainer compares whole distributions."""
   minibatches: int = 1
   """Optimizer steps that a batch is dealt into."""
   epochs: int = 1

@@ -1,4 +1,4 @@
-"""After each step: metrics, rollouts, the evaluation that is due, the commit; in this order, so that a commit holds all.
+"""After each step: metrics, rollouts, the evaluation that is due, the commit; in this order: a commit holds them all.
 
 Every process calls it; what is written besides arrays is process 0's.
 """

@@ -1,0 +1,52 @@
+"""Training whose learning signal is broken on purpose: `python tests/controls.py <control> <flags of train.py>`.
+
+Also the shortest example of an algorithm and a scorer of one's own: a function, and its name in a dictionary.
+"""
+
+import numpy as np
+
+from jaxrl_llm.rewards.api import Attempt, Verdict
+
+
+def zero(attempt: Attempt) -> Verdict:
+  return Verdict(value=0.0)
+
+
+def coin(attempt: Attempt) -> Verdict:
+  """0 or 1 by the sample's name alone: whatever was said."""
+  import xxhash
+
+  return Verdict(value=float(xxhash.xxh3_64_intdigest(attempt.uid) & 1))
+
+
+def shuffled_grpo(config):
+  """GRPO whose advantages are dealt anew among the members of each group."""
+  from jaxrl_llm.learner.algorithm import grpo
+
+  honest = grpo(config)
+
+  def annotate(rows):
+    annotation = honest.annotate(rows)
+    advantages = annotation.advantages.copy()
+    groups = np.array([row.group for row in rows])
+    for group in sorted(set(groups)):
+      members = np.flatnonzero(groups == group)
+      rng = np.random.default_rng([int(b) for b in group.encode()])
+      advantages[members] = rng.permutation(advantages[members])
+    return annotation._replace(advantages=advantages)
+
+  return honest._replace(annotate=annotate)
+
+
+if __name__ == '__main__':
+  import sys
+
+  from jaxrl_llm.app import build, cli
+  from jaxrl_llm.learner.algorithm import GrpoConfig
+
+  control = sys.argv.pop(1)
+  if control == 'shuffled':
+    build.ALGORITHMS['grpo'] = (GrpoConfig, shuffled_grpo)
+  else:
+    build.SCORERS['verifier'] = lambda **options: {'zero': zero, 'coin': coin}[control]
+  sys.exit(cli.main(sys.argv))
