@@ -138,3 +138,79 @@ def test_a_run_directory_in_use_is_refused(tmp_path):
   result = job.train(tmp_path / 'run', expect=2)
   assert str(process.pid) in result.stderr and 'in use' in result.stderr
   job.kill(process)
+
+
+MANY_UPDATES = (
+  '--config.stages.grpo.minibatches=2',
+  '--config.stages.grpo.epochs=2',
+  '--config.stages.grpo.algorithm.options={"kl_loss_coef":0.01,"loss_agg_mode":"seq-mean-token-mean"}',
+)
+
+
+@pytest.mark.full
+def test_reference_minibatches_and_epochs_run_and_resume_bit_for_bit(tmp_path):
+  job.train(tmp_path / 'whole', *MANY_UPDATES)
+  steps = [r for r in job.rows(tmp_path / 'whole') if r['stage'] == 'grpo' and 'actor/pg_loss' in r]
+  assert all(r['timing_s/ref'] > 0 and r['timing_s/old_log_prob'] > 0 for r in steps)
+  assert steps[0]['actor/ppo_kl'] != 0.0, 'later optimizer steps are off the proximal policy'
+  assert steps[-1]['actor/kl'] > 0.0
+  process = job.start(tmp_path / 'killed', *MANY_UPDATES)
+  job.wait_for_rows(tmp_path / 'killed', 18, process)
+  job.kill(process)
+  job.train(tmp_path / 'killed', *MANY_UPDATES)
+  job.assert_equal_runs(tmp_path / 'killed', tmp_path / 'whole')
+
+
+def checkpoint(directory, *, config=None, cut=None, source):
+  """A copy of an exported checkpoint, spoilt."""
+  import shutil
+
+  shutil.copytree(source / 'hf', directory)
+  if config is not None:
+    file = directory / 'config.json'
+    file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
+  if cut is not None:
+    file = directory / 'model.safetensors'
+    file.write_bytes(file.read_bytes()[:cut])
+  return directory
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+  ('spoil', 'words'),
+  [
+    ({'config': {'model_type': 'mamba', 'architectures': ['MambaForCausalLM']}}, ['mamba', 'llama', 'qwen2']),
+    ({'cut': 1000}, ['model.safetensors']),
+  ],
+  ids=['unsupported model_type', 'truncated safetensors'],
+)
+def test_spoilt_checkpoints_are_one_clear_line(finished, tmp_path, spoil, words):
+  directory = checkpoint(tmp_path / 'spoilt', source=finished[0], **spoil)
+  result = job.train(tmp_path / 'run', f'--init_from={directory}', expect=2)
+  lines = [line for line in result.stderr.splitlines() if line.startswith('error:')]
+  assert len(lines) == 1 and 'Traceback' not in result.stderr, result.stderr
+  for word in words:
+    assert word in lines[0]
+
+
+@pytest.mark.full
+def test_a_full_disk_while_committing_is_one_clear_line_and_loses_nothing(tmp_path):
+  """A real small file system, where this process may mount one."""
+  import subprocess
+
+  mount = tmp_path / 'small'
+  mount.mkdir()
+  mounted = subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=6m', 'tmpfs', str(mount)], capture_output=True)
+  if mounted.returncode:
+    pytest.skip('mounting needs root')
+  try:
+    result = job.train(mount / 'run', '--config.checkpoint.keep=50', expect=1)
+    assert 'Traceback' not in result.stderr, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith('run stopped:')]
+    assert 'No space left on device' in line or 'disk' in line
+    committed = [int(p.parent.name) for p in (mount / 'run' / 'checkpoints').glob('*/COMMIT')]
+    assert committed
+    subprocess.run(['mount', '-o', 'remount,size=200m', str(mount)], check=True)
+    job.train(mount / 'run', '--config.checkpoint.keep=50')
+  finally:
+    subprocess.run(['umount', '-l', str(mount)], check=True)

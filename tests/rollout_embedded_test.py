@@ -162,7 +162,8 @@ def test_tokens_are_the_draws_of_their_counters(runner, engine, params):
     tokens = list(asked.prompt)
     for _ in range(asked.max_tokens):
       logits = logits_after(params[V1], tokens)[-1:].astype(np.float32)
-      tokens.append(int(draw(logits, key[None], np.array([len(tokens)]), np.array([1.5], np.float32)).tokens[0]))
+      drawn = jax.jit(draw)(logits, key[None], np.array([len(tokens)]), np.array([1.5], np.float32))
+      tokens.append(int(drawn.tokens[0]))
     assert completion.tokens.tolist() == tokens[6:]
 
 

@@ -14,6 +14,7 @@ import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import flags
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float32, Float64, Int
 
@@ -26,7 +27,7 @@ from jaxrl_llm.parallel.rules import sharding_of_batch
 from jaxrl_llm.replay.segments import SegmentReader
 
 # Grain would append advice about itself to the one line that an error is.
-grain.config.update('py_traceback_filtering', 'off')
+flags.FLAGS.set_default('grain_py_traceback_filtering', 'off')
 
 
 class PackedStep(NamedTuple):

@@ -174,7 +174,7 @@ class Planner:
       stage=stage.name,
       rows=tuple(rows),
       optimizer_steps=optimizer_steps,
-      proximal=several and batches.explores,
+      proximal=several and stage.explores,
       proximal_reason=f'{len(optimizer_steps)} optimizer steps on one batch' if several else 'one optimizer step',
       evaluate=stage.evaluation_due(done),
       commit=by_steps or by_clock,
