@@ -33,8 +33,6 @@ flags.DEFINE_integer('verbosity', 0, 'absl log level: -1 warning, 0 info, 1 debu
 
 _LEAVE_DEADLINE_S = 30.0
 """Longest that process 0 waits at the end for the others to leave."""
-_PEER_LOST = 75
-"""Exit code of a process that stops because another one is gone."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,13 +46,6 @@ def main(argv: Sequence[str]) -> int:
     if error is None:
       raise
     return _fail(error)
-  except jax.errors.JaxRuntimeError as error:
-    if jax.process_count() == 1:
-      raise
-    sys.stderr.write(f'process {jax.process_index()}: lost a peer: {str(error).splitlines()[0][:200]}\n')
-    sys.stderr.flush()
-    # A normal exit would wait for the lost peer in the shutdown barrier.
-    os._exit(_PEER_LOST)
 
 
 def _main(argv: Sequence[str]) -> int:
@@ -131,5 +122,6 @@ def _fail(error: UserError) -> int:
   sys.stderr.write(f'{kind}: {error}\n')
   sys.stderr.flush()
   if jax.process_count() > 1:
+    # A normal exit would wait for the other processes in the shutdown barrier.
     os._exit(error.exit_code)
   return error.exit_code

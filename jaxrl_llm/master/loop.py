@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_llm.batching.plan import StepPlan
 from jaxrl_llm.core.types import Version
@@ -30,6 +30,7 @@ class LoopState:
   """Whether the evaluation that is due at `step` (if one is) has been made."""
 
 
+@runtime_checkable
 class Keeper(Protocol):
   """Metrics, evaluation and commits; knows what of it is process 0's alone."""
 

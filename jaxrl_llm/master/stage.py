@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_llm.batching.plan import Row, StepPlan, deal_rows
 from jaxrl_llm.data.streams import RowStream
@@ -21,6 +21,7 @@ SEALED = 'replay/segments'
 """Where the store's sealed segments lie in the run directory."""
 
 
+@runtime_checkable
 class Batches(Protocol):
   """Where a stage's batches come from; process 0 only."""
 
@@ -161,7 +162,9 @@ class Planner:
 
   def _plan(self, stage, step: int, rows: list[Row], counts: dict[str, int]) -> StepPlan:
     done = step + 1
-    by_steps = done % self._every_steps == 0 or done == stage.end
+    evaluate = stage.evaluation_due(done)
+    # What is evaluated is committed, or the best would often be a step that was not kept.
+    by_steps = done % self._every_steps == 0 or evaluate
     by_clock = time.monotonic() - self._committed > self._every_s
     if by_steps or by_clock:
       self._committed = time.monotonic()
@@ -176,7 +179,7 @@ class Planner:
       optimizer_steps=optimizer_steps,
       proximal=several and stage.explores,
       proximal_reason=f'{len(optimizer_steps)} optimizer steps on one batch' if several else 'one optimizer step',
-      evaluate=stage.evaluation_due(done),
+      evaluate=evaluate,
       commit=by_steps or by_clock,
       commit_by_clock=by_clock and not by_steps,
       counts=counts,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32, Int32
@@ -101,6 +101,7 @@ class Completion:
       raise ValueError(f'Completion: segments {self.segments} do not cover {len(self.tokens)} tokens')
 
 
+@runtime_checkable
 class Engine(Protocol):
   """Generates tokens under one policy, whose weights can be replaced while it runs.
 

@@ -202,7 +202,9 @@ def _task_or_corrupt(row: sources.Row | sources.Corrupt, config: TasksetConfig) 
   if isinstance(row, sources.Corrupt):
     return row
   try:
-    return _task(row.fields, config)
+    task = _task(row.fields, config)
+    task.digest.encode()  # Text that has no UTF-8 (a lone surrogate) has no digest either.
+    return task
   except ValueError as error:
     return sources.Corrupt(where=row.where, reason=str(error))
 
