@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.app.prepare import Prepared, checkpoint_directory, demonstrations_file
@@ -150,13 +151,18 @@ class Host:
   heartbeat: Heartbeat
 
   async def start(self) -> None:
-    await asyncio.gather(self.scorers.start(), self.engine.start())
+    async with asyncio.TaskGroup() as starts:
+      starts.create_task(self.scorers.start())
+      starts.create_task(self.engine.start())
 
   async def close(self) -> None:
-    await self.engine.close()
-    await self.scorers.close()
-    self.logs.metrics.close()
-    self.store.close()
+    """Ends all of it, also where `start` failed half-way."""
+    try:
+      await self.engine.close()
+    finally:
+      await self.scorers.close()
+      self.logs.metrics.close()
+      self.store.close()
 
 
 def policy_options(config: Config) -> ModelOptions:
@@ -321,12 +327,15 @@ def build_parts(
 
 
 def _begin_stage(stage: Stage, state: LoopState, mesh: Mesh) -> LoopState:
-  """A stage starts from the policy before it: with a fresh optimizer, and that policy as its reference."""
-  params = state.train.params
-  reference = copy_params(params) if 'reference' in stage.algorithm.reads else None
-  train = state.train
-  if train.opt_state is None or not stage.keep_optimizer:
-    train = init_state(params, stage.optimizer, mesh)
+  """A stage starts from the policy before it, which is its reference; its optimizer is fresh, or keeps its moments."""
+  before = state.train.opt_state
+  reference = copy_params(state.train.params) if 'reference' in stage.algorithm.reads else None
+  train = init_state(state.train.params, stage.optimizer, mesh)
+  if before is not None and stage.keep_optimizer:
+    # The moments go on; the schedule is this stage's own, from its beginning.
+    of_schedule = lambda node: isinstance(node, optax.ScaleByScheduleState)
+    choose = lambda old, new: new if of_schedule(new) else old
+    train = train.replace(opt_state=jax.tree.map(choose, before, train.opt_state, is_leaf=of_schedule))
   return dataclasses.replace(state, train=train, reference=reference)
 
 

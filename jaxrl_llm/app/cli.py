@@ -6,9 +6,12 @@ import asyncio
 import faulthandler
 import os
 import pathlib
+import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 import jax
 from absl import flags, logging
@@ -17,7 +20,8 @@ from jaxrl_llm.app.preflight import print_list, print_plan
 from jaxrl_llm.app.run import run
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import apply_overrides, load_file, parse_flags, split_argv
-from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.errors import RunError, UserError, first_cause
+from jaxrl_llm.core.waits import WaitExpired
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('workdir', None, 'Run directory; by default runs/<name of the configuration>.', flag_values=FLAGS)
@@ -39,13 +43,16 @@ def main(argv: Sequence[str]) -> int:
   """Returns the exit code."""
   try:
     return _main(argv)
-  except UserError as error:
-    return _fail(error)
-  except ExceptionGroup as group:
-    error = _first_user_error(group)
-    if error is None:
-      raise
-    return _fail(error)
+  except KeyboardInterrupt:
+    return 128 + signal.SIGINT
+  except Exception as error:
+    cause = first_cause(error)
+    if isinstance(cause, UserError):
+      return _fail(cause)
+    if jax.distributed.is_initialized():
+      traceback.print_exc()
+      _leave_at_once(1)
+    raise
 
 
 def _main(argv: Sequence[str]) -> int:
@@ -108,20 +115,16 @@ def _leave_job(workdir: pathlib.Path) -> None:
   jax.distributed.shutdown()
 
 
-def _first_user_error(group: BaseExceptionGroup) -> UserError | None:
-  """The first error meant for the user in a group of a task group, however deep."""
-  for error in group.exceptions:
-    found = _first_user_error(error) if isinstance(error, BaseExceptionGroup) else error
-    if isinstance(found, UserError):
-      return found
-  return None
-
-
 def _fail(error: UserError) -> int:
   kind = 'run stopped' if isinstance(error, RunError) else 'error'
   sys.stderr.write(f'{kind}: {error}\n')
-  sys.stderr.flush()
-  if jax.process_count() > 1:
-    # A normal exit would wait for the other processes in the shutdown barrier.
-    os._exit(error.exit_code)
+  if jax.distributed.is_initialized() or isinstance(error, WaitExpired):
+    _leave_at_once(error.exit_code)
   return error.exit_code
+
+
+def _leave_at_once(code: int) -> NoReturn:
+  """A normal exit would wait: for the other processes in the shutdown barrier, for a thread that is stuck."""
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(code)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import shutil
 from collections.abc import Mapping, Sequence
 
 from absl import logging
 
 from jaxrl_llm.app.schema import Config, StageConfig
+from jaxrl_llm.app.workdir import DATA, TOKENIZER
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.experience.sample import encode
 from jaxrl_llm.experience.task import Task
@@ -16,13 +18,12 @@ from jaxrl_llm.master.evaluation import SuiteConfig
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.replay.segments import write_segment
+from jaxrl_llm.rewards.api import in_force
 from jaxrl_llm.rollout.workflow import demonstration_sample
+from jaxrl_llm.runtime.writers import METRICS_FILE
 from jaxrl_llm.tasks.taskset import Taskset, check_disjoint, demonstrations, drop_long, load_taskset
 from jaxrl_llm.tasks.tokenizer import Tokenizer, build_tokenizer, task_texts
 from jaxrl_llm.weights.hf import read_spec, resolve
-
-DATA = 'data'
-"""Where the run directory keeps the static rows of its offline stages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,11 @@ def checkpoint_directory(config: Config) -> pathlib.Path | None:
   if source is None:
     return None
   directory = resolve(source)
-  return directory / 'hf' if (directory / 'hf' / 'config.json').exists() else directory
+  if (directory / 'hf' / 'config.json').exists():
+    return directory / 'hf'
+  if (directory / METRICS_FILE).exists():
+    raise UserError(f'{source}: a run that has not finished, so it has no export (hf/); finish it first')
+  return directory
 
 
 def prepare(config: Config, workdir: pathlib.Path) -> Prepared:
@@ -49,6 +54,8 @@ def prepare(config: Config, workdir: pathlib.Path) -> Prepared:
   tasksets = {c.name: load_taskset(c) for c in config.tasksets}
   suites = [(suite, _suite_tasks(suite, tasksets)) for suite in config.evaluation]
   _check_names(config, tasksets)
+  for domain in sorted({task.domain for taskset in tasksets.values() for task in taskset.tasks}):
+    in_force(config.rewards.scorers, domain)
   checkpoint = checkpoint_directory(config)
   if checkpoint is not None:
     tokenizer, spec = Tokenizer.from_directory(checkpoint), read_spec(checkpoint)
@@ -61,6 +68,9 @@ def prepare(config: Config, workdir: pathlib.Path) -> Prepared:
   tasksets = {name: drop_long(taskset, limit, length) for name, taskset in tasksets.items()}
   fitting = {task.uid for taskset in tasksets.values() for task in taskset.tasks}
   suites = [(suite, [task for task in tasks if task.uid in fitting]) for suite, tasks in suites]
+  for suite, tasks in suites:
+    if not tasks:
+      raise UserError(f'evaluation.{suite.name}: every prompt is longer than {limit} tokens; raise the prompt limit')
   for taskset in tasksets.values():
     if taskset.counts['too_long']:
       logging.info('taskset %s: %d prompts longer than %d tokens', taskset.name, taskset.counts['too_long'], limit)
@@ -99,11 +109,15 @@ def _suite_tasks(suite: SuiteConfig, tasksets: Mapping[str, Taskset]) -> Sequenc
 
 
 def _tokenizer(config: Config, tasksets: Mapping[str, Taskset], workdir: pathlib.Path) -> Tokenizer:
-  directory = workdir / 'tokenizer'
-  if (directory / 'tokenizer.json').exists():
-    return Tokenizer.from_directory(directory)
-  texts = [text for taskset in tasksets.values() for text in task_texts(taskset.tasks)]
-  return build_tokenizer(config.policy.tokenizer, texts, directory)
+  directory = workdir / TOKENIZER
+  if not directory.exists():
+    # There whole or not at all, whenever this process is killed.
+    unfinished = workdir / f'{TOKENIZER}.tmp'
+    shutil.rmtree(unfinished, ignore_errors=True)
+    texts = [text for taskset in tasksets.values() for text in task_texts(taskset.tasks)]
+    build_tokenizer(config.policy.tokenizer, texts, unfinished)
+    unfinished.rename(directory)
+  return Tokenizer.from_directory(directory)
 
 
 def demonstrations_file(stage: str) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import pathlib
 import signal
 import sys
 from typing import Any
 
+import jax
 from absl import logging
 
 from jaxrl_llm.app.build import (
@@ -57,7 +59,8 @@ async def run(config: Config, path: pathlib.Path) -> int:
   stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
   request_stop = lambda signum: stop.done() or stop.set_result(signum)
   coordinator = Coordinator(device, on_signal=request_stop)
-  _handle_signals(coordinator, request_stop)
+  begun = asyncio.Event()
+  _handle_signals(coordinator, request_stop, begun)
   workdir = Workdir(path) if coordinator.leads else None
   checkpoints = Checkpoints(path / 'checkpoints', config.checkpoint, leads=coordinator.leads)
   prepared: Prepared | None = None
@@ -75,8 +78,8 @@ async def run(config: Config, path: pathlib.Path) -> int:
   stages = build_stages(config, mesh, setting.spec.vocab_size)
   model = build_model(setting.spec, policy_options(config))
   committed = checkpoints.host(setting.step) if setting.step else None
-  host = open_host(config, path, prepared, stages, device, committed) if coordinator.leads else None
   state = await device.run(_initial_state, config, setting, stages, checkpoints, model, mesh)
+  host = open_host(config, path, prepared, stages, device, committed) if coordinator.leads else None
   parts = build_parts(
     config,
     path,
@@ -91,8 +94,10 @@ async def run(config: Config, path: pathlib.Path) -> int:
     attempt=setting.attempt,
     best=tuple(committed['best']) if committed and committed['best'] else None,
   )
-  async with _opened(host):
-    if host and setting.step:
+  left = state.step < stages[-1].end or not state.evaluated
+  async with _opened(host, start=left):
+    begun.set()
+    if host and setting.step and left:
       host.logs.progress.note(f'resuming from the commit at step {setting.step}{_not_exact(committed["machine"])}')
     outcome = await loop.run(parts, state)
   if outcome.stop:
@@ -113,8 +118,12 @@ def _not_exact(machine: dict[str, Any]) -> str:
   )
 
 
-def _handle_signals(coordinator: Coordinator, request_stop) -> None:
-  """The first Ctrl-C or SIGTERM asks for a commit and an orderly end; the second ends the process at once."""
+def _handle_signals(coordinator: Coordinator, request_stop, begun: asyncio.Event) -> None:
+  """The first Ctrl-C or SIGTERM asks for a commit and an orderly end; the second ends the process at once.
+
+  Before the loop has begun there is nothing to commit: where no other process would be left waiting, the first one
+  ends the process too.
+  """
   seen: list[int] = []
 
   def on_signal(signum: int) -> None:
@@ -124,6 +133,11 @@ def _handle_signals(coordinator: Coordinator, request_stop) -> None:
       # Not sys.exit: threads may be in the middle of device work.
       signal.signal(signum, signal.SIG_DFL)
       signal.raise_signal(signum)
+    if not begun.is_set() and not jax.distributed.is_initialized():
+      sys.stderr.write(f'stopped by {signal.Signals(signum).name} during set-up; start the same command again\n')
+      sys.stderr.flush()
+      # Not sys.exit: threads are in the middle of loading or compiling, which a kill may interrupt as well.
+      os._exit(128 + signum)
     seen.append(signum)
     sys.stderr.write(f'{signal.Signals(signum).name}: committing what is done, then leaving (again: at once)\n')
     coordinator.report_signal(signum)
@@ -161,13 +175,16 @@ def _initial_state(
 
 
 @contextlib.asynccontextmanager
-async def _opened(host: Host | None):
-  """Process 0's engine, scorers and logs, for as long as the loop runs."""
+async def _opened(host: Host | None, *, start: bool):
+  """Process 0's engine, scorers and logs, for as long as the loop runs; not started where nothing is left to do."""
   if host is None:
     yield
     return
-  await host.start()
   try:
+    if not start:
+      yield
+      return
+    await host.start()
     with host.logs.progress:
       async with host.heartbeat.running():
         yield
@@ -176,12 +193,10 @@ async def _opened(host: Host | None):
 
 
 def _stopped(outcome: Outcome, path: pathlib.Path, *, leads: bool) -> int:
-  name = signal.Signals(outcome.stop).name
+  name, step = signal.Signals(outcome.stop).name, outcome.state.step
   if leads:
-    sys.stderr.write(
-      f'stopped by {name} after step {outcome.state.step}, committed in {path}; '
-      'start the same command again to go on from there\n'
-    )
+    where = f'after step {step}, committed in {path}' if step else 'before the first step'
+    sys.stderr.write(f'stopped by {name} {where}; start the same command again to go on from there\n')
   return 128 + outcome.stop
 
 

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.optimizer import OptimizerConfig
 from jaxrl_llm.master.evaluation import SuiteConfig
 from jaxrl_llm.parallel.mesh import MeshConfig
@@ -18,6 +19,14 @@ from jaxrl_llm.rollout.embedded import EmbeddedConfig
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig
 from jaxrl_llm.tasks.taskset import DemonstrationsConfig, TasksetConfig
 from jaxrl_llm.tasks.tokenizer import TokenizerConfig
+
+
+def _at_least(where: str, config: Any, **bounds: int) -> None:
+  """Refuses numbers below their bounds, by field; None is no number."""
+  for name, least in bounds.items():
+    value = getattr(config, name)
+    if value is not None and value < least:
+      raise UserError(f'{where}{name}: {value}, wanted at least {least}')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +94,10 @@ class StageConfig:
   max_dropped_groups: int = 100
   """Groups without a scorable sample, while one batch is collected; one more ends the run."""
 
+  def __post_init__(self):
+    batch = dict(sequences_per_batch=1, groups_per_batch=1, group_size=1, minibatches=1, epochs=1)
+    _at_least(f'stages.{self.name}.', self, steps=1, evaluate_every=1, max_dropped_groups=0, **batch)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
@@ -96,6 +109,9 @@ class RolloutConfig:
   embedded: EmbeddedConfig = EmbeddedConfig()
   collect_deadline_s: float = 3600.0
   """Longest wait for a batch of rollouts, seconds."""
+
+  def __post_init__(self):
+    _at_least('rollout.', self, max_prompt_length=1, max_response_length=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +125,9 @@ class LearnerConfig:
   """Chunks of a micro-batch on each data-parallel rank."""
   logits_budget_bytes: int = 256 << 20
   """Per rank: logits are computed in token chunks that stay below it."""
+
+  def __post_init__(self):
+    _at_least('learner.', self, chunk_len=1, chunks_per_rank=1, logits_budget_bytes=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,3 +146,12 @@ class Config:
   checkpoint: CheckpointConfig = CheckpointConfig()
   compilation_cache: str | None = None
   """Directory of JAX's persistent compilation cache; None = none."""
+
+  def __post_init__(self):
+    if not self.stages:
+      raise UserError('stages: empty, wanted at least one')
+    for part in ('tasksets', 'stages', 'evaluation'):
+      names = [item.name for item in getattr(self, part)]
+      for name in names:
+        if names.count(name) > 1:
+          raise UserError(f'{part}: {names.count(name)} are called {name!r}; give each its own name')

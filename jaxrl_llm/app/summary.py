@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -19,17 +20,20 @@ def print_summary(workdir: pathlib.Path, stages: Sequence[str], report: pathlib.
   """Prints each evaluation's accuracy, answers before and after the last stage, and where report and weights are."""
   console = Console()
   rows, _ = read_jsonl(workdir / METRICS_FILE)
-  evaluations = [row for row in rows if any(key.startswith('val-core/') for key in row)]
-  table = Table('stage', 'step', *sorted({k for row in evaluations for k in row if k.startswith('val-core/')}))
-  for row in evaluations:
-    values = [f'{row[key]:.3f}' if key in row else '' for key in (c.header for c in table.columns[2:])]
-    table.add_row(row[STAGE], str(row[STEP]), *values)
+  # Not their standard errors, nor what stands beside an accuracy that is null.
+  columns = sorted({key for row in rows for key in row if re.fullmatch(r'val-core/.+/acc/[^/]+', key)})
+  table = Table('stage', 'step', *columns)
+  for row in rows:
+    if any(key in row for key in columns):
+      values = ['' if row.get(key) is None else f'{row[key]:.3f}' for key in columns]
+      table.add_row(row[STAGE], str(row[STEP]), *values)
   console.print(table)
   files = _evaluation_files(workdir, stages)
-  if len(files) > 1:
-    # Before: what the last stage started from.
-    before = next((f for f in reversed(files) if f.parent.name != stages[-1]), files[0])
-    console.print(_answers(before, files[-1]))
+  same = [file for file in files if file.name.partition('-')[2] == files[-1].name.partition('-')[2]]
+  if len(same) > 1:
+    # Before: what the last stage started from, as the same suite saw it.
+    before = next((f for f in reversed(same) if f.parent.name != stages[-1]), same[0])
+    console.print(_answers(before, same[-1]))
   for what, path in (('report', report), ('checkpoint (Hugging Face)', workdir / 'hf')):
     console.print(Text(f'{what}: {path}'), soft_wrap=True)
 

@@ -6,11 +6,15 @@ import fcntl
 import json
 import os
 import pathlib
+import shutil
 
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import difference
 from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import UserError
+
+TOKENIZER, DATA = 'tokenizer', 'data'
+"""Where a start keeps what it makes from the configuration: the tokenizer, the static rows of offline stages."""
 
 
 class WorkdirInUse(UserError):
@@ -44,7 +48,10 @@ class Workdir:
     self._lock.flush()
 
   def adopt(self, config: Config) -> None:
-    """Writes the configuration down at the first start, and refuses another one at later starts."""
+    """Writes the configuration down at the first start, and refuses another one once something was committed.
+
+    Until then a start leaves nothing to go on from: a mistake in the first command must not spoil the directory.
+    """
     file = self.path / 'config.json'
     if file.exists():
       try:
@@ -54,14 +61,17 @@ class Workdir:
       except ValueError as error:  # no JSON, or not even text
         raise UserError(f'{file}: not the configuration of a run ({error}); choose another --workdir') from error
       changes = difference(old, config)
-      if changes:
+      if not changes:
+        return
+      if any(self.path.glob('checkpoints/*/COMMIT')):
         told = '; '.join(f'{key}: {before!r} in the run, {after!r} now' for key, before, after in changes[:5])
         more = f' and {len(changes) - 5} more' if len(changes) > 5 else ''
         raise UserError(
           f'{self.path}: holds a run with another configuration ({told}{more}); resume with the same command, '
           f'or branch from it with --init_from={self.path} and another --workdir'
         )
-      return
+      for made in (TOKENIZER, DATA):
+        shutil.rmtree(self.path / made, ignore_errors=True)
     temporary = file.with_suffix('.tmp')
     temporary.write_text(json.dumps(to_json(config), indent=1))
     temporary.rename(file)

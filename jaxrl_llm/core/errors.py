@@ -1,5 +1,9 @@
 """The one exception that a user is meant to read: a single line that says what, where, got, wanted, remedy."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+
 
 class UserError(Exception):
   """Bad input or a bad environment. Launch scripts print it as one line and exit with `exit_code`.
@@ -15,3 +19,17 @@ class RunError(UserError):
   """A run that was well configured and cannot go on (disk full, no engine left, too many skipped updates)."""
 
   exit_code = 1
+
+
+def first_cause(error: BaseException) -> BaseException:
+  """Of an exception group, however deep, what to tell the user: its first UserError, else its first exception."""
+  causes = list(_leaves(error))
+  return next((cause for cause in causes if isinstance(cause, UserError)), causes[0])
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+  if isinstance(error, BaseExceptionGroup):
+    for inner in error.exceptions:
+      yield from _leaves(inner)
+  else:
+    yield error

@@ -1,4 +1,4 @@
-"""Bounded waits: every blocking wait has a name, a deadline and an owner, and says so when it expires."""
+"""Waits that end: each blocking one has a name, a deadline and an owner, and some are cut short by a stop."""
 
 from __future__ import annotations
 
@@ -40,6 +40,22 @@ async def bounded(awaitable: Awaitable[T], *, name: str, owner: str, waits_for: 
       f'wait {name}: {owner} waited {deadline_s:g} s for {waits_for}; stacks are above, '
       'raise the deadline in the configuration if the work is merely slow'
     ) from None
+
+
+async def unless(stop: asyncio.Future, work: Awaitable[T]) -> T | None:
+  """What `work` evaluates to; None when `stop` is set by then, and `work` has been cancelled and is over.
+
+  Args:
+    stop: wins over work that is done at the same time.
+    work: bounded by its own deadlines; never evaluates to None.
+  """
+  task = asyncio.ensure_future(work)
+  try:
+    await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+    return None if stop.done() else task.result()
+  finally:
+    task.cancel()  # without effect on one that is done
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def _dump_stacks() -> None:

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
+from jaxrl_llm.experience.sample import Finish
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.rewards.api import Attempt, RewardsConfig, combine
 from jaxrl_llm.rewards.pool import ScorerPool
@@ -33,7 +35,22 @@ class SuiteConfig:
   top_k: int = -1
   """-1 = off."""
   correct_at: float = 1.0
-  """A completion counts as correct from this score on (for pass@k)."""
+  """A completion counts as correct from this score on: all accuracies are shares of correct ones."""
+
+  def __post_init__(self):
+    if (self.tasks is not None and self.tasks < 1) or self.samples < 0:
+      raise UserError(
+        f'evaluation.{self.name}: tasks {self.tasks} and samples {self.samples}, wanted at least 1 task (or None for '
+        'all) and at least 0 samples'
+      )
+    sampling = self.sampling
+    if self.samples and sampling.temperature == 0:
+      raise UserError(f'evaluation.{self.name}.temperature: 0 with samples={self.samples}; all of them would be greedy')
+
+  @property
+  def sampling(self) -> Sampling:
+    """Of the sampled completions."""
+    return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -42,8 +59,53 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def standard_error(values: Sequence[float]) -> float:
-  """Of the mean over tasks; 0 for fewer than two."""
-  return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else 0.0
+  """Of the mean over tasks; NaN for fewer than two, whose spread nobody knows."""
+  return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
+
+
+def mean(values: Sequence[float]) -> float:
+  """NaN for none: what could not be measured is not 0."""
+  return float(np.mean(values)) if values else math.nan
+
+
+Row = dict[str, Json]
+
+
+def _solved(suite: SuiteConfig, rows: Sequence[Row]) -> list[bool]:
+  """Of the scorable completions."""
+  return [row['score'] >= suite.correct_at for row in rows if row['score'] is not None]
+
+
+def greedy_metrics(suite: SuiteConfig, rows_by_task: Sequence[Sequence[Row]]) -> dict[str, float]:
+  """Share of tasks solved by the greedy completion; unscorable ones are in no accuracy."""
+  solved = [solved for rows in rows_by_task for solved in _solved(suite, rows)]
+  accuracy = f'val-core/{suite.taskset}/acc/greedy'
+  return {accuracy: mean(solved), f'{accuracy}/stderr': standard_error(solved)}
+
+
+def sampled_metrics(suite: SuiteConfig, rows_by_task: Sequence[Sequence[Row]]) -> dict[str, float]:
+  """mean@n with its standard error over tasks, and pass@k for powers of two up to n (over tasks with k scorable ones)."""
+  by_task = [solved for rows in rows_by_task if (solved := _solved(suite, rows))]
+  means = [mean(solved) for solved in by_task]
+  accuracy = f'val-core/{suite.taskset}/acc/mean@{suite.samples}'
+  metrics = {accuracy: mean(means), f'{accuracy}/stderr': standard_error(means)}
+  for k in (1 << i for i in range(suite.samples.bit_length())):
+    at_k = [pass_at_k(len(solved), sum(solved), k) for solved in by_task if len(solved) >= k]
+    metrics[f'val-core/{suite.taskset}/acc/pass@{k}'] = mean(at_k)
+  return metrics
+
+
+def response_metrics(suite: SuiteConfig, rows: Sequence[Row]) -> dict[str, float]:
+  """Of all completions, greedy and sampled: how long, how many cut, how many without a score."""
+  prefix = f'val-aux/{suite.taskset}'
+  scores = [row['score'] for row in rows if row['score'] is not None]
+  return {
+    f'{prefix}/num_tasks': float(len({row['uid'] for row in rows})),
+    f'{prefix}/score/mean': mean(scores),
+    f'{prefix}/response_length/mean': mean([row['response_len'] for row in rows]),
+    f'{prefix}/truncated': mean([row['finish_reason'] == Finish.LENGTH for row in rows]),
+    f'{prefix}/unscorable': float(len(rows) - len(scores)),
+  }
 
 
 class Evaluator:
@@ -52,24 +114,23 @@ class Evaluator:
   def __init__(self, *, workflow: SingleTurn, scorers: ScorerPool, rewards: RewardsConfig):
     self._workflow, self._scorers, self._rewards = workflow, scorers, rewards
 
-  async def run(self, suite: SuiteConfig, tasks: Sequence[Task]) -> tuple[dict[str, float], list[dict[str, Json]]]:
+  async def run(self, suite: SuiteConfig, tasks: Sequence[Task]) -> tuple[dict[str, float], list[Row]]:
     """(metrics, rows): metrics by their field names, rows as they are written to `evals/`."""
     greedy = await self._attempts(suite, tasks, samples=1, sampling=Sampling(temperature=0.0), mode='greedy')
-    metrics = self._greedy_metrics(suite, greedy)
+    metrics = greedy_metrics(suite, greedy)
     rows = [row for task_rows in greedy for row in task_rows]
     if suite.samples:
-      sampling = Sampling(temperature=suite.temperature, top_p=suite.top_p, top_k=suite.top_k)
-      sampled = await self._attempts(suite, tasks, samples=suite.samples, sampling=sampling, mode='sample')
-      metrics |= self._sampled_metrics(suite, sampled)
+      sampled = await self._attempts(suite, tasks, samples=suite.samples, sampling=suite.sampling, mode='sample')
+      metrics |= sampled_metrics(suite, sampled)
       rows += [row for task_rows in sampled for row in task_rows]
-    return metrics, rows
+    return metrics | response_metrics(suite, rows), rows
 
-  async def _attempts(self, suite, tasks, *, samples: int, sampling: Sampling, mode: str) -> list[list[dict]]:
+  async def _attempts(self, suite, tasks, *, samples: int, sampling: Sampling, mode: str) -> list[list[Row]]:
     async with asyncio.TaskGroup() as group:
       pending = [group.create_task(self._task(suite, task, samples, sampling, mode)) for task in tasks]
     return [p.result() for p in pending]
 
-  async def _task(self, suite: SuiteConfig, task: Task, samples: int, sampling: Sampling, mode: str) -> list[dict]:
+  async def _task(self, suite: SuiteConfig, task: Task, samples: int, sampling: Sampling, mode: str) -> list[Row]:
     rows = []
     name = f'evaluation-{suite.name}'
     async for sample, completion in self._workflow.run(task, 0, stage=name, samples=samples, sampling=sampling):
@@ -96,31 +157,3 @@ class Evaluator:
         }
       )
     return sorted(rows, key=lambda row: row['sample_index'])
-
-  def _greedy_metrics(self, suite: SuiteConfig, rows_by_task: list[list[dict]]) -> dict[str, float]:
-    rows = [rows[0] for rows in rows_by_task]
-    values = [row['score'] for row in rows if row['score'] is not None]
-    return {
-      f'val-core/{suite.taskset}/acc/greedy': float(np.mean(values)) if values else 0.0,
-      f'val-aux/{suite.taskset}/acc/greedy_stderr': standard_error(values),
-      f'val-aux/{suite.taskset}/response_length/mean': float(np.mean([row['response_len'] for row in rows])),
-      f'val-aux/{suite.taskset}/truncated': float(np.mean([row['finish_reason'] == 'length' for row in rows])),
-      f'val-aux/{suite.taskset}/num_unscorable': float(len(rows) - len(values)),
-    }
-
-  def _sampled_metrics(self, suite: SuiteConfig, rows_by_task: list[list[dict]]) -> dict[str, float]:
-    scores = [[row['score'] for row in rows if row['score'] is not None] for rows in rows_by_task]
-    scores = [values for values in scores if values]
-    means = [float(np.mean(values)) for values in scores]
-    metrics = {
-      f'val-core/{suite.taskset}/acc/mean@{suite.samples}': float(np.mean(means)) if means else 0.0,
-      f'val-aux/{suite.taskset}/acc/mean@{suite.samples}_stderr': standard_error(means),
-    }
-    k = 1
-    while k <= suite.samples:
-      at_k = [
-        pass_at_k(len(values), sum(v >= suite.correct_at for v in values), k) for values in scores if len(values) >= k
-      ]
-      metrics[f'val-core/{suite.taskset}/acc/pass@{k}'] = float(np.mean(at_k)) if at_k else 0.0
-      k *= 2
-    return metrics

@@ -10,9 +10,10 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import AsyncIterator
 
-from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.core.errors import RunError, first_cause
 from jaxrl_llm.core.waits import bounded
 from jaxrl_llm.experience.sample import Sample
 from jaxrl_llm.experience.score import Score
@@ -73,20 +74,23 @@ class Explorer:
     self._store, self._gate = store, gate
     self._step = 0
     self._started = 0
-    self._finished: dict[int, list[Scored]] = {}
+    self._groups: dict[int, list[Scored] | None] = {}
+    """By number, in the order of start, those that may enter a batch; None until a group has ended."""
     self._progress = asyncio.Event()
     self._counts: collections.Counter[str] = collections.Counter()
     self._running: asyncio.Task | None = None
 
   @contextlib.asynccontextmanager
   async def running(self) -> AsyncIterator[None]:
-    """Explores while the block runs; what is in flight at its end is given up."""
+    """Explores while the block runs; what is in flight at its end is given up, and dropped with that reason."""
     self._running = asyncio.create_task(self._explore())
     try:
       yield
     finally:
       self._running.cancel()
-      await asyncio.wait({self._running})
+      await asyncio.gather(self._running, return_exceptions=True)
+      own = [entry.uid for entry in self._store.live() if entry.attempt == self._store.attempt]
+      self._store.drop(own, 'given up', self._step)
 
   def advance(self, step: int, served: int) -> None:
     """The engines serve the weights of `step` (`served` batches into this stage)."""
@@ -98,7 +102,8 @@ class Explorer:
 
     Raises:
       WaitExpired: at `collect_deadline_s`.
-      RunError: when exploring failed, or only unscorable groups come.
+      RunError: when only unscorable groups come.
+      Exception: what ended the exploring: the engine's or a scorer's own error.
     """
     ready = asyncio.ensure_future(
       bounded(
@@ -109,18 +114,22 @@ class Explorer:
         deadline_s=self._config.collect_deadline_s,
       )
     )
-    await asyncio.wait({ready, self._running}, return_when=asyncio.FIRST_COMPLETED)
-    if not ready.done():
-      ready.cancel()
-      await self._running
-    await ready
-    numbers = sorted(self._finished)[: self._config.groups_per_batch]
-    batch = [member for number in numbers for member in self._finished.pop(number)]
+    try:
+      await asyncio.wait({ready, self._running}, return_when=asyncio.FIRST_COMPLETED)
+      await (ready if ready.done() else self._running)
+    finally:
+      ready.cancel()  # without effect on one that is done
+    batch = [member for number in self._first() for member in self._groups.pop(number)]
     counts, self._counts = dict(self._counts), collections.Counter()
     return batch, counts
 
+  def _first(self) -> list[int]:
+    """Numbers of the groups that make the next batch, as far as they have started."""
+    return list(itertools.islice(self._groups, self._config.groups_per_batch))
+
   async def _batch_ready(self) -> None:
-    while len(self._finished) < self._config.groups_per_batch:
+    # The first that started, not the first that ended: fast groups would bias the batch to short answers.
+    while len(first := self._first()) < self._config.groups_per_batch or None in map(self._groups.get, first):
       self._progress.clear()
       await self._progress.wait()
 
@@ -131,10 +140,11 @@ class Explorer:
           draws = [self._sampler.next() for _ in range(await self._gate.admit())]
           self._store.issue([row for task, visit in draws for row in self._issued(task, visit)], self._step)
           for task, visit in draws:
+            self._groups[self._started] = None
             groups.create_task(self._group(self._started, task, visit))
             self._started += 1
-    except* RunError as errors:
-      raise errors.exceptions[0] from None
+    except BaseExceptionGroup as group:
+      raise first_cause(group) from None
 
   def _issued(self, task: Task, visit: int) -> list[Issue]:
     group = f'{self._stage}/{task.uid}/{visit}'
@@ -183,17 +193,19 @@ class Explorer:
         self._store.drop(unscorable, 'unscorable', self._step)
     self._counts['dropped/unscorable'] += len(unscorable)
     if scorable:
-      self._finished[number] = scorable
+      self._groups[number] = scorable
     else:
-      self._drop_group(members)
+      self._drop_group(number, members)
     self._progress.set()
 
-  def _drop_group(self, members: list[Scored]) -> None:
+  def _drop_group(self, number: int, members: list[Scored]) -> None:
+    del self._groups[number]
     self._counts['dropped/groups'] += 1
     if self._counts['dropped/groups'] > self._config.max_dropped_groups:
       first = next(s for s in members[0].scores if s.value is None)
       raise RunError(
-        f'stage {self._stage}: {self._config.max_dropped_groups} groups in a row of one batch had no scorable sample; '
-        f'the last: scorer {first.scorer} {first.status}: {first.evidence}'
+        f'stage {self._stage}: {self._counts["dropped/groups"]} groups had no scorable sample while one batch was '
+        f'collected, max_dropped_groups is {self._config.max_dropped_groups}; the last: scorer {first.scorer} '
+        f'{first.status}: {dict(first.evidence)}; look at the tasks and at the scorer'
       )
     self._gate.drop()

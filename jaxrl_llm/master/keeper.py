@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from jaxrl_llm.core.types import Version
+from jaxrl_llm.core.waits import unless
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.master.evaluation import Evaluator, SuiteConfig
 from jaxrl_llm.master.loop import LoopState
@@ -99,7 +103,7 @@ class RunKeeper:
     row = resolve(updated.metrics | batch_metrics(batch, taken)) | logs.machine_metrics()
     row |= {f'timing_s/{name}': value for name, value in seconds.items()}
     row['perf/time_per_step'] = seconds['step']
-    row['perf/throughput'] = row['perf/total_num_tokens'] / seconds['step']
+    row['perf/throughput'] = row['perf/total_num_tokens'] / seconds['step'] / jax.device_count()
     row = logs.metrics.write(stage.name, state.step, row)
     if taken:
       logs.rollouts.write(stage.name, state.step, rollout_rows(batch, updated, taken, logs.token_text))
@@ -110,28 +114,30 @@ class RunKeeper:
 
   async def _evaluate(self, state: LoopState, stage: Stage) -> LoopState:
     """Publishes the version and measures it; gives up when a signal comes, and says so in the state."""
+    logs = self._logs
     with self._phases.timed('testing'):
       await self._publisher.publish(state.train.params, Version(self._attempt, state.step))
-      done = await self._coordinator.broadcast(self._run_suites(state, stage) if self._logs is not None else None)
-    return dataclasses.replace(state, evaluated=done)
+      stop = await self._coordinator.broadcast(self._run_suites(logs, state, stage) if logs is not None else None)
+    return dataclasses.replace(state, evaluated=not stop, stop=stop)
 
-  async def _run_suites(self, state: LoopState, stage: Stage) -> bool:
-    logs = self._logs
-    for suite, tasks in logs.suites:
-      run = asyncio.ensure_future(logs.evaluator.run(suite, tasks))
-      await asyncio.wait({run, self._stop}, return_when=asyncio.FIRST_COMPLETED)
-      if not run.done():
-        run.cancel()
-        await asyncio.wait({run})
-        return False
-      metrics, rows = run.result()
+  async def _run_suites(self, logs: Logs, state: LoopState, stage: Stage) -> int:
+    """0, or the signal for which it was given up; nothing of it is written then, for all of it is to be repeated."""
+
+    async def measure():
+      return [(suite, *await logs.evaluator.run(suite, tasks)) for suite, tasks in logs.suites]
+
+    measured = await unless(self._stop, measure())
+    if measured is None:
+      return self._stop.result()
+    for suite, metrics, rows in measured:
       logs.metrics.write(stage.name, state.step, metrics)
       logs.evals.write(stage.name, state.step, suite.name, rows)
       accuracy = metrics[f'val-core/{suite.taskset}/acc/greedy']
       logs.progress.note(f'evaluation {suite.name} at step {state.step} ({stage.name}): greedy accuracy {accuracy:.3f}')
-      if suite is logs.suites[0][0] and (self._best is None or accuracy > self._best[0]):
+      # False for NaN, the accuracy of nothing scorable.
+      if suite is logs.suites[0][0] and accuracy > (self._best[0] if self._best else -math.inf):
         self._best = (accuracy, state.step)
-    return True
+    return 0
 
   async def _commit(self, state: LoopState, stage: Stage) -> None:
     host: Any = None

@@ -28,11 +28,16 @@ class LoopState:
   """The reference's parameters, where the stage's algorithm reads it; else None."""
   evaluated: bool = False
   """Whether the evaluation that is due at `step` (if one is) has been made."""
+  stop: int = 0
+  """The signal that the run is leaving for, else 0."""
 
 
 @runtime_checkable
 class Keeper(Protocol):
-  """Metrics, evaluation and commits; knows what of it is process 0's alone."""
+  """Metrics, evaluation and commits; knows what of it is process 0's alone.
+
+  An evaluation that a signal cuts short leaves `evaluated` False and the signal in `stop`.
+  """
 
   async def start(self, state: LoopState, stage: Stage) -> LoopState: ...
 
@@ -64,20 +69,20 @@ class Outcome:
 
 
 async def run(parts: Parts, state: LoopState) -> Outcome:
-  """Runs what is left of the stages."""
-  stop = 0
+  """Runs what is left of the stages; of one that was left in its last evaluation, that evaluation."""
   for stage in parts.stages:
-    if state.step < stage.end and not stop:
-      state, stop = await _run_stage(parts, stage, state)
-  return Outcome(state, stop)
+    left = state.step < stage.end or (state.step == stage.end and not state.evaluated)
+    if left and not state.stop:
+      state = await _run_stage(parts, stage, state)
+  return Outcome(state, state.stop)
 
 
-async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> tuple[LoopState, int]:
+async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
   trainer, state = await parts.enter_stage(stage, state)
   batches = parts.batches.get(stage.name)
   state = await parts.keeper.start(state, stage)
   async with batches.running() if batches else contextlib.nullcontext():
-    while state.step < stage.end:
+    while state.step < stage.end and not state.stop:
       with parts.phases.timed('step'):
         async with parts.phases.enter(Phase.ROLLOUT):
           if stage.explores:
@@ -85,15 +90,17 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> tuple[Loop
               await parts.publisher.publish(state.train.params, Version(parts.attempt, state.step))
           plan = await _close(parts, stage, state.step, batches)
         if plan.stop:
-          await parts.keeper.leave(state, stage)
-          return state, plan.stop
+          state = dataclasses.replace(state, stop=plan.stop)
+          break
         async with parts.phases.enter(Phase.INFERENCE):
           batch = await trainer.annotate(state.train, plan)
         async with parts.phases.enter(Phase.TRAIN):
           train, updated = await trainer.update(state.train, batch)
         state = dataclasses.replace(state, train=train, step=state.step + 1, evaluated=False)
       state = await parts.keeper.after_step(state, stage, batch, updated)
-  return state, 0
+    if state.stop:
+      await parts.keeper.leave(state, stage)
+  return state
 
 
 async def _close(parts: Parts, stage: Stage, step: int, batches: Batches | None) -> StepPlan:

@@ -30,7 +30,9 @@ def batch_metrics(batch: Batch, taken: Mapping[str, Scored]) -> dict[str, Metric
     metrics |= spread('critic/score', rewards) | spread('critic/rewards', rewards)
     metrics |= {'staleness/max': mean_of([max(plan.step - row.version_step for row in plan.rows)])}
     metrics |= _advantage_metrics(batch, lengths) | _scorer_metrics(taken)
-    metrics |= {f'run/{name}': Sum(count) for name, count in plan.counts.items()}
+    # Most left before the batch was closed, where the algorithm does not see them.
+    unscorable = len(plan.rows) - len(rewards) + plan.counts.get('dropped/unscorable', 0)
+    metrics |= {'num_unscorable': Sum(unscorable), **{f'run/{name}': Sum(n) for name, n in plan.counts.items()}}
   return metrics
 
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_llm.batching.plan import Row, StepPlan, deal_rows
+from jaxrl_llm.core.waits import unless
 from jaxrl_llm.data.streams import RowStream
 from jaxrl_llm.experience.sample import Finish
 from jaxrl_llm.master.explorer import Explorer, Scored
@@ -151,14 +152,10 @@ class Planner:
 
   async def close(self, stage, step: int, batches: Batches) -> StepPlan:
     """The plan of `step`, as soon as its batch is complete; or a plan to leave, as soon as a signal has come."""
-    batch = asyncio.ensure_future(batches.next(step))
-    await asyncio.wait({batch, self._stop}, return_when=asyncio.FIRST_COMPLETED)
-    if self._stop.done():
-      batch.cancel()
-      await asyncio.wait({batch})
+    batch = await unless(self._stop, batches.next(step))
+    if batch is None:
       return StepPlan(step=step, stage=stage.name, stop=self._stop.result())
-    rows, counts = batch.result()
-    return self._plan(stage, step, rows, counts)
+    return self._plan(stage, step, *batch)
 
   def _plan(self, stage, step: int, rows: list[Row], counts: dict[str, int]) -> StepPlan:
     done = step + 1
