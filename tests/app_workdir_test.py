@@ -89,9 +89,24 @@ def test_the_first_start_writes_the_configuration_and_the_same_one_is_welcome_ag
   assert (tmp_path / 'config.json').read_text() == written
 
 
+def test_before_the_first_commit_a_changed_configuration_starts_afresh(tmp_path, config):
+  """A mistake in the first command must not spoil the directory."""
+  workdir = Workdir(tmp_path)
+  workdir.adopt(config)
+  for name in ('tokenizer', 'data', 'checkpoints/3'):  # a checkpoint without COMMIT is none
+    (tmp_path / name).mkdir(parents=True)
+  workdir.adopt(config)
+  assert (tmp_path / 'tokenizer').exists() and (tmp_path / 'data').exists()
+  workdir.adopt(dataclasses.replace(config, seed=7))
+  assert json.loads((tmp_path / 'config.json').read_text())['seed'] == 7
+  assert not (tmp_path / 'tokenizer').exists() and not (tmp_path / 'data').exists(), 'they follow from the old one'
+
+
 def test_a_changed_configuration_is_refused_with_the_keys_that_differ_and_nothing_is_written(tmp_path, config):
   workdir = Workdir(tmp_path)
   workdir.adopt(config)
+  (tmp_path / 'checkpoints' / '3').mkdir(parents=True)
+  (tmp_path / 'checkpoints' / '3' / 'COMMIT').touch()
   written = (tmp_path / 'config.json').read_text()
   stage = dataclasses.replace(config.stages[1], group_size=3)
   changed = dataclasses.replace(config, seed=7, stages=(config.stages[0], stage))

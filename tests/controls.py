@@ -4,8 +4,12 @@ Also the shortest example of an algorithm and a scorer of one's own: a function,
 """
 
 import numpy as np
+import xxhash
 
 from jaxrl_llm.rewards.api import Attempt, Verdict
+from jaxrl_llm.rewards.verifier import verifier_scorer
+
+HONEST = verifier_scorer()
 
 
 def zero(attempt: Attempt) -> Verdict:
@@ -13,10 +17,10 @@ def zero(attempt: Attempt) -> Verdict:
 
 
 def coin(attempt: Attempt) -> Verdict:
-  """0 or 1 by the sample's name alone: whatever was said."""
-  import xxhash
-
-  return Verdict(value=float(xxhash.xxh3_64_intdigest(attempt.uid) & 1))
+  """0 or 1 by the sample's name alone, whatever was said; an evaluation is judged honestly."""
+  if attempt.uid.startswith('evaluation-'):
+    return HONEST(attempt)
+  return Verdict(value=float(xxhash.xxh3_64_intdigest(attempt.uid.encode()) & 1))
 
 
 def shuffled_grpo(config):

@@ -6,7 +6,6 @@ import asyncio
 import faulthandler
 import os
 import pathlib
-import signal
 import sys
 import time
 import traceback
@@ -43,8 +42,6 @@ def main(argv: Sequence[str]) -> int:
   """Returns the exit code."""
   try:
     return _main(argv)
-  except KeyboardInterrupt:
-    return 128 + signal.SIGINT
   except Exception as error:
     cause = first_cause(error)
     if isinstance(cause, UserError):

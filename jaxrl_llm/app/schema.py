@@ -112,6 +112,12 @@ class RolloutConfig:
 
   def __post_init__(self):
     _at_least('rollout.', self, max_prompt_length=1, max_response_length=1)
+    longest = max(self.embedded.prefill_buckets, default=self.max_prompt_length)
+    if longest < self.max_prompt_length - 1:
+      raise UserError(
+        f'rollout.embedded.prefill_buckets: the largest is {longest}, prompts of max_prompt_length='
+        f'{self.max_prompt_length} tokens want one of at least {self.max_prompt_length - 1}'
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,3 +161,6 @@ class Config:
       for name in names:
         if names.count(name) > 1:
           raise UserError(f'{part}: {names.count(name)} are called {name!r}; give each its own name')
+    for suite in self.evaluation:
+      if suite.samples and suite.sampling.filtered and not self.rollout.embedded.filters:
+        raise UserError(f'evaluation.{suite.name}: top_p or top_k wants rollout.embedded.filters, which is off')

@@ -71,9 +71,9 @@ def mean(values: Sequence[float]) -> float:
 Row = dict[str, Json]
 
 
-def _solved(suite: SuiteConfig, rows: Sequence[Row]) -> list[bool]:
-  """Of the scorable completions."""
-  return [row['score'] >= suite.correct_at for row in rows if row['score'] is not None]
+def _solved(suite: SuiteConfig, rows: Sequence[Row]) -> list[float]:
+  """1 or 0 for each scorable completion."""
+  return [float(row['score'] >= suite.correct_at) for row in rows if row['score'] is not None]
 
 
 def greedy_metrics(suite: SuiteConfig, rows_by_task: Sequence[Sequence[Row]]) -> dict[str, float]:
@@ -84,13 +84,13 @@ def greedy_metrics(suite: SuiteConfig, rows_by_task: Sequence[Sequence[Row]]) ->
 
 
 def sampled_metrics(suite: SuiteConfig, rows_by_task: Sequence[Sequence[Row]]) -> dict[str, float]:
-  """mean@n with its standard error over tasks, and pass@k for powers of two up to n (over tasks with k scorable ones)."""
+  """mean@n with its standard error over tasks, and pass@k for powers of two (of tasks with k scorable ones)."""
   by_task = [solved for rows in rows_by_task if (solved := _solved(suite, rows))]
   means = [mean(solved) for solved in by_task]
   accuracy = f'val-core/{suite.taskset}/acc/mean@{suite.samples}'
   metrics = {accuracy: mean(means), f'{accuracy}/stderr': standard_error(means)}
   for k in (1 << i for i in range(suite.samples.bit_length())):
-    at_k = [pass_at_k(len(solved), sum(solved), k) for solved in by_task if len(solved) >= k]
+    at_k = [pass_at_k(len(solved), int(sum(solved)), k) for solved in by_task if len(solved) >= k]
     metrics[f'val-core/{suite.taskset}/acc/pass@{k}'] = mean(at_k)
   return metrics
 
@@ -102,8 +102,8 @@ def response_metrics(suite: SuiteConfig, rows: Sequence[Row]) -> dict[str, float
   return {
     f'{prefix}/num_tasks': float(len({row['uid'] for row in rows})),
     f'{prefix}/score/mean': mean(scores),
-    f'{prefix}/response_length/mean': mean([row['response_len'] for row in rows]),
-    f'{prefix}/truncated': mean([row['finish_reason'] == Finish.LENGTH for row in rows]),
+    f'{prefix}/response_length/mean': mean([float(row['response_len']) for row in rows]),
+    f'{prefix}/truncated': mean([float(row['finish_reason'] == Finish.LENGTH) for row in rows]),
     f'{prefix}/unscorable': float(len(rows) - len(scores)),
   }
 

@@ -157,7 +157,7 @@ class ScorerPool:
     self._pool = self._new_pool()
     waits_for = 'scorer workers to start (do their modules import?)'
     try:
-      future = await asyncio.to_thread(self._pool.schedule, _heavy_modules)
+      future = await asyncio.to_thread(_first_call, self._pool)
       wait = bounded(
         self._settled(self._pool, asyncio.wrap_future(future)),
         name='scorers_start',
@@ -287,6 +287,15 @@ class ScorerPool:
       initargs=(self._scorers, self.config.memory_limit_mib << 20),
       context=context,
     )
+
+
+def _first_call(pool: pebble.ProcessPool) -> concurrent.futures.Future:
+  """Starts the pool; SIGINT is blocked in all its processes: Ctrl-C reaches the whole group, amid their imports too."""
+  signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+  try:
+    return pool.schedule(_heavy_modules)
+  finally:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _schedule(pool: pebble.ProcessPool, config: ScorerConfig, attempt: Attempt) -> concurrent.futures.Future:

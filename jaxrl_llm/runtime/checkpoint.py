@@ -122,7 +122,7 @@ class Checkpoints:
     """The arrays of a committed step, on the shardings of `like` (arrays or ShapeDtypeStructs with shardings)."""
     self._verify(step, self._committed(step))
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
-    with ocp.StandardCheckpointer() as checkpointer:
+    with _quiet_orbax(), ocp.StandardCheckpointer() as checkpointer:
       return checkpointer.restore(self._directory / str(step) / _ARRAYS, abstract)
 
   def host(self, step: int) -> Any:
@@ -161,7 +161,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _quiet_orbax() -> Iterator[None]:
-  """Each of its threads logs a traceback of the one error that it then raises."""
+  """Its progress is ours to report, and each of its threads logs a traceback of the one error that it then raises."""
   logger = logging.get_absl_logger()
   logger.addFilter(_not_of_orbax)
   try:

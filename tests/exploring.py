@@ -1,0 +1,176 @@
+"""Rollouts without a model: a deterministic engine and scorers, and an explorer around them with a real store.
+
+What a request is answered with depends on its key and sample index alone; when it is answered depends on `delays`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.experience.sample import Finish, Segment
+from jaxrl_llm.experience.score import Score
+from jaxrl_llm.experience.task import Task
+from jaxrl_llm.master.explorer import Explorer, ExplorerConfig
+from jaxrl_llm.master.gate import Gate
+from jaxrl_llm.replay.index import ReplayStore, open_store
+from jaxrl_llm.rewards.api import Attempt, RewardsConfig, ScorerConfig
+from jaxrl_llm.rewards.pool import ScorerPool
+from jaxrl_llm.rollout.api import Completion, Request
+from jaxrl_llm.rollout.workflow import SingleTurn
+from jaxrl_llm.tasks.sampler import TaskSampler
+from jaxrl_llm.tasks.taskset import Taskset
+from jaxrl_llm.tasks.tokenizer import Tokenizer, build_character_tokenizer
+
+REWARDS = RewardsConfig(scorers=(ScorerConfig(name='judge'),))
+LETTERS = 'abcdefgh'
+
+
+class FakeEngine:
+  """Implements `rollout.api.Engine`: `length` letters and a stop token, sample by sample, in an order that varies.
+
+  Attributes:
+    delays: its numbers say how many turns of the event loop each sample takes.
+    fail_at: the request (counted from 0) that raises `error`.
+    held: requests whose uid is in it never end.
+  """
+
+  name = 'fake'
+
+  def __init__(self, tokenizer: Tokenizer, *, delays: int = 0):
+    self._tokenizer, self._random = tokenizer, random.Random(delays)
+    self._version: Version | None = Version(0, 0)
+    self.requests: list[Request] = []
+    self.fail_at: int | None = None
+    self.error: Exception = RuntimeError('unset')
+    self.hold: Callable[[Request], bool] = lambda request: False
+    self.cancelled = 0
+
+  @property
+  def version(self) -> Version | None:
+    return self._version
+
+  async def generate(self, request: Request):
+    number = len(self.requests)
+    self.requests.append(request)
+    if number == self.fail_at:
+      raise self.error
+    order = list(range(request.samples))
+    self._random.shuffle(order)
+    try:
+      for index in order:
+        for _ in range(self._random.randrange(8)):
+          await asyncio.sleep(0)
+        while self.hold(request):
+          await asyncio.sleep(0.001)
+        yield index, self.complete(request, index)
+    except asyncio.CancelledError:
+      self.cancelled += 1
+      raise
+
+  def complete(self, request: Request, index: int) -> Completion:
+    draw = random.Random(f'{request.key} {index} {request.sampling.temperature}')
+    text = ''.join(draw.choice(LETTERS) for _ in range(draw.randrange(1, 4)))
+    stopped = draw.random() < 0.7
+    tokens = np.array([*self._tokenizer.encode(text), *([request.stop_ids[0]] if stopped else [])], np.int32)
+    segment = Segment(start=0, end=len(tokens), version=self._version, engine=self.name, finish='stop')
+    return Completion(
+      tokens=tokens,
+      logprobs=-np.arange(1, len(tokens) + 1, dtype=np.float32),
+      finish=Finish.STOP if stopped else Finish.LENGTH,
+      segments=(segment,),
+    )
+
+  async def load(self, params_host, version: Version) -> None:
+    self._version = version
+
+  async def start(self) -> None:
+    pass
+
+  async def close(self) -> None:
+    pass
+
+
+class FakeScorers(ScorerPool):
+  """The pool's API without its processes: `judge` says what an attempt is worth."""
+
+  def __init__(self, judge: Callable[[Attempt], float | None], *, delays: int = 0):
+    super().__init__({'judge': lambda attempt: None}, REWARDS)
+    self._judge, self._random = judge, random.Random(delays)
+
+  async def score(self, attempt: Attempt) -> tuple[Score, ...]:
+    for _ in range(self._random.randrange(8)):
+      await asyncio.sleep(0)
+    value = self._judge(attempt)
+    evidence = {} if value is not None else {'error': 'no truth'}
+    return (Score(uid=attempt.uid, scorer='judge', value=value, parts={'half': 0.5}, evidence=evidence),)
+
+
+def make_tasks(count: int, taskset: str = 'train') -> list[Task]:
+  prompt = lambda i: ({'role': 'user', 'content': f'{LETTERS[i // 8]}{LETTERS[i % 8]}'},)
+  return [Task(taskset=taskset, domain='general', prompt=prompt(i), truth='a', fields={}) for i in range(count)]
+
+
+def make_tokenizer(directory) -> Tokenizer:
+  return build_character_tokenizer([LETTERS], directory, template='plain')
+
+
+class Exploration:
+  """An explorer, and what it is made of; groups of two from sequential tasks, two groups in a batch."""
+
+  def __init__(
+    self,
+    tokenizer: Tokenizer,
+    store: ReplayStore,
+    judge: Callable[[Attempt], float | None],
+    *,
+    delays: int = 0,
+    bound: int = 0,
+    tasks: Sequence[Task] = (),
+    **config,
+  ):
+    self.config = ExplorerConfig(**{'groups_per_batch': 2, 'group_size': 2, 'collect_deadline_s': 20.0, **config})
+    self.engine = FakeEngine(tokenizer, delays=delays)
+    self.scorers = FakeScorers(judge, delays=delays + 1)
+    self.gate = Gate(bound=bound, groups_per_batch=self.config.groups_per_batch)
+    self.tasks = list(tasks) or make_tasks(24)
+    taskset = Taskset(name='train', tasks=tuple(self.tasks), counts={})
+    self.sampler = TaskSampler([taskset], order='sequential', seed=0)
+    self.store = store
+    self.explorer = Explorer(
+      self.config,
+      stage='grpo',
+      workflow=SingleTurn(self.engine, tokenizer, max_tokens=4),
+      sampler=self.sampler,
+      scorers=self.scorers,
+      rewards=REWARDS,
+      store=store,
+      gate=self.gate,
+    )
+
+  async def batches(self, count: int) -> list[tuple[list, dict[str, int]]]:
+    """The first `count` batches; each is trained, and its version served, before the next."""
+    found = []
+    async with self.explorer.running():
+      for step in range(count):
+        self.explorer.advance(step, step)
+        batch, counts = await self.explorer.collect()
+        uids = [member.sample.uid for member in batch]
+        self.store.seal(uids, step)
+        self.store.trained(uids, step)
+        found.append((batch, counts))
+    return found
+
+  def number(self, attempt: Attempt) -> int:
+    """Which of the tasks an attempt is at."""
+    return self.tasks.index(attempt.task)
+
+
+def new_store(directory) -> ReplayStore:
+  store = open_store(directory, synchronous='normal')
+  store.recover(0)
+  return store

@@ -1,0 +1,252 @@
+"""The explorer against its contract, with a deterministic engine and a real store: order, drops, failures, endings."""
+
+import asyncio
+import collections
+import itertools
+
+import exploring
+import pytest
+
+from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.waits import WaitExpired
+from jaxrl_llm.replay.audit import audit
+
+
+@pytest.fixture(scope='module')
+def tokenizer(tmp_path_factory):
+  return exploring.make_tokenizer(tmp_path_factory.mktemp('tokenizer'))
+
+
+@pytest.fixture
+def store(tmp_path):
+  with_store = exploring.new_store(tmp_path / 'replay')
+  yield with_store
+  with_store.close()
+
+
+def run(main):
+  """At most 30 s: a hang is a failure. Nothing may be left running."""
+  return asyncio.run(asyncio.wait_for(main, 30))
+
+
+def uid(task, i, *, visit=0):
+  return f'grpo/{task.uid}/{visit}/{i}'
+
+
+@pytest.mark.parametrize('bound', [0, 1, 3])
+def test_a_batch_depends_on_which_groups_started_and_never_on_which_ended_first(tokenizer, tmp_path, bound):
+  """Task 1 has one scorable sample of two, tasks 2 and 5 none. Whatever ends first, the batches take the other groups
+  in the order of start: tasks 0 1, then 3 4, then 6 7."""
+  tasks = exploring.make_tasks(24)
+
+  def judge(attempt):
+    number = tasks.index(attempt.task)
+    unscorable = number in (2, 5) or (number == 1 and attempt.uid.endswith('/0'))
+    return None if unscorable else float(number)
+
+  found = set()
+  for delays in range(6):
+    store = exploring.new_store(tmp_path / f'{delays}')
+    exploration = exploring.Exploration(tokenizer, store, judge, delays=delays, bound=bound)
+    batches = run(exploration.batches(3))
+    found.add(tuple((m.sample.uid, m.completion, m.reward.value) for batch, _ in batches for m in batch))
+    store.close()
+  (only,) = found
+  whole = lambda *numbers: [uid(tasks[n], i) for n in numbers for i in range(2)]
+  assert [name for name, _, _ in only] == [*whole(0), uid(tasks[1], 1), *whole(3, 4, 6, 7)]
+  assert [value for _, _, value in only] == [0, 0, 1, 3, 3, 4, 4, 6, 6, 7, 7]
+
+
+def test_a_slow_first_group_is_waited_for_however_many_later_ones_have_ended(tokenizer, store):
+  async def main():
+    exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, bound=2)
+    slow = True
+    first = exploration.tasks[0]
+    exploration.engine.hold = lambda request: slow and request.uid == f'grpo/{first.uid}/0'
+    async with exploration.explorer.running():
+      exploration.explorer.advance(0, 0)
+      collecting = asyncio.create_task(exploration.explorer.collect())
+      # (0 + 2 + 1) * 2 groups may start, all but the first end.
+      while store.counts()['admitted'] < 5 * 2:
+        await asyncio.sleep(0.001)
+      assert not (await asyncio.wait({collecting}, timeout=0.02))[0]
+      slow = False
+      batch, _ = await collecting
+    assert [m.sample.uid for m in batch] == [uid(t, i) for t in exploration.tasks[:2] for i in range(2)]
+
+  run(main())
+
+
+def test_unscorable_samples_are_dropped_and_counted_and_an_unscorable_group_is_replaced(tokenizer, store):
+  """Batch 0: task 0 loses one of three samples, task 1 all three, so task 2 starts instead. Batch 1: tasks 3 and 4."""
+
+  def judge(attempt):
+    number = exploration.number(attempt)
+    return None if number == 1 or (number == 0 and attempt.uid.endswith('/2')) else 0.25
+
+  exploration = exploring.Exploration(tokenizer, store, judge, group_size=3)
+  (first, counts), (second, more) = run(exploration.batches(2))
+  tasks = exploration.tasks
+  assert [m.sample.uid for m in first] == [uid(tasks[0], 0), uid(tasks[0], 1), *(uid(tasks[2], i) for i in range(3))]
+  assert {m.task.uid for m in second} == {tasks[3].uid, tasks[4].uid}
+  assert counts == {'dropped/unscorable': 1 + 3, 'dropped/groups': 1}
+  assert not any(more.values())
+  assert len(exploration.engine.requests) == 5
+  report = audit(store)
+  assert report.reasons == {'dropped(unscorable)': 4}
+  assert (report.issued, report.states['trained'], report.live) == (5 * 3, 2 + 3 + 6, ())
+
+
+def test_a_member_carries_what_was_said_and_its_scores_and_the_store_has_the_same(tokenizer, store):
+  exploration = exploring.Exploration(tokenizer, store, lambda attempt: float(len(attempt.completion)))
+  ((batch, _),) = run(exploration.batches(1))
+  for member, stored in zip(batch, store.read([m.sample.uid for m in batch]), strict=True):
+    sample = member.sample
+    prompt = tokenizer.render_prompt(member.task.prompt)
+    assert sample.tokens[: sample.prompt_len].tolist() == prompt
+    assert tokenizer.decode(sample.tokens[sample.prompt_len :].tolist()) == member.completion
+    assert member.reward.value == len(member.completion)
+    assert member.reward.parts == {'judge': float(len(member.completion)), 'judge/half': 0.5}
+    assert store.scores([sample.uid])[sample.uid] == list(member.scores)
+    assert stored.tokens.tolist() == sample.tokens.tolist()
+
+
+def test_too_many_unscorable_groups_end_the_run_with_one_line(tokenizer, store):
+  exploration = exploring.Exploration(tokenizer, store, lambda attempt: None, max_dropped_groups=3)
+  with pytest.raises(RunError) as caught:
+    run(exploration.batches(1))
+  message = str(caught.value)
+  assert '\n' not in message
+  for word in ('stage grpo', '4 groups', 'max_dropped_groups is 3', 'judge', 'no truth'):
+    assert word in message
+  assert audit(store).live == ()
+
+
+def test_as_many_unscorable_groups_as_permitted_do_not_and_each_batch_counts_anew(tokenizer, store):
+  exploration = exploring.Exploration(
+    tokenizer, store, lambda attempt: None if exploration.number(attempt) % 5 < 3 else 1.0, max_dropped_groups=3
+  )
+  batches = run(exploration.batches(3))
+  assert [counts['dropped/groups'] for _, counts in batches] == [3, 3, 3]
+
+
+class EngineBroke(RunError):
+  pass
+
+
+@pytest.mark.parametrize('error', [EngineBroke('engine fake: lost'), ValueError('a bug'), UserError('a bad prompt')])
+@pytest.mark.parametrize('fail_at', [0, 1, 3])
+def test_a_failing_engine_surfaces_as_its_own_error(tokenizer, store, error, fail_at):
+  exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0)
+  exploration.engine.fail_at, exploration.engine.error = fail_at, error
+  with pytest.raises(type(error)) as caught:
+    run(exploration.batches(3))
+  assert caught.value is error
+  assert audit(store).live == ()
+
+
+def test_a_failing_scorer_surfaces_as_its_own_error_beside_a_failing_engine(tokenizer, store):
+  """Both fail; the one that a user can act on is told."""
+
+  def judge(attempt):
+    raise UserError('rewards.scorers: no scorer judges it')
+
+  exploration = exploring.Exploration(tokenizer, store, judge)
+  with pytest.raises(UserError, match='no scorer judges it'):
+    run(exploration.batches(1))
+
+
+def test_an_error_between_two_batches_is_raised_by_the_next_collect(tokenizer, store):
+  async def main():
+    exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0)
+    exploration.engine.fail_at, exploration.engine.error = 2, EngineBroke('lost')
+    async with exploration.explorer.running():
+      exploration.explorer.advance(0, 0)
+      await exploration.explorer.collect()
+      exploration.explorer.advance(1, 1)
+      await asyncio.sleep(0.02)
+      await exploration.explorer.collect()
+
+  with pytest.raises(EngineBroke):
+    run(main())
+
+
+def test_an_error_that_nobody_collects_is_not_reported_as_an_unhandled_one(tokenizer, store):
+  async def main():
+    unhandled = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unhandled.append(context))
+    exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0)
+    exploration.engine.fail_at, exploration.engine.error = 0, EngineBroke('lost')
+    async with exploration.explorer.running():
+      exploration.explorer.advance(0, 0)
+      await asyncio.sleep(0.02)
+    del exploration
+    await asyncio.sleep(0.02)
+    return unhandled
+
+  assert run(main()) == []
+
+
+def test_a_batch_that_does_not_come_is_told_at_the_deadline(tokenizer, store):
+  exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, collect_deadline_s=0.05)
+  exploration.engine.hold = lambda request: True
+  with pytest.raises(WaitExpired, match='2 groups of stage grpo'):
+    run(exploration.batches(1))
+  assert exploration.engine.cancelled == 2
+
+
+def test_leaving_cancels_what_is_in_flight_and_every_sample_ends_in_one_state(tokenizer, store):
+  """Bound 2: batch 0 trains tasks 0 and 1; of the eight groups started by then, three never end."""
+
+  async def main():
+    exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, bound=2)
+    held = [f'grpo/{task.uid}/0' for task in exploration.tasks[5:]]
+    exploration.engine.hold = lambda request: request.uid in held
+    async with exploration.explorer.running():
+      exploration.explorer.advance(0, 0)
+      batch, _ = await exploration.explorer.collect()
+      uids = [m.sample.uid for m in batch]
+      store.seal(uids, 0)
+      store.trained(uids, 0)
+      exploration.explorer.advance(1, 1)
+      while len(exploration.engine.requests) < 8 or store.counts()['admitted'] < 3 * 2:
+        await asyncio.sleep(0.001)
+      assert audit(store).live != ()
+    assert exploration.engine.cancelled == 3
+    await asyncio.sleep(0.01)
+    assert len(asyncio.all_tasks()) <= 2, 'this one, and the one that waits for it'
+
+  run(main())
+  report = audit(store)
+  assert report.ok and report.live == ()
+  assert {state: count for state, count in report.states.items() if count} == {'trained': 4, 'dropped': 12}
+  assert report.reasons == {'dropped(given up)': 12}
+
+
+def test_groups_in_flight_never_pass_the_gate(tokenizer, store):
+  """At bound 1 at most (served + 2) * 2 groups have started when a batch is closed, and all that capacity is used."""
+
+  async def main():
+    exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, bound=1)
+    async with exploration.explorer.running():
+      for step in range(4):
+        exploration.explorer.advance(step, step)
+        await exploration.explorer.collect()
+        assert len(exploration.engine.requests) == (step + 2) * 2
+
+  run(main())
+
+
+def test_samples_are_issued_in_order_before_they_are_asked_for(tokenizer, store):
+  async def main():
+    exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, tasks=exploring.make_tasks(3))
+    exploration.engine.hold = lambda request: True
+    async with exploration.explorer.running():
+      exploration.explorer.advance(0, 0)
+      while len(exploration.engine.requests) < 2:
+        await asyncio.sleep(0.001)
+      return exploration.tasks, store.entries([uid(t, i) for t in exploration.tasks[:2] for i in range(2)])
+
+  tasks, entries = run(main())
+  assert collections.Counter(entry.state for entry in entries.values()) == {'issued': 4}
+  assert list(entries) == [uid(task, i) for task, i in itertools.product(tasks[:2], range(2))]

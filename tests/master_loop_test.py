@@ -1,0 +1,281 @@
+"""The loop with its real keeper: which evaluations and commits a run makes, left by a signal and started again."""
+
+import asyncio
+import contextlib
+import json
+import math
+import signal
+
+import exploring
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm.batching.plan import Row, StepPlan, pack_step, plan_shape
+from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.data.load import PackedStep
+from jaxrl_llm.learner.algorithm import SftConfig, sft
+from jaxrl_llm.learner.optimizer import OptimizerConfig
+from jaxrl_llm.learner.state import TrainState
+from jaxrl_llm.master import loop
+from jaxrl_llm.master.evaluation import Evaluator, SuiteConfig
+from jaxrl_llm.master.keeper import Logs, RunKeeper
+from jaxrl_llm.master.stage import Planner
+from jaxrl_llm.master.trainer import Batch, Stage, Updated
+from jaxrl_llm.parallel.coordinator import Coordinator
+from jaxrl_llm.parallel.device import DeviceThread
+from jaxrl_llm.replay.index import open_store
+from jaxrl_llm.rollout.workflow import SingleTurn
+from jaxrl_llm.runtime.checkpoint import CheckpointConfig, Checkpoints
+from jaxrl_llm.runtime.phases import PhaseManager
+from jaxrl_llm.runtime.progress import ProgressDisplay
+from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
+from jaxrl_llm.sync.full import Gatherer, Publisher
+
+SHAPE = plan_shape(rows=2, ranks=1, chunks=2, chunk_len=8)
+SUITES = ('one', 'two')
+TASKS = exploring.make_tasks(4, 'eval')
+
+
+def stages():
+  make = lambda name, start: Stage(
+    name=name,
+    start=start,
+    end=start + 2,
+    algorithm=sft(SftConfig()),
+    optimizer=optax.sgd(1.0),
+    optimizer_config=OptimizerConfig(peak_lr=1.0),
+    keep_optimizer=False,
+    shape=SHAPE,
+    token_chunk=8,
+    minibatches=1,
+    epochs=1,
+    evaluate_every=None,
+    explores=False,
+  )
+  return make('first', 0), make('second', 2)
+
+
+class Rows:
+  """Implements `Batches`: the same two rows at each step; its state is the number of batches trained."""
+
+  explores = False
+
+  def __init__(self):
+    self.count = 0
+
+  def running(self):
+    return contextlib.nullcontext()
+
+  def advance(self, step, served):
+    pass
+
+  async def next(self, step):
+    fields = dict(source='s', length=4, prompt_len=2, group='g', reward=None, is_expert=True, truncated=False)
+    return [Row(uid=f'{i}', index=i, version_step=-1, **fields) for i in range(2)], {}
+
+  def taken(self):
+    return {}
+
+  def trained(self, plan: StepPlan):
+    self.count += 1
+
+  def state(self):
+    return self.count
+
+  def restore(self, state):
+    self.count = state
+
+
+class Trainer:
+  """Adds one to the parameter at each step."""
+
+  async def annotate(self, state, plan):
+    packed = PackedStep(chunks=None, used=None, packing=pack_step(plan, 0, SHAPE), rows=plan.optimizer_steps[0])
+    return Batch(plan, sft(SftConfig()).annotate(plan.rows), [packed])
+
+  async def update(self, state, batch):
+    return state.replace(params=jax.tree.map(lambda x: x + 1, state.params)), Updated({}, {})
+
+
+class Run:
+  """One start of a run of two stages of two steps, in `workdir`, from its newest commit.
+
+  `interrupt` says of an evaluation (step, suite) whether the signal comes while it runs.
+  """
+
+  def __init__(self, workdir, tokenizer, *, interrupt=lambda step, suite: False, judge=lambda attempt: 1.0):
+    self.workdir, self.tokenizer, self.interrupt, self.judge = workdir, tokenizer, interrupt, judge
+    self.entered = []
+
+  async def main(self):
+    device, phases = DeviceThread(), PhaseManager()
+    stop = asyncio.get_running_loop().create_future()
+    engine = exploring.FakeEngine(self.tokenizer)
+
+    def hold(request):
+      step = engine.version.step
+      if self.interrupt(step, request.uid.split('/')[0].removeprefix('evaluation-')) and not stop.done():
+        stop.set_result(int(signal.SIGTERM))
+      return stop.done()
+
+    engine.hold = hold
+    coordinator = Coordinator(device, on_signal=lambda signum: None)
+    mesh = Mesh(np.array(jax.devices()[:1]), ('x',))
+    checkpoints = Checkpoints(self.workdir / 'checkpoints', CheckpointConfig(keep=50), leads=True)
+    step = max(checkpoints.steps(), default=0)
+    host = checkpoints.host(step) if step else None
+    store = open_store(self.workdir / 'replay', synchronous='normal')
+    store.recover(step)
+    params = {'w': jax.device_put(jnp.full(2, step, jnp.float32), NamedSharding(mesh, PartitionSpec()))}
+    train = TrainState(params=params, opt_state=(), updates=jnp.zeros((), jnp.int32), skipped=jnp.zeros((), jnp.int32))
+    batches = {stage.name: Rows() for stage in stages()}
+    logs = Logs(
+      metrics=MetricsWriter(self.workdir, committed=host['metrics_offset'] if host else 0, tensorboard=False),
+      rollouts=RolloutsWriter(self.workdir),
+      evals=EvalsWriter(self.workdir),
+      progress=ProgressDisplay({stage.name: 2 for stage in stages()}),
+      store=store,
+      batches=batches,
+      evaluator=Evaluator(
+        workflow=SingleTurn(engine, self.tokenizer, max_tokens=4),
+        scorers=exploring.FakeScorers(self.judge),
+        rewards=exploring.REWARDS,
+      ),
+      suites=[(SuiteConfig(name=name, taskset=name), TASKS) for name in SUITES],
+      token_text=str,
+      machine_metrics=dict,
+    )
+    keeper = RunKeeper(
+      coordinator=coordinator,
+      device=device,
+      phases=phases,
+      publisher=(publisher := Publisher(engine, Gatherer(mesh), device)),
+      checkpoints=checkpoints,
+      attempt=store.attempt,
+      stop=stop,
+      logs=logs,
+      best=tuple(host['best']) if host and host['best'] else None,
+    )
+
+    async def enter(stage, state):
+      self.entered.append((stage.name, state.step))
+      return Trainer(), state
+
+    parts = loop.Parts(
+      stages=stages(),
+      coordinator=coordinator,
+      phases=phases,
+      publisher=publisher,
+      keeper=keeper,
+      enter_stage=enter,
+      planner=Planner(seed=0, every_steps=100, every_minutes=1e6, stop=stop),
+      batches=batches,
+      attempt=store.attempt,
+    )
+    state = loop.LoopState(train, step, evaluated=bool(host and host['evaluated']))
+    with logs.progress:
+      outcome = await asyncio.wait_for(loop.run(parts, state), 30)
+    logs.metrics.close()
+    store.close()
+    self.commits = {step: checkpoints.host(step) for step in checkpoints.steps()}
+    device.close()
+    return outcome
+
+  def start(self):
+    return asyncio.run(self.main())
+
+
+@pytest.fixture(scope='module')
+def tokenizer(tmp_path_factory):
+  return exploring.make_tokenizer(tmp_path_factory.mktemp('tokenizer'))
+
+
+def written(workdir):
+  """(stage, step, 'train' or the suite) of each row of metrics.jsonl."""
+  rows = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
+  kind = lambda row: next((s for s in SUITES if f'val-core/{s}/acc/greedy' in row), 'train')
+  return [(row['stage'], row['training/global_step'], kind(row)) for row in rows]
+
+
+WHOLE = [
+  ('first', 0, 'one'),
+  ('first', 0, 'two'),
+  ('first', 1, 'train'),
+  ('first', 2, 'train'),
+  ('first', 2, 'one'),
+  ('first', 2, 'two'),
+  ('second', 3, 'train'),
+  ('second', 4, 'train'),
+  ('second', 4, 'one'),
+  ('second', 4, 'two'),
+]
+"""Evaluated at the start and after each stage, under the name of the stage that made the weights."""
+
+
+def test_an_uninterrupted_run_and_a_finished_one_started_again(tmp_path, tokenizer):
+  first = Run(tmp_path, tokenizer)
+  outcome = first.start()
+  assert (outcome.stop, outcome.state.step, outcome.state.evaluated) == (0, 4, True)
+  assert written(tmp_path) == WHOLE
+  assert {step: (host['stage'], host['evaluated']) for step, host in first.commits.items()} == {
+    2: ('first', True),
+    4: ('second', True),
+  }
+  again = Run(tmp_path, tokenizer)
+  assert again.start().stop == 0
+  assert again.entered == [] and written(tmp_path) == WHOLE
+
+
+@pytest.mark.parametrize('suite', SUITES)
+@pytest.mark.parametrize('step', [0, 2, 4])
+def test_an_evaluation_cut_short_by_a_signal_is_made_whole_at_the_next_start(tmp_path, tokenizer, step, suite):
+  left = Run(tmp_path, tokenizer, interrupt=lambda at, name: (at, name) == (step, suite))
+  outcome = left.start()
+  assert (outcome.stop, outcome.state.step, outcome.state.evaluated) == (signal.SIGTERM, step, False)
+  assert written(tmp_path) == [row for row in WHOLE if row[1] < step or (row[1] == step and row[2] == 'train')]
+  assert step == 0 or left.commits[step]['evaluated'] is False
+  outcome = Run(tmp_path, tokenizer).start()
+  assert (outcome.stop, outcome.state.step) == (0, 4)
+  assert outcome.state.train.params['w'].tolist() == [4.0, 4.0]
+  assert written(tmp_path) == WHOLE
+
+
+def test_every_commit_names_the_best_evaluation_so_far(tmp_path, tokenizer):
+  """The first suite's accuracy counts: 0.5 after the first stage, 0 before and after."""
+  half = {task.uid for task in TASKS[:2]}
+
+  def judge(attempt):
+    good = attempt.uid.startswith('evaluation-two/') or (run.at == 2 and attempt.task.uid in half)
+    return float(good)
+
+  def watch(step, suite):
+    run.at = step
+    return (step, suite) == (4, 'two')
+
+  run = Run(tmp_path, tokenizer, interrupt=watch, judge=judge)
+  run.start()
+  assert {step: host['best'] for step, host in run.commits.items()} == {2: [0.5, 2], 4: [0.5, 2]}
+
+
+def test_an_accuracy_of_nothing_scorable_is_null_and_never_the_best(tmp_path, tokenizer):
+  run = Run(tmp_path, tokenizer, judge=lambda attempt: None)
+  assert run.start().stop == 0
+  assert [host['best'] for host in run.commits.values()] == [None, None]
+  rows = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
+  measured = [row for row in rows if 'val-core/one/acc/greedy' in row]
+  assert [row['val-core/one/acc/greedy'] for row in measured] == [None] * 3
+  assert [row['val-aux/one/unscorable'] for row in measured] == [4.0] * 3
+  assert not any(isinstance(v, float) and math.isnan(v) for row in rows for v in row.values())
+
+
+def test_a_failing_scorer_in_an_evaluation_ends_the_run(tmp_path, tokenizer):
+  def judge(attempt):
+    raise RunError('scorer pool: broke')
+
+  with pytest.raises(ExceptionGroup) as caught:
+    Run(tmp_path, tokenizer, judge=judge).start()
+  assert caught.group_contains(RunError, match='scorer pool: broke')

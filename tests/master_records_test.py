@@ -1,0 +1,158 @@
+"""A finished step's metrics and rollouts, worked by hand."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.batching.plan import Row, StepPlan, pack_step, plan_shape
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.data.load import PackedStep
+from jaxrl_llm.experience.sample import Finish, Sample, Segment, Source
+from jaxrl_llm.experience.score import Score
+from jaxrl_llm.experience.task import Task
+from jaxrl_llm.learner.algorithm import Annotation
+from jaxrl_llm.master.explorer import Scored
+from jaxrl_llm.master.records import batch_metrics, rollout_rows
+from jaxrl_llm.master.stage import rollout_row
+from jaxrl_llm.master.trainer import Batch, Updated
+from jaxrl_llm.rewards.api import Reward
+from jaxrl_llm.runtime.metrics import describe, resolve
+
+TASK = Task(
+  taskset='train',
+  domain='general',
+  prompt=({'role': 'system', 'content': 'be brief'}, {'role': 'user', 'content': 'say'}),
+  truth='yes',
+  fields={},
+)
+# Prompt 2 tokens each; responses of 1, 3, 4 and 2 tokens. The third was cut, the fourth sampled one step earlier.
+RESPONSES, REWARDS, VERSIONS = (1, 3, 4, 2), (1.0, 0.0, 0.5, 1.0), (5, 5, 5, 4)
+PARTS = ({'judge': 1.0, 'judge/a': 0.2}, {'judge': 0.0, 'judge/a': 0.4}, {'judge': 0.5}, {'judge': 1.0, 'format': 1.0})
+
+
+def member(i: int) -> Scored:
+  length = 2 + RESPONSES[i]
+  sampled = np.arange(length) >= 2
+  version = Version(0, VERSIONS[i])
+  sample = Sample(
+    uid=f'g{i // 2}/{i % 2}',
+    task_id=TASK.uid,
+    visit=0,
+    sample_index=i % 2,
+    group_id=f'g{i // 2}',
+    trajectory_id=f'g{i // 2}/{i % 2}',
+    taskset='train',
+    domain='general',
+    source=Source.ROLLOUT,
+    tokens=np.arange(length, dtype=np.int32) + 10 * i,
+    prompt_len=2,
+    role=sampled.astype(np.uint8),
+    loss_mask=sampled,
+    sampled=sampled,
+    behaviour_logprobs=np.where(sampled, -0.5 * i, 0).astype(np.float32),
+    segments=(
+      Segment(start=2, end=3, version=version, engine='fake', finish='load'),
+      Segment(start=3, end=length, version=Version(0, 5), engine='fake', finish='stop'),
+    ),
+    finish_reason=Finish.LENGTH if i == 2 else Finish.STOP,
+  )
+  score = Score(uid=sample.uid, scorer='judge', value=REWARDS[i], parts={'a': 0.25}, evidence={'answer': 'x'})
+  reward = Reward(value=REWARDS[i], parts=dict(PARTS[i]))
+  return Scored(sample=sample, task=TASK, completion=f'answer {i}', scores=(score,), reward=reward)
+
+
+@pytest.fixture
+def closed():
+  """(batch, what it was made from): four rows in one optimizer step, the second not in the loss; chunks of 16."""
+  members = [member(i) for i in range(4)]
+  rows = tuple(rollout_row(m, ('00000005.arrayrecord', i)) for i, m in enumerate(members))
+  plan = StepPlan(
+    step=5,
+    stage='grpo',
+    rows=rows,
+    optimizer_steps=((3, 1, 0, 2),),
+    counts={'dropped/unscorable': 3, 'dropped/groups': 1},
+  )
+  annotation = Annotation(np.array([1.0, 0.0, -2.0, 0.5]), np.array([True, False, True, True]), {})
+  packing = pack_step(plan, 0, plan_shape(rows=4, ranks=1, chunks=2, chunk_len=16))
+  step = PackedStep(chunks=None, used=None, packing=packing, rows=plan.optimizer_steps[0])
+  return Batch(plan, annotation, [step]), {m.sample.uid: m for m in members}
+
+
+def test_metrics_of_a_batch_of_rollouts_by_hand(closed):
+  found = resolve(batch_metrics(*closed))
+  assert found == pytest.approx(
+    {
+      'response_length/mean': 2.5,  # (1 + 3 + 4 + 2) / 4
+      'response_length/max': 4.0,
+      'response_length/min': 1.0,
+      'response_length/clip_ratio': 0.25,
+      'prompt_length/mean': 2.0,
+      'prompt_length/max': 2.0,
+      'prompt_length/min': 2.0,
+      'perf/total_num_tokens': 18.0,  # 10 + 4 * 2
+      # 18 tokens in chunks of 16 take two of them, which is one micro-batch of 32 places.
+      'perf/packing_utilisation': 18 / 32,
+      'critic/score/mean': 0.625,
+      'critic/score/max': 1.0,
+      'critic/score/min': 0.0,
+      'critic/rewards/mean': 0.625,
+      'critic/rewards/max': 1.0,
+      'critic/rewards/min': 0.0,
+      # Per trained token, the second row left out: (1 * 1 - 2 * 4 + 0.5 * 2) / (1 + 4 + 2).
+      'critic/advantages/mean': -6 / 7,
+      'critic/advantages/max': 1.0,
+      'critic/advantages/min': -2.0,
+      'staleness/max': 1.0,  # the fourth row's first token is of step 4
+      'rewards/judge/mean': 0.625,
+      'rewards/judge/a': 0.3,  # of the two that have it
+      'rewards/format/mean': 1.0,
+      'num_unscorable': 3.0,
+      'run/dropped/unscorable': 3.0,
+      'run/dropped/groups': 1.0,
+    }
+  )
+
+
+def test_every_metric_is_documented(closed):
+  assert [key for key in resolve(batch_metrics(*closed)) if describe(key) is None] == []
+
+
+def test_a_batch_of_demonstrations_has_lengths_and_no_rewards(closed):
+  batch, _ = closed
+  found = resolve(batch_metrics(batch, {}))
+  assert {key.split('/')[0] for key in found} == {'response_length', 'prompt_length', 'perf'}
+
+
+def test_a_batch_with_nothing_in_the_loss_has_no_advantages(closed):
+  batch, taken = closed
+  batch = batch._replace(annotation=batch.annotation._replace(in_loss=np.zeros(4, bool)))
+  assert not any(key.startswith('critic/advantages') for key in resolve(batch_metrics(batch, taken)))
+
+
+def test_rollouts_carry_each_completion_tokens_numbers_in_the_order_of_the_plan(closed):
+  batch, taken = closed
+  # The trainer's logprobs are per token of the whole sequence: -0.1, -0.2, ... plus the row's number.
+  logprobs = {i: -0.1 * np.arange(1, 3 + RESPONSES[i]) - i for i in range(4)}
+  rows = rollout_rows(batch, Updated({}, logprobs), taken, token_text=lambda t: f'<{t}>')
+  assert [row['uid'] for row in rows] == ['g0/0', 'g0/1', 'g1/0', 'g1/1']
+  third = rows[2]
+  assert third['token_ids'].tolist() == [22, 23, 24, 25]
+  assert third['tokens'] == ['<22>', '<23>', '<24>', '<25>']
+  assert third['behaviour_logprobs'].tolist() == [-1.0] * 4
+  assert third['trainer_logprobs'] == pytest.approx([-2.3, -2.4, -2.5, -2.6])
+  assert third['advantages'].tolist() == [-2.0] * 4
+  assert (third['group_id'], third['sample_index'], third['taskset']) == ('g1', 0, 'train')
+  assert (third['prompt'], third['completion'], third['truth']) == ('say', 'answer 2', 'yes')
+  assert (third['reward'], third['finish_reason'], third['version_step']) == (0.5, 'length', 5)
+  assert third['scores'] == {'judge': {'value': 0.5, 'parts': {'a': 0.25}, 'status': 'ok'}}
+  assert [row['version_step'] for row in rows] == [5, 5, 5, 4]
+  json.dumps([{k: v for k, v in row.items() if not isinstance(v, np.ndarray)} for row in rows])
+
+
+def test_a_rows_version_is_the_oldest_of_its_tokens(closed):
+  batch, _ = closed
+  assert isinstance(batch.plan.rows[3], Row)
+  assert [row.version_step for row in batch.plan.rows] == [5, 5, 5, 4]
+  assert [row.truncated for row in batch.plan.rows] == [False, False, True, False]
