@@ -135,6 +135,7 @@ METRICS: dict[str, str] = {
   'one update a batch; above 0.1 steps are too large.',
   'actor/kl_loss': 'KL to the reference (nats per token), in the estimator configured. Grows slowly from 0; a jump '
   'means that the policy left the reference.',
+  'actor/kl': 'KL to the reference (nats per token), whatever enters the loss. Read it as actor/kl_loss.',
   'actor/kl_coef': 'Coefficient of the KL term.',
   'actor/reward_kl_penalty': 'Mean KL penalty that was taken from the reward.',
   # Rewards.
@@ -194,14 +195,15 @@ METRICS: dict[str, str] = {
   'perf/throughput': 'Tokens of the batch per second and device.',
   'perf/packing_utilisation': 'Share of the packed positions that hold a token. Below 0.7 chunk sizes fit badly.',
   'perf/compilations': 'Programs compiled in the step. 0 after warm-up; otherwise shapes are not planned.',
+  'perf/heartbeat_max_s': 'Longest time the event loop was blocked in the step. Above 0.05 something blocks it.',
   'perf/max_memory_allocated_gb': 'Largest device memory in use, GB.',
   'perf/mfu/<role>': 'Model FLOPs utilisation of a role.',
   'perf/<name>': 'Another measure of speed or memory.',
   # The run.
-  'run/clock_decisions': 'Decisions taken by a clock so far. 0 or the run is not exactly repeatable.',
-  'run/skipped_updates': 'Updates skipped so far for NaN, infinity or an exploding gradient. More than a few: '
-  'lower the learning rate.',
-  'run/heartbeat_max_s': 'Longest time the event loop was blocked in the step. Above 0.05 something blocks it.',
+  'run/clock_decisions': 'Decisions taken by a clock since this start. 0 or the run is not exactly repeatable.',
+  'run/skipped_updates': 'Updates of the step that were skipped for NaN, infinity or an exploding gradient. More than '
+  'a few: lower the learning rate.',
+  'run/empty_updates': 'Updates of the step that were not taken because no group was mixed: the gradient was zero.',
   'run/<name>': 'Another count of the run itself.',
   'staleness/<name>': 'Versions between a token and the update that trains on it. At most the configured bound.',
   # Evaluation.
