@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 import transformers
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -24,6 +23,8 @@ from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import ModelOptions, RopeScaling
 from jaxrl_llm.weights import hf
 from jaxrl_llm.weights.hf_config import write_config
+
+torch = pytest.importorskip('torch')
 
 ROOT = pathlib.Path(__file__).parents[1]
 LENGTH = 300

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pathlib
 import re
 import unicodedata
@@ -17,6 +18,10 @@ from typing import Literal
 import jinja2
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
+
+# Where PyTorch is not installed, transformers says so at import; nobody here asked for it.
+os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
+
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm.core.errors import UserError
