@@ -465,8 +465,5 @@ def test_two_optimizer_steps_on_one_batch_are_two_naive_updates(folder):
   assert clipped[0] == 0 and min(clipped[1:]) > 0 and np.std(naive.ratios) > 0.05
   kl = [float(r.stats['actor/ppo_kl'].total) for r in reports]
   assert abs(kl[0]) < 1e-12 < 1e-3 < abs(kl[1])
-  # The mismatch with the sampler is measured once, before the batch: both epochs report the same sum.
-  mismatch = [float(r.stats['rollout_corr/kl'].total) for r in reports]
-  np.testing.assert_allclose(sum(mismatch[:2]), sum(mismatch[2:]), rtol=1e-6)
   for name, found in flatten(jax.device_get(state.params)).items():
     np.testing.assert_allclose(found, naive.params[name], rtol=0, atol=1e-10, err_msg=name)

@@ -1,5 +1,6 @@
 """A finished step's metrics and rollouts, worked by hand."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -13,7 +14,7 @@ from jaxrl_llm.experience.score import Score
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.learner.algorithm import Annotation
 from jaxrl_llm.master.explorer import Scored
-from jaxrl_llm.master.records import batch_metrics, rollout_rows
+from jaxrl_llm.master.records import batch_metrics, logprob_pairs, rollout_rows
 from jaxrl_llm.master.stage import rollout_row
 from jaxrl_llm.master.trainer import Batch, Updated
 from jaxrl_llm.rewards.api import Reward
@@ -149,6 +150,23 @@ def test_rollouts_carry_each_completion_tokens_numbers_in_the_order_of_the_plan(
   assert third['scores'] == {'judge': {'value': 0.5, 'parts': {'a': 0.25}, 'status': 'ok'}}
   assert [row['version_step'] for row in rows] == [5, 5, 5, 4]
   json.dumps([{k: v for k, v in row.items() if not isinstance(v, np.ndarray)} for row in rows])
+
+
+def test_trainer_and_sampler_are_compared_on_trained_and_sampled_tokens_alone(closed):
+  batch, taken = closed
+  # Of the third's four completion tokens a tool wrote the second, and the last one is not trained on.
+  sample = taken['g1/0'].sample
+  sampled, trained = sample.sampled.copy(), sample.loss_mask.copy()
+  sampled[3], trained[5] = False, False
+  behaviour = np.where(sampled, [0, 0, -1, -2, -3, -4], 0).astype(np.float32)
+  sample = dataclasses.replace(sample, sampled=sampled, loss_mask=trained, behaviour_logprobs=behaviour)
+  taken = {**taken, 'g1/0': dataclasses.replace(taken['g1/0'], sample=sample)}
+  logprobs = {i: -0.1 * np.arange(1, 3 + RESPONSES[i]) - i for i in range(4)}
+  pairs = logprob_pairs(batch, Updated({}, logprobs), taken)
+  assert [len(trainer) for trainer, _ in pairs] == [1, 3, 2, 2]
+  trainer, sampler = pairs[2]
+  assert trainer == pytest.approx([-2.3, -2.5]) and sampler.tolist() == [-1.0, -3.0]
+  assert pairs[3][0] == pytest.approx([-3.3, -3.4]) and pairs[3][1].tolist() == [-1.5, -1.5]
 
 
 def test_a_rows_version_is_the_oldest_of_its_tokens(closed):

@@ -140,6 +140,11 @@ def grpo_metrics(rng, i, rows):
     'response_length/max': max(lengths),
     'frac_reward_zero_std': min(1.0, i / 300 + rng.random() * 0.1),
     'perf/total_num_tokens': sum(lengths) * 2,
+    'rollout_corr/k3_kl': 1e-12 * rng.exponential(),
+    'rollout_corr/rollout_is_eff_sample_size': 1 - 1e-12 * rng.exponential(),
+    'sampling/sampling_logp_difference/mean': 1e-6 * rng.exponential(),
+    'sampling/sampling_logp_difference/max': 1e-5 * rng.exponential(),
+    'run/mismatch_over_budget': 0.0,
     **{f'timing_s/{k}': v for k, v in timing.items()},
     'timing_s/step': sum(timing.values()) + 0.004,
   }
@@ -275,6 +280,15 @@ def test_a_value_that_was_not_finite_is_a_gap_and_a_warning(tmp_path):
   data = report.payload(tmp_path)
   assert list(data['series']['actor/grad_norm']['y']) == [1.0, None, 3.0]
   assert data['warnings'] == ['actor/grad_norm was not finite in 1 row, first at grpo 1.', '1 updates were skipped.']
+
+
+def test_steps_over_the_mismatch_budget_are_counted_in_a_warning(tmp_path):
+  log = writers.MetricsWriter(tmp_path, committed=0, tensorboard=False)
+  for step, over in enumerate([0.0, 1.0, 0.0, 1.0]):
+    log.write('grpo', step, {'run/mismatch_over_budget': over})
+  log.close()
+  warning = 'Trainer and sampler differed by more than the budget in 2 steps, first at grpo 1.'
+  assert report.payload(tmp_path)['warnings'] == [warning]
 
 
 def test_hostile_text_cannot_leave_the_data(small, tmp_path):
@@ -528,6 +542,77 @@ def test_tokens_are_coloured_by_what_is_chosen(browser, small):
   tip = dict(zip(texts(browser, '#tip .row span'), texts(browser, '#tip .row b')))
   assert float(tip['sampler logprob']) == pytest.approx(source[0]['behaviour_logprobs'][0], rel=1e-3)
   assert float(tip['trainer − sampler']) == pytest.approx(pairs[0][0] - pairs[0][1], rel=6e-3)
+
+
+def token_table(browser):
+  rows = browser.execute_script(
+    "return [...document.querySelectorAll('#tokens tbody tr')].map((r) => [...r.children].map((c) => c.textContent))"
+  )
+  return [(json.loads(text), int(count.replace(',', '')), float(mean), float(most)) for text, count, mean, most in rows]
+
+
+def by_token(rows, least=1):
+  """(text, count, mean, largest |trainer - sampler|) of the tokens of rollouts, those that differ most first."""
+  found = {}
+  for row in rows:
+    for token, *pair in zip(row['tokens'], row['trainer_logprobs'], row['behaviour_logprobs'], strict=True):
+      if None not in pair:
+        found.setdefault(token, []).append(abs(pair[0] - pair[1]))
+  table = [(token, len(d), float(np.mean(d)), max(d)) for token, d in found.items() if len(d) >= least]
+  return sorted(table, key=lambda entry: -entry[2])
+
+
+def assert_same_table(found, wanted):
+  assert [entry[:2] for entry in found] == [entry[:2] for entry in wanted]
+  for got, want in zip(found, wanted):
+    assert got[2:] == pytest.approx(want[2:], rel=2e-2)  # differences are embedded with three digits
+
+
+@pytest.fixture(scope='module')
+def differing(small, tmp_path_factory):
+  """The small run, but trainer and sampler differ by what the token says, and a tool wrote each first token."""
+  run = tmp_path_factory.mktemp('runs') / 'differing'
+  shutil.copytree(small, run)
+  rollouts = writers.RolloutsWriter(run)
+  for path in sorted((run / 'rollouts' / 'grpo').iterdir()):
+    rows, _ = writers.read_jsonl(path)
+    for row in rows:
+      letters = np.array([ord(token[0]) - 96.0 for token in row['tokens']])
+      behaviour = np.array(row['behaviour_logprobs'])
+      row['trainer_logprobs'] = behaviour + 0.01 * letters * (-1) ** np.arange(len(letters))
+      row['behaviour_logprobs'] = np.where(np.arange(len(letters)) == 0, np.nan, behaviour)
+    rollouts.write('grpo', int(path.stem), rows)
+  config = {'rollout': {'mismatch': {'warn_k3_kl': 0.02, 'warn_max_difference': None}}}
+  (run / 'config.json').write_text(json.dumps(config))
+  return run
+
+
+@pytest.mark.full
+def test_trainer_against_sampler_over_steps_and_by_token(browser, differing):
+  opened(browser, differing)
+  titles = ['KL from sampler to trainer', 'Effective sample size', 'Mean |difference|', 'Largest |difference|']
+  assert texts(browser, '#mismatch .chart h3') == titles
+  for path in browser.find_elements(By.CSS_SELECTOR, '#mismatch path.raw'):
+    assert len(re.findall('[ML]', path.get_attribute('d'))) == 12
+  assert texts(browser, '#mismatch p')[0].endswith('Warned about above k3_kl 0.02.')
+  source = [r for step in range(21, 33) for r in writers.read_jsonl(differing / f'rollouts/grpo/{step:06d}.jsonl')[0]]
+  shown = token_table(browser)
+  assert len(shown) == 12
+  assert_same_table(shown, by_token(source)[:12])
+  often = by_token(source, least=10)
+  assert often[:12] != by_token(source)[:12], 'the choice would not be seen'
+  click(browser, '#mismatch select option[value="10"]')
+  assert_same_table(token_table(browser), often[:12])
+  click(browser, '.by-token button')
+  pressed = 'button[data-value=difference][aria-pressed=true]'
+  assert len(browser.find_elements(By.CSS_SELECTOR, pressed)) == 1
+  first, second, *_ = browser.find_elements(By.CSS_SELECTOR, '.token')
+  assert first.value_of_css_property('background-color') == 'rgba(0, 0, 0, 0)'
+  assert second.value_of_css_property('background-color') != 'rgba(0, 0, 0, 0)'
+  browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", first)
+  for token, names in ((first, []), (second, ['sampler logprob', 'trainer logprob', 'trainer − sampler'])):
+    ActionChains(browser).move_to_element(token).perform()
+    assert texts(browser, '#tip .row span') == ['advantage', *names]
 
 
 @pytest.mark.full

@@ -131,7 +131,6 @@ def grpo(config: GrpoConfig) -> Algorithm:
       'actor/pg_clipfrac': masked_stat(surrogate.clipped.astype(jnp.float32), mask),
       'actor/pg_clipfrac_lower': masked_stat(surrogate.clipped_lower.astype(jnp.float32), mask),
       'actor/ppo_kl': masked_stat(chunks.proximal_logprobs - logprobs, mask),
-      **_mismatch(chunks.proximal_logprobs, chunks.behaviour_logprobs, mask),
     }
     if config.entropy_coeff:
       terms['actor/entropy_loss'] = term(-outputs.entropy, config.entropy_coeff)
@@ -152,17 +151,3 @@ def _term(values, mask, chunks: Chunks, mode: Aggregation, weight: float, scale:
     values, mask, chunks.segment_ids, segments=chunks.temperature.shape[-1], mode=mode, loss_scale_factor=scale
   )
   return Term(numerator, denominator, weight)
-
-
-def _mismatch(proximal_logprobs, behaviour_logprobs, mask) -> Stats:
-  """How far the trainer's logprobs are from the sampler's: verl's rollout_corr and TRL's sampling keys.
-
-  The trainer's are those before the batch: what its own optimizer steps change is `actor/ppo_kl`, not a mismatch.
-  """
-  difference = jnp.where(mask, behaviour_logprobs - proximal_logprobs, 0.0)
-  bounded = jnp.clip(-difference, -20.0, 20.0)
-  return {
-    'rollout_corr/kl': masked_stat(difference, mask),
-    'rollout_corr/k3_kl': masked_stat(jnp.exp(bounded) - bounded - 1.0, mask),
-    'sampling/sampling_logp_difference/mean': masked_stat(jnp.abs(difference), mask),
-  }

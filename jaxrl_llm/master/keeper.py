@@ -18,7 +18,8 @@ from jaxrl_llm.core.waits import unless
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.master.evaluation import Evaluator, SuiteConfig
 from jaxrl_llm.master.loop import LoopState
-from jaxrl_llm.master.records import batch_metrics, rollout_rows
+from jaxrl_llm.master.mismatch import OVER_BUDGET, MismatchConfig, mismatch_metrics, over_budget
+from jaxrl_llm.master.records import batch_metrics, logprob_pairs, rollout_rows
 from jaxrl_llm.master.stage import Batches
 from jaxrl_llm.master.trainer import Batch, Stage, Updated
 from jaxrl_llm.parallel.coordinator import Coordinator
@@ -31,6 +32,9 @@ from jaxrl_llm.runtime.phases import PhaseManager
 from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
 from jaxrl_llm.sync.full import Publisher
+
+_WARN_EVERY = 20
+"""Steps between two notes on the same budget."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,7 @@ class Logs:
   token_text: Callable[[int], str]
   machine_metrics: Callable[[], dict[str, float]]
   """Metrics of the process itself (heartbeat, compilations, decisions taken by a clock)."""
+  mismatch: MismatchConfig = MismatchConfig()
 
 
 class RunKeeper:
@@ -75,6 +80,8 @@ class RunKeeper:
     self._coordinator, self._device, self._phases = coordinator, device, phases
     self._publisher, self._checkpoints, self._attempt = publisher, checkpoints, attempt
     self._stop, self._logs, self._best = stop, logs, best
+    self._warned: dict[str, int] = {}
+    """Budget to the step of its last note."""
 
   async def start(self, state: LoopState, stage: Stage) -> LoopState:
     """Makes the evaluation that is due before the first step, or that a signal had cut short."""
@@ -101,6 +108,8 @@ class RunKeeper:
     logs, batches = self._logs, self._logs.batches[stage.name]
     taken = batches.taken()
     row = resolve(updated.metrics | batch_metrics(batch, taken)) | logs.machine_metrics()
+    if taken:
+      row |= self._mismatch(state.step, stage.name, resolve(mismatch_metrics(logprob_pairs(batch, updated, taken))))
     row |= {f'timing_s/{name}': value for name, value in seconds.items()}
     row['perf/time_per_step'] = seconds['step']
     row['perf/throughput'] = row['perf/total_num_tokens'] / seconds['step'] / jax.device_count()
@@ -111,6 +120,15 @@ class RunKeeper:
       logs.store.record_plan(batch.plan.step, batch.plan.to_json())
       batches.trained(batch.plan)
     logs.progress.step(stage.name, state.step - stage.start, row)
+
+  def _mismatch(self, step: int, stage: str, measured: dict[str, float]) -> dict[str, float]:
+    """The measured mismatch with whether it exceeds a budget; says so, at most once in `_WARN_EVERY` steps each."""
+    exceeded = over_budget(self._logs.mismatch, measured)
+    for budget, line in exceeded.items():
+      if step - self._warned.get(budget, -_WARN_EVERY) >= _WARN_EVERY:
+        self._warned[budget] = step
+        self._logs.progress.note(f'step {step} ({stage}): {line}')
+    return {**measured, OVER_BUDGET: float(bool(exceeded))}
 
   async def _evaluate(self, state: LoopState, stage: Stage) -> LoopState:
     """Publishes the version and measures it; gives up when a signal comes, and says so in the state."""

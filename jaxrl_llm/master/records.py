@@ -10,6 +10,7 @@ import numpy as np
 from jaxrl_llm.batching.plan import StepPlan
 from jaxrl_llm.experience.sample import Finish
 from jaxrl_llm.master.explorer import Scored
+from jaxrl_llm.master.mismatch import Pair
 from jaxrl_llm.master.trainer import Batch, Updated
 from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, mean_of, spread
 
@@ -58,6 +59,16 @@ def _scorer_metrics(taken: Mapping[str, Scored]) -> dict[str, Metric]:
   }
 
 
+def logprob_pairs(batch: Batch, updated: Updated, taken: Mapping[str, Scored]) -> list[Pair]:
+  """Of each sample's trained, sampled tokens: the logprobs before the batch, the trainer's and the sampler's."""
+  pairs = []
+  for i, row in enumerate(batch.plan.rows):
+    sample = taken[row.uid].sample
+    tokens = sample.loss_mask & sample.sampled
+    pairs.append((updated.logprobs[i][tokens], sample.behaviour_logprobs[tokens]))
+  return pairs
+
+
 def rollout_rows(
   batch: Batch, updated: Updated, taken: Mapping[str, Scored], token_text: Callable[[int], str]
 ) -> list[dict[str, Any]]:
@@ -84,7 +95,8 @@ def _rollout_row(
     'truth': scored.task.truth,
     'tokens': [token_text(int(t)) for t in token_ids],
     'token_ids': token_ids,
-    'behaviour_logprobs': sample.behaviour_logprobs[after],
+    # Null where no sampler drew the token: 0 would read as a certain one.
+    'behaviour_logprobs': np.where(sample.sampled, sample.behaviour_logprobs, np.nan)[after],
     'trainer_logprobs': logprobs[after],
     'advantages': advantage * sample.loss_mask[after],
     'reward': scored.reward.value,

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -20,6 +21,7 @@ from jaxrl_llm.learner.state import TrainState
 from jaxrl_llm.learner.update import Update, build_update
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.parallel.device import DeviceThread
+from jaxrl_llm.parallel.rules import replicated
 from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, merge
 from jaxrl_llm.runtime.phases import PhaseManager
 
@@ -66,7 +68,11 @@ class Batch(NamedTuple):
 class Updated(NamedTuple):
   metrics: dict[str, Metric]
   logprobs: dict[int, Any]
-  """Per-token logprobs of the policy before the step, by row number of the plan."""
+  """Per-token logprobs of the policy before the batch, by row number of the plan.
+
+  Only where a plan of several optimizer steps asks for no proximal pass (demonstrations): of the policy before the
+  optimizer step that came to the row first.
+  """
 
 
 class StageTrainer:
@@ -91,6 +97,8 @@ class StageTrainer:
     """
     self._stage, self._loader, self._device, self._phases = stage, loader, device, phases
     self._reference = reference
+    # The proximal logprobs are dealt over the devices; each process has to hold all of them to read them.
+    self._whole = jax.jit(lambda x: x, out_shardings=replicated(mesh))
     self._score: Score = build_score(model, mesh, token_chunk=stage.token_chunk)
     self._update: Update = build_update(
       model,
@@ -144,11 +152,18 @@ class StageTrainer:
       metrics = merge(metrics, {name: Mean(float(s.total), float(s.count)) for name, s in report.stats.items()})
       counts = {'run/skipped_updates': Sum(int(report.skipped)), 'run/empty_updates': Sum(int(report.empty))}
       metrics = merge(metrics, counts)
-      lengths = [batch.plan.rows[i].length for i in packed.rows]
-      for i, values in zip(packed.rows, unpack(report.logprobs, packed, lengths), strict=True):
-        logprobs.setdefault(i, values)
+      if not logprobs.keys() >= set(packed.rows):
+        before = report.logprobs
+        if batch.plan.proximal:
+          before = await self._device.run(self._gather, packed.chunks.proximal_logprobs)
+        lengths = [batch.plan.rows[i].length for i in packed.rows]
+        for i, values in zip(packed.rows, unpack(before, packed, lengths), strict=True):
+          logprobs.setdefault(i, values)
       self._check(int(in_a_row), float(report.stats['actor/grad_norm'].total))
     return state, Updated(metrics, logprobs)
+
+  def _gather(self, array: jax.Array) -> np.ndarray:
+    return jax.device_get(self._whole(array))
 
   def _check(self, skipped: int, norm: float) -> None:
     limit = self._stage.optimizer_config.max_skipped_updates

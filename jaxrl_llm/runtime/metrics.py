@@ -162,19 +162,42 @@ METRICS: dict[str, str] = {
   **_of('num_turns', 'turns per trajectory', ''),
   'response/aborted_ratio': 'Share of responses that ended without a stop token or the limit. Should be 0.',
   # Trainer against sampler.
-  'rollout_corr/kl': 'KL from the sampler to the trainer (nats per token, same weights). Embedded engine: below 1e-6; '
-  'vLLM in bfloat16: about 1e-3. Above 1e-2 the two compute different models.',
-  'rollout_corr/k3_kl': 'The same in the k3 estimate, which is never negative.',
-  'rollout_corr/log_ppl_diff': 'Log-perplexity of the trainer minus that of the sampler. Should be 0 on average.',
-  'rollout_corr/rollout_is_mean': 'Mean importance weight trainer/sampler. Should be 1.',
-  'rollout_corr/rollout_is_max': 'Largest importance weight before the cap.',
-  'rollout_corr/rollout_is_min': 'Smallest importance weight.',
+  # Of the trained, sampled tokens of the batch, before its first optimizer step. Figures "embedded" are of the engine
+  # in the trainer's process in float32.
+  'rollout_corr/kl': 'KL from the sampler to the trainer (k1 estimate, nats per token), positive where the sampler is '
+  'surer. Embedded: below 1e-6; vLLM in bfloat16: about 1e-3. Above 1e-2 the two compute different models; it may be '
+  'near 0 with large differences of both signs, so read k3_kl beside it.',
+  'rollout_corr/k3_kl': 'KL from the sampler to the trainer in the k3 estimate (nats per token), which is never '
+  'negative; rollout.mismatch.warn_k3_kl is its budget. Embedded: below 1e-9; vLLM in bfloat16: about 1e-3. '
+  'A rise over many steps precedes collapse; above 1e-2 from the first step on is a bug (temperature, dtype, '
+  'stale weights).',
+  'rollout_corr/training_ppl': "Mean over sequences of the trainer's perplexity of its sampled tokens. Equals "
+  'rollout_ppl but for rounding; far above it, the trainer does not see what was sampled.',
+  'rollout_corr/rollout_ppl': "Mean over sequences of the sampler's own perplexity. Near 1 the policy has collapsed.",
+  'rollout_corr/log_ppl_diff': 'Log-perplexity of the trainer minus that of the sampler, mean over sequences. Should '
+  'be 0 on average; steadily above 0.01 the trainer is less sure than the sampler.',
+  'rollout_corr/log_ppl_abs_diff': 'Mean over sequences of the size of that difference: what signs cannot hide. Large '
+  'with a log_ppl_diff near 0, some sequences are scored wrongly either way.',
+  'rollout_corr/chi2_token': 'χ² divergence per token: mean squared importance weight − 1. Near 0; above 0.1 a few '
+  'tokens carry the gradient of an importance-weighted loss.',
+  'rollout_corr/chi2_seq': 'The same for whole sequences, from the product of their weights (bounded to e^±20). It '
+  'grows with length; above 1 no weight per sequence is usable, at 1e17 it is at its bound.',
+  'rollout_corr/rollout_is_mean': 'Mean importance weight trainer/sampler, bounded to e^±20. Should be 1; away from it '
+  'by 0.01 the sampler did not draw from what it says.',
+  'rollout_corr/rollout_is_max': 'Largest importance weight before any cap. Embedded: 1.000. Thousands are a token '
+  'that the two see differently.',
+  'rollout_corr/rollout_is_min': 'Smallest importance weight. Far below 0.1: a token that the trainer hardly allows, '
+  'of a truncated distribution (top_p, top_k) or another model.',
+  'rollout_corr/rollout_is_eff_sample_size': 'Effective share of the tokens under their weights, (Σw)² / (N Σw²). 1 is '
+  'no mismatch; below 0.9 look at the largest weights, below 0.5 half of the batch is lost to a correction.',
   'rollout_corr/rollout_is_capped': 'Share of tokens whose importance weight was capped. Should be below 0.01.',
   'rollout_corr/<name>': 'Another statistic of the correction, named by its estimator.',
   'sampling/sampling_logp_difference/mean': 'Mean |trainer − sampler| of the token logprobs. Embedded: 1e-6; '
-  'vLLM in bfloat16: 1e-2.',
-  'sampling/sampling_logp_difference/max': 'Largest such difference. A single large one is a misaligned token.',
-  'sampling/importance_sampling_ratio/<kind>': 'exp(trainer − sampler) over sampled tokens: min, mean, max.',
+  'vLLM in bfloat16: 1e-2. Steadily above 0.02 is a bug.',
+  'sampling/sampling_logp_difference/max': 'Largest |trainer − sampler| of one token; its budget is '
+  'rollout.mismatch.warn_max_difference. Embedded: below 1e-4. A single large one is a misaligned or masked token.',
+  'sampling/importance_sampling_ratio/<kind>': 'exp(trainer − sampler) over sampled tokens: min, mean, max. The same '
+  'numbers as rollout_corr/rollout_is_*, under the name that TRL gives them.',
   # Time.
   'timing_s/gen': 'Seconds of generating the rollouts of the step.',
   'timing_s/reward': 'Seconds waited for scores after the last rollout ended. Near 0: scoring runs beside generation.',
@@ -203,6 +226,8 @@ METRICS: dict[str, str] = {
   'run/clock_decisions': 'Decisions taken by a clock since this start. 0 or the run is not exactly repeatable.',
   'run/skipped_updates': 'Updates of the step that were skipped for NaN, infinity or an exploding gradient. More than '
   'a few: lower the learning rate.',
+  'run/mismatch_over_budget': '1 where trainer and sampler differed by more than rollout.mismatch allows, else 0. '
+  'Should be 0; often 1: let the servers compute in float32, or raise the budget knowingly.',
   'run/empty_updates': 'Updates of the step that were not taken because no group was mixed: the gradient was zero.',
   'run/<name>': 'Another count of the run itself.',
   'staleness/<name>': 'Versions between a token and the update that trains on it. At most the configured bound.',

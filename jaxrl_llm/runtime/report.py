@@ -22,7 +22,7 @@ from jaxrl_llm.runtime import metrics, transcripts, writers
 from jaxrl_llm.runtime.transcripts import is_number, short
 
 ASSETS = pathlib.Path(__file__).parent / 'report'
-SCRIPTS = ('dom.js', 'charts.js', 'rollouts.js', 'page.js')
+SCRIPTS = ('dom.js', 'charts.js', 'rollouts.js', 'mismatch.js', 'page.js')
 
 MAX_POINTS = 2000
 """Points kept of a longer curve: the smallest and the largest of each of MAX_POINTS / 2 equal stretches."""
@@ -223,4 +223,9 @@ def _warnings(rows: list[Row], corrupt: Mapping[str, int]) -> list[str]:
   skipped = [row['run/skipped_updates'] for row in rows if is_number(row.get('run/skipped_updates'))]
   if skipped and max(skipped):
     found.append(f'{max(skipped):,.0f} updates were skipped.')
+  over = [row for row in rows if row.get('run/mismatch_over_budget')]
+  if over:
+    steps = f'{len(over):,} {"step" if len(over) == 1 else "steps"}'
+    first = f'{over[0].get(writers.STAGE)} {_step(over[0]):,}'
+    found.append(f'Trainer and sampler differed by more than the budget in {steps}, first at {first}.')
   return found if rows else [*found, 'The run has written no metrics yet.']

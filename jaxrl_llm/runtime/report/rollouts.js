@@ -232,7 +232,7 @@ class Rollouts {
     const i = Number(span.dataset.i);
     const [id, text] = this.data.tokens[row.t[i]];
     const values = [['advantage', COLOURS.advantage.of(row, i)], ['sampler logprob', row.b?.[i]],
-      ['trainer logprob', row.b && row.d ? row.b[i] + row.d[i] : undefined], ['trainer − sampler', row.d?.[i]]];
+      ['trainer logprob', row.b && (row.d?.[i] ?? null) !== null ? row.b[i] + row.d[i] : undefined], ['trainer − sampler', row.d?.[i]]];
     const box = span.getBoundingClientRect();
     const rows = values.filter(([, v]) => v !== undefined && v !== null)
       .map(([name, v]) => element('div', { class: 'row' }, element('span', {}, name), element('b', {}, number(v))));

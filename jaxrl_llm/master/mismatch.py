@@ -1,0 +1,108 @@
+"""How far the trainer's logprobs are from the sampler's: measured on the host in float64, and held against a budget.
+
+Both speak of the same tokens under the same weights and temperature, so what differs is how the two compute. Keys are
+verl's (`rollout_corr/`) and TRL's (`sampling/`); r is trainer − sampler, w = exp(r) with r bounded to ±20.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.runtime.metrics import Max, Mean, Metric, Min
+
+OVER_BUDGET = 'run/mismatch_over_budget'
+_BOUND = 20.0
+"""Of a log ratio before it is exponentiated, as in verl."""
+
+_BUDGETS = {
+  'warn_k3_kl': ('rollout_corr/k3_kl', 'nats per token'),
+  'warn_max_difference': ('sampling/sampling_logp_difference/max', 'nats at one token'),
+}
+"""Field of MismatchConfig to the metric that it bounds, and its unit."""
+
+Pair = tuple[Float[np.ndarray, '...'], Float[np.ndarray, '...']]
+"""Logprobs of one sample's trained, sampled tokens, as many of both: the trainer's before the batch, the sampler's."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MismatchConfig:
+  """From which mismatch on a step is warned about and counted."""
+
+  warn_k3_kl: float = 1e-2
+  """`rollout_corr/k3_kl`, nats per token."""
+  warn_max_difference: float | None = None
+  """Largest |trainer − sampler| of one token's logprobs, nats; None = no such budget."""
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if value is not None and not value >= 0:
+        raise UserError(f'rollout.mismatch.{field.name}: {value}, wanted at least 0')
+
+
+def mismatch_metrics(pairs: Sequence[Pair]) -> dict[str, Metric]:
+  """The mismatch over all tokens of a batch, and over its sequences; nothing where no token was sampled.
+
+  `rollout_is_eff_sample_size` is (Σw)² / (N Σw²), in (0, 1]; it is a number of the whole batch and does not merge.
+  """
+  pairs = [(np.asarray(t, np.float64), np.asarray(b, np.float64)) for t, b in pairs if len(t)]
+  if not pairs:
+    return {}
+  # A trainer that is broken (NaN, infinity) is to be reported, not to print warnings.
+  with np.errstate(invalid='ignore', over='ignore'):
+    return _of_tokens(np.concatenate([t - b for t, b in pairs])) | _of_sequences(pairs)
+
+
+def _of_tokens(r: Float[np.ndarray, 'tokens']) -> dict[str, Metric]:
+  bounded, size = np.clip(r, -_BOUND, _BOUND), np.abs(r)
+  w = np.exp(bounded)
+  weights = {'mean': _mean(w), 'max': Max(float(w.max())), 'min': Min(float(w.min()))}
+  return {
+    **{f'rollout_corr/rollout_is_{kind}': metric for kind, metric in weights.items()},
+    **{f'sampling/importance_sampling_ratio/{kind}': metric for kind, metric in weights.items()},
+    'rollout_corr/rollout_is_eff_sample_size': Mean(float(w.sum() ** 2 / (len(w) * (w**2).sum())), 1),
+    'rollout_corr/kl': _mean(-r),
+    # Differences are often below 1e-6, where exp(r) - r - 1 is nothing but rounding.
+    'rollout_corr/k3_kl': _mean(np.expm1(bounded) - r),
+    'rollout_corr/chi2_token': _mean(np.expm1(2.0 * bounded)),
+    'sampling/sampling_logp_difference/mean': _mean(size),
+    'sampling/sampling_logp_difference/max': Max(float(size.max())),
+  }
+
+
+def _of_sequences(pairs: Sequence[Pair]) -> dict[str, Metric]:
+  trainer, sampler = (np.array([one[side].mean() for one in pairs]) for side in (0, 1))
+  ratios = np.clip([(t - b).sum() for t, b in pairs], -_BOUND, _BOUND)
+  return {
+    'rollout_corr/training_ppl': _mean(np.exp(-trainer)),
+    'rollout_corr/rollout_ppl': _mean(np.exp(-sampler)),
+    'rollout_corr/log_ppl_diff': _mean(sampler - trainer),
+    'rollout_corr/log_ppl_abs_diff': _mean(np.abs(sampler - trainer)),
+    'rollout_corr/chi2_seq': _mean(np.expm1(2.0 * ratios)),
+  }
+
+
+def _mean(values: Float[np.ndarray, '...']) -> Mean:
+  return Mean(float(values.sum()), len(values))
+
+
+def over_budget(config: MismatchConfig, values: Mapping[str, float]) -> dict[str, str]:
+  """One line for each budget that a step exceeds, by the budget's name; NaN exceeds any.
+
+  Args:
+    values: resolved metrics of the step; what was not measured exceeds nothing.
+  """
+  lines = {}
+  for name, (key, unit) in _BUDGETS.items():
+    budget, value = getattr(config, name), values.get(key)
+    if budget is not None and value is not None and not value <= budget:
+      lines[name] = (
+        f'trainer and sampler differ: {key} is {value:.3g} {unit}, budget {budget:g} (rollout.mismatch.{name}); '
+        'let the servers compute in float32, or see in the report (launch/report.py) which tokens differ most'
+      )
+  return lines
