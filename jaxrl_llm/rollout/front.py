@@ -1,0 +1,472 @@
+"""Authenticated reverse proxy that stands before an inference server which itself listens on this host alone.
+
+Invariant: nothing of a request reaches the upstream unless it bears the token and is, as sent, one of ROUTES.
+
+Runs on hosts that only serve, so it imports neither JAX nor anything else of this package but errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import errno
+import hmac
+import http
+import ipaddress
+import json
+import logging
+import os
+import re
+import socket
+import ssl
+import urllib.parse
+from collections.abc import AsyncIterator
+from typing import Any, Self
+
+import aiohttp
+import yarl
+from aiohttp import hdrs, web
+
+from jaxrl_llm.core.errors import UserError
+
+RPC_PATH, UPDATE_PATH = '/collective_rpc', '/update_weights'
+ROUTES = (
+  ('GET', '/health'),
+  ('GET', '/version'),
+  ('GET', '/v1/models'),
+  ('GET', '/weight_info'),
+  ('GET', '/is_paused'),
+  ('GET', '/metrics'),
+  ('GET', '/server_info'),
+  ('GET', '/load'),
+  ('POST', '/inference/v1/generate'),
+  ('POST', '/v1/completions'),
+  ('POST', '/v1/chat/completions'),
+  ('POST', '/tokenize'),
+  ('POST', '/detokenize'),
+  ('POST', '/pause'),
+  ('POST', '/resume'),
+  ('POST', '/abort_requests'),
+  ('POST', '/reset_prefix_cache'),
+  ('POST', '/init_weight_transfer_engine'),
+  ('POST', '/start_weight_update'),
+  ('POST', UPDATE_PATH),
+  ('POST', '/finish_weight_update'),
+  ('POST', '/update_weight_version'),
+  ('POST', RPC_PATH),
+)
+"""(method, path) of what a trainer needs; compared with the path as it was sent, byte by byte."""
+RPC_METHODS = frozenset({'jaxrl_weights', 'jaxrl_digests'})
+MAX_BODY, MAX_RPC_BODY, MAX_UPDATE_BODY = 256 << 20, 64 << 10, 16 << 20
+"""Bytes."""
+
+_TOKEN = re.compile(r'[\x21-\x7e]{16,4096}')
+_HEADER_WORD = re.compile(r'[\x21-\x7e]+')
+_QUERY = re.compile(r'[\x21\x22\x24-\x7e]*')
+_SERVER = {hdrs.SERVER: 'front'}
+"""Instead of aiohttp's, which tells its version and Python's."""
+_KEEPALIVE_S, _LINGER_S, _SHUTDOWN_S, _CONNECT_S = 75.0, 1.0, 0.2, 10.0
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FrontConfig:
+  """Where to listen, and what guards it."""
+
+  host: str = '127.0.0.1'
+  port: int = 0
+  """0 = a free one."""
+  token_file: str
+  """Its first line is the bearer token: at least 16 visible ASCII characters. Its owner's alone (mode 600)."""
+  tls_cert: str | None = None
+  """PEM file with the certificate, and the chain if there is one."""
+  tls_key: str | None = None
+  """PEM file with the certificate's key, not encrypted."""
+  allow_plaintext: bool = False
+  """Whether token and data may cross a network unencrypted."""
+
+  def __post_init__(self):
+    if not 0 <= self.port < 1 << 16:
+      raise UserError(f'front.port: got {self.port}, wanted 0 … 65535; 0 takes a free one')
+    if (self.tls_cert is None) != (self.tls_key is None):
+      raise UserError('front: only one of tls_cert and tls_key is set; set both, or neither')
+    if not (_is_loopback(self.host) or self.tls_cert or self.allow_plaintext):
+      raise UserError(
+        f'front.host: {self.host!r} is not loopback, so the token would cross the network in plain text; '
+        'set tls_cert and tls_key, or allow_plaintext where the network is trusted'
+      )
+
+
+class Front:
+  """Serves one upstream while it is open. Use as an async context manager, or `start` and `close`."""
+
+  refused: int
+  """Requests without the token, so far."""
+
+  def __init__(
+    self, config: FrontConfig, *, upstream: str, upstream_token: str | None = None, publish_root: str | None = None
+  ):
+    """
+    Args:
+      upstream: `unix:/path/to.sock`, or `http://127.0.0.1:PORT`.
+      upstream_token: sent to the upstream as bearer token; the front's own token never is.
+      publish_root: if given, /update_weights may only name directories below it.
+
+    Raises:
+      UserError: for files that cannot be used, and an upstream that others than this host may reach.
+    """
+    self.refused = 0
+    self._config = config
+    self._wanted = f'Bearer {_read_token(config.token_file)}'.encode()
+    self._tls = _tls_context(config)
+    self._socket, self._base = _parse_upstream(upstream)
+    if upstream_token is not None and not _HEADER_WORD.fullmatch(upstream_token):
+      raise UserError('front: upstream_token holds characters that a header cannot; wanted visible ASCII')
+    self._upstream_token = upstream_token
+    self._publish_root = None if publish_root is None else os.path.realpath(publish_root)
+    self._session: aiohttp.ClientSession | None = None
+    self._runner: web.ServerRunner | None = None
+
+  async def __aenter__(self) -> Self:
+    await self.start()
+    return self
+
+  async def __aexit__(self, *_: object) -> None:
+    await self.close()
+
+  @property
+  def address(self) -> str:
+    """`https://host:port` or `http://host:port`, of a started front."""
+    assert self._runner is not None, 'not started'
+    host = f'[{self._config.host}]' if ':' in self._config.host else self._config.host
+    return f'{"https" if self._tls else "http"}://{host}:{self._runner.addresses[0][1]}'
+
+  async def start(self) -> str:
+    """Binds, and returns the address; UserError if that is not possible."""
+    assert self._runner is None, 'started already'
+    # A connection per request: cheap on one host, and no request meets what another left behind.
+    pool = {'limit': 0, 'force_close': True}
+    self._session = aiohttp.ClientSession(
+      connector=aiohttp.UnixConnector(self._socket, **pool) if self._socket else aiohttp.TCPConnector(**pool),
+      timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+      cookie_jar=aiohttp.DummyCookieJar(),
+      auto_decompress=False,
+      skip_auto_headers=(hdrs.USER_AGENT, hdrs.CONTENT_TYPE),
+    )
+    self._runner = web.ServerRunner(_Server(self._handle, handler_cancellation=True), shutdown_timeout=_SHUTDOWN_S)
+    try:
+      await self._listen(self._runner)
+    except OSError as error:
+      await self.close()
+      raise self._unbound(error) from None
+    except BaseException:
+      await self.close()
+      raise
+    return self.address
+
+  async def close(self) -> None:
+    """Stops listening; requests under way are broken off."""
+    runner, self._runner = self._runner, None
+    session, self._session = self._session, None
+    if runner is not None:
+      await runner.cleanup()
+    if session is not None:
+      await session.close()
+
+  async def _listen(self, runner: web.ServerRunner) -> None:
+    host, port = self._config.host, self._config.port
+    # The first address only: a name with two would get two sockets, with port 0 on two ports.
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    await runner.setup()
+    await web.TCPSite(runner, found[0][4][0], port, ssl_context=self._tls, backlog=1024).start()
+
+  def _unbound(self, error: OSError) -> UserError:
+    host, port = self._config.host, self._config.port
+    if error.errno == errno.EADDRINUSE:
+      return UserError(
+        f'front.port: {port} of {host} is taken; stop what listens there, or set another port (0 = free)'
+      )
+    return UserError(f'front.host: cannot listen on {host} port {port} ({error}); set an address of this host')
+
+  async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+    try:
+      self._authenticate(request)
+      path, query = _admit(request)
+      return await self._forward(request, path, query)
+    except _Refusal as refusal:
+      return _error_response(refusal)
+
+  def _authenticate(self, request: web.BaseRequest) -> None:
+    given = request.headers.getall(hdrs.AUTHORIZATION, [])
+    if len(given) == 1 and hmac.compare_digest(given[0].encode('utf-8', 'surrogateescape'), self._wanted):
+      return
+    self.refused += 1
+    # At powers of two, so that a flood does not fill the log.
+    if self.refused & (self.refused - 1) == 0:
+      _log.warning('Refused %d requests without the token so far, the last from %s', self.refused, request.remote)
+    raise _Refusal(401, 'wanted one header "Authorization: Bearer TOKEN" with this front\'s token')
+
+  async def _forward(self, request: web.BaseRequest, path: str, query: str) -> web.StreamResponse:
+    body = await self._body(request, path)
+    url = yarl.URL.build(
+      scheme='http', host=self._base.host, port=self._base.port, path=path, query_string=query, encoded=True
+    )
+    assert self._session is not None
+    response: web.StreamResponse | None = None
+    try:
+      async with self._session.request(
+        request.method, url, data=body, headers=self._headers(request, body), allow_redirects=False
+      ) as upstream:
+        response = _begun_as(upstream)
+        await response.prepare(request)
+        async for chunk in upstream.content.iter_any():
+          await response.write(chunk)
+    except (aiohttp.ClientError, OSError) as error:
+      if response is not None and response.prepared:
+        _log.warning('%s %s: broken off in the response: %r', request.method, path, error)
+        # What was sent so far must not look like all of it.
+        if request.transport is not None:
+          request.transport.abort()
+        return response
+      if isinstance(body, _Upload) and body.fault is not None:
+        raise body.fault from None
+      _log.warning('%s %s: the upstream failed: %r', request.method, path, error)
+      raise _Refusal(502, 'the server behind this front cannot be reached, or gave up') from None
+    return response
+
+  async def _body(self, request: web.BaseRequest, path: str) -> bytes | _Upload | None:
+    """What to send on: as it comes in, or read and looked through on the paths that need it."""
+    limits = {RPC_PATH: MAX_RPC_BODY} | ({UPDATE_PATH: MAX_UPDATE_BODY} if self._publish_root is not None else {})
+    upload = _Upload(request, limits.get(path, MAX_BODY))
+    if request.headers.get(hdrs.EXPECT, '').lower() == '100-continue':
+      await request.writer.write(b'HTTP/1.1 100 Continue\r\n\r\n')
+      # The response itself has not begun.
+      request.writer.output_size = 0
+    if path not in limits:
+      return upload if request.can_read_body else None
+    content = _parse_object(b''.join([chunk async for chunk in upload]))
+    if path == RPC_PATH:
+      return _checked_rpc(content)
+    return await asyncio.to_thread(_checked_update, content, self._publish_root)
+
+  def _headers(self, request: web.BaseRequest, body: bytes | _Upload | None) -> dict[str, str]:
+    """All that the upstream is told of the request's headers."""
+    headers = {hdrs.ACCEPT_ENCODING: 'identity'}
+    if self._upstream_token is not None:
+      headers[hdrs.AUTHORIZATION] = f'Bearer {self._upstream_token}'
+    if isinstance(body, bytes):
+      headers[hdrs.CONTENT_TYPE] = 'application/json'
+    elif hdrs.CONTENT_TYPE in request.headers:
+      headers[hdrs.CONTENT_TYPE] = request.headers[hdrs.CONTENT_TYPE]
+    return headers
+
+
+class _Refusal(Exception):
+  """Answered with this status, and never passed on."""
+
+  def __init__(self, status: int, message: str, headers: dict[str, str] | None = None):
+    super().__init__(message)
+    self.status, self.headers = status, headers or {}
+
+
+class _Server(web.Server):
+  """Connections with this front's limits and error pages."""
+
+  def __call__(self) -> web.RequestHandler:
+    return _Connection(
+      self,
+      loop=asyncio.get_running_loop(),
+      access_log=None,
+      keepalive_timeout=_KEEPALIVE_S,
+      lingering_time=_LINGER_S,
+      auto_decompress=False,
+    )
+
+
+class _Connection(web.RequestHandler):
+  __slots__ = ()
+
+  def handle_error(
+    self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+  ) -> web.StreamResponse:
+    """What is not HTTP (400), and errors of this module (500); says nothing of the inside."""
+    if status >= 500:
+      _log.error('%s %s failed', request.method, request.raw_path, exc_info=exc)
+    if request.writer.output_size > 0:
+      raise ConnectionError('the response had begun')
+    response = _error_response(_Refusal(status, 'not a valid request' if status < 500 else 'the front failed'))
+    response.force_close()
+    return response
+
+
+class _Upload:
+  """A request's body, read as it is sent on."""
+
+  fault: _Refusal | None = None
+  """Why it ended early; aiohttp tells the one who waits for the response only that sending failed."""
+
+  def __init__(self, request: web.BaseRequest, limit: int):
+    self._content, self._limit = request.content, limit
+    if (request.content_length or 0) > limit:
+      raise self._too_large()
+
+  async def __aiter__(self) -> AsyncIterator[bytes]:
+    size = 0
+    try:
+      async for chunk in self._content.iter_any():
+        size += len(chunk)
+        if size > self._limit:
+          raise self._too_large()
+        yield chunk
+    except _Refusal as fault:
+      self.fault = fault
+      raise
+    except web.RequestPayloadError:
+      self.fault = _Refusal(400, 'the body is not validly framed')
+      raise self.fault from None
+
+  def _too_large(self) -> _Refusal:
+    return _Refusal(413, f'the body is larger than {self._limit} bytes')
+
+
+def _is_loopback(host: str) -> bool:
+  if host == 'localhost':
+    return True
+  try:
+    return ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    return False
+
+
+def _read_token(path: str) -> str:
+  try:
+    with open(path, 'rb') as file:
+      mode = os.fstat(file.fileno()).st_mode
+      line = file.readline(8192)
+  except OSError as error:
+    raise UserError(
+      f'front.token_file: cannot read {path} ({error.strerror}); put a token of at least 16 characters there, mode 600'
+    ) from None
+  if mode & 0o077:
+    raise UserError(f'front.token_file: {path} has mode {mode & 0o777:o}, open to others than its owner; chmod 600 it')
+  token = line.decode('ascii', 'replace').strip()
+  if not _TOKEN.fullmatch(token):
+    raise UserError(
+      f'front.token_file: the first line of {path} has {len(token)} characters, wanted 16 to 4096 of visible ASCII '
+      'without spaces; write a longer random one, such as `openssl rand -hex 32` gives'
+    )
+  return token
+
+
+def _tls_context(config: FrontConfig) -> ssl.SSLContext | None:
+  if config.tls_cert is None:
+    return None
+  context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+  try:
+    # With a password, an encrypted key is an error. Without one it would be asked for on the terminal.
+    context.load_cert_chain(config.tls_cert, config.tls_key, password='')
+  except OSError as error:
+    raise UserError(
+      f'front.tls_cert, front.tls_key: cannot use {config.tls_cert} with {config.tls_key} ({error}); '
+      'wanted a certificate and its unencrypted key, both PEM'
+    ) from None
+  return context
+
+
+def _parse_upstream(upstream: str) -> tuple[str | None, yarl.URL]:
+  """Path of the Unix socket if it is one, and what URLs begin with."""
+  kind, _, path = upstream.partition(':')
+  if kind == 'unix' and path.startswith('/'):
+    return path, yarl.URL('http://localhost')
+  try:
+    parts = urllib.parse.urlsplit(upstream)
+    host, port = parts.hostname or '', parts.port
+  except ValueError:
+    host, port = '', None
+  plain = re.fullmatch(r'http://[^/@?#]+/?', upstream) is not None
+  if not (plain and port and _is_loopback(host)):
+    raise UserError(
+      f'front: upstream is {upstream!r}, wanted unix:/path/to.sock or http://127.0.0.1:PORT; '
+      'let the server listen on a Unix socket or on loopback alone'
+    )
+  return None, yarl.URL.build(scheme='http', host=host, port=port)
+
+
+def _admit(request: web.BaseRequest) -> tuple[str, str]:
+  """Path and query of an authenticated request that may be passed on; _Refusal of any other."""
+  path, _, query = request.raw_path.partition('?')
+  methods = [method for method, known in ROUTES if known == path]
+  if not methods:
+    raise _Refusal(403, f'no such path here, as written: {path[:200]!a}')
+  if request.method not in methods:
+    raise _Refusal(405, f'{path} takes {" or ".join(methods)}', {hdrs.ALLOW: ', '.join(methods)})
+  if not _QUERY.fullmatch(query):
+    raise _Refusal(400, 'the query string holds characters that must be percent-encoded')
+  if request.version < aiohttp.HttpVersion11:
+    # Older clients could not tell a response that was broken off from a whole one.
+    raise _Refusal(505, 'wanted HTTP/1.1')
+  if hdrs.CONTENT_ENCODING in request.headers:
+    raise _Refusal(415, 'compressed bodies are not taken')
+  return path, query
+
+
+def _error_response(refusal: _Refusal) -> web.Response:
+  error = {
+    'message': str(refusal),
+    'type': http.HTTPStatus(refusal.status).phrase.title().replace(' ', ''),
+    'code': refusal.status,
+  }
+  headers = {**_SERVER, **refusal.headers}
+  if refusal.status == 401:
+    headers[hdrs.WWW_AUTHENTICATE] = 'Bearer'
+  return web.json_response({'error': error}, status=refusal.status, headers=headers)
+
+
+def _begun_as(upstream: aiohttp.ClientResponse) -> web.StreamResponse:
+  kept = (hdrs.CONTENT_TYPE, hdrs.CONTENT_ENCODING)
+  headers = {name: upstream.headers[name] for name in kept if name in upstream.headers}
+  response = web.StreamResponse(status=upstream.status, headers={**_SERVER, **headers})
+  response.content_length = upstream.content_length
+  return response
+
+
+def _parse_object(data: bytes) -> dict[str, Any]:
+  try:
+    body = json.loads(data.decode())
+  except (ValueError, RecursionError):
+    raise _Refusal(400, 'the body is not JSON') from None
+  if not isinstance(body, dict):
+    raise _Refusal(400, 'the body is not a JSON object')
+  return body
+
+
+def _checked_rpc(body: dict[str, Any]) -> bytes:
+  """Written anew, so that what is called is what was looked at, however the upstream reads repeated keys."""
+  method = body.get('method')
+  if not isinstance(method, str) or method not in RPC_METHODS:
+    raise _Refusal(403, f'method may be one of {", ".join(sorted(RPC_METHODS))}')
+  return json.dumps(body).encode()
+
+
+def _checked_update(body: dict[str, Any], root: str) -> bytes:
+  """Written anew with the directory as resolved here; its files may not lead out of `root` either."""
+  info = body.get('update_info')
+  if set(body) != {'update_info'} or not isinstance(info, dict) or not set(info) <= {'directory', 'files'}:
+    raise _Refusal(400, 'wanted {"update_info": {"directory": …, "files": …}} and nothing else')
+  directory, files = info.get('directory'), info.get('files', {})
+  if not isinstance(directory, str) or not isinstance(files, dict):
+    raise _Refusal(400, 'wanted a string as directory, and an object as files')
+  try:
+    resolved = os.path.realpath(directory)
+    plain = os.path.isabs(directory) and all(os.path.basename(file) == file not in ('', '.', '..') for file in files)
+    inside = all(_is_below(root, path) for path in (resolved, *(os.path.join(resolved, file) for file in files)))
+  except ValueError:
+    plain = inside = False
+  if not (plain and inside):
+    raise _Refusal(403, 'wanted an absolute path of a directory below publish_root, with files named inside it')
+  return json.dumps({'update_info': {**info, 'directory': resolved}}).encode()
+
+
+def _is_below(root: str, path: str) -> bool:
+  path = os.path.realpath(path)
+  return path != root and os.path.commonpath([root, path]) == root
