@@ -1,0 +1,370 @@
+"""Ties one server's process tree to the life of its owner: what the owner started leaves no process and no file behind.
+
+  python guard.py --log=FILE [--remove_orphaned=PATH ...] [--grace_s=5] -- COMMAND [ARGUMENT ...]
+
+Runs by its file path with any Python from 3.11 on, imports nothing of jaxrl_llm, needs Linux. The owner starts it with
+`start_new_session=True`, and as stdin a pipe whose write end only the owner holds: closing it, or dying, is the order
+to stop. SIGTERM, SIGINT and SIGHUP are that order too. COMMAND's output is appended to FILE, and so is a line
+`guard: …` for each thing done at the end.
+
+Invariant: when the guard has ended, every process that COMMAND started is gone, whatever it called setsid or ignored;
+so are the files in /dev/shm (of the names in `_NAMES`) that these were seen using and nobody else uses, and, when the
+owner closed the pipe or died, every PATH: an owner that lives and starts COMMAND again still needs them. An order to stop gives COMMAND SIGTERM, and all of the tree `grace_s` seconds; when COMMAND ends by itself, the rest is
+killed at once. The exit code is COMMAND's (128 + the number for a signal), 0 after an order to stop, 127 when COMMAND
+cannot be started, and 1 when an order to stop left a process that even SIGKILL does not end.
+
+Limits: /dev/shm is looked at ten times a second (less often where looks would cost more than 1 % of a core), so a file
+may stay whose users were all killed before the next look. If the guard itself gets SIGKILL, the kernel kills COMMAND;
+what COMMAND started, and files, may stay. Users of a file that the guard may not inspect (other accounts, other PID
+namespaces) do not keep it from being removed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import BinaryIO
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_SHARED = '/dev/shm'
+_NAMES = re.compile(r'psm_|sem\.mp-|sem\.loky-|torch_|vllm')
+"""How the names of files begin that are the servers' kind."""
+_MAPPED = re.compile(rb' (\d+) +/dev/shm/')
+"""The inode in a line of /proc/PID/maps."""
+_LOOK_S = 0.1
+"""Seconds between looks at which files there are."""
+_SCAN_S = 1.0
+"""Seconds after which files are looked at again that the tree did not use."""
+_THRIFT = 125
+"""Looks take at most one part in so many of a core's time, in the long run."""
+_CREDIT_S = 0.2
+"""CPU seconds that looks may take beyond that at first, and after a quiet time."""
+_VANISH_S = 30.0
+"""Seconds for processes to vanish after SIGKILL."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Process:
+  pid: int
+  name: str
+  parent: int
+
+  def __str__(self) -> str:
+    return f'{self.pid} ({self.name})'
+
+
+def _pids() -> list[int]:
+  return sorted(int(name) for name in os.listdir('/proc') if name.isdecimal())
+
+
+def _processes() -> Iterator[_Process]:
+  for pid in _pids():
+    try:
+      with open(f'/proc/{pid}/stat', 'rb') as file:
+        text = file.read().decode(errors='replace')
+    except OSError:  # It has ended.
+      continue
+    name, rest = text.split('(', 1)[1].rsplit(')', 1)  # A name may hold brackets and blanks itself.
+    yield _Process(pid, name, int(rest.split()[1]))
+
+
+def _tree() -> Iterator[_Process]:
+  """Every descendant, each as soon as it is found: one that keeps forking and ending is killed on sight or never."""
+  tree = {os.getpid()}
+  others: list[_Process] = []
+  for process in _processes():
+    if process.parent in tree:
+      tree.add(process.pid)
+      yield process
+    else:
+      others.append(process)
+  # A child's number is below its parent's where numbers have wrapped around.
+  while found := [process for process in others if process.parent in tree and process.pid not in tree]:
+    tree.update(process.pid for process in found)
+    yield from found
+
+
+def _files() -> set[tuple[str, int]]:
+  """Name and inode of the files in shared memory that are of the servers' kind."""
+  with contextlib.suppress(OSError), os.scandir(_SHARED) as entries:
+    return {(e.name, e.inode()) for e in entries if _NAMES.match(e.name) and e.is_file(follow_symlinks=False)}
+  return set()
+
+
+def _used_by(pid: int) -> set[int]:
+  """Inodes of what a process has mapped or open in shared memory.
+
+  Not the names: glibc makes a semaphore under a passing name, which /proc shows for ever after as '(deleted)'.
+  """
+  used: set[int] = set()
+  with contextlib.suppress(OSError):  # It has ended, or is another account's.
+    with open(f'/proc/{pid}/maps', 'rb') as maps:
+      used.update(map(int, _MAPPED.findall(maps.read())))
+    for fd in os.listdir(f'/proc/{pid}/fd'):
+      with contextlib.suppress(OSError):  # It has been closed.
+        if os.readlink(f'/proc/{pid}/fd/{fd}').startswith(f'{_SHARED}/'):
+          used.add(os.stat(f'/proc/{pid}/fd/{fd}').st_ino)
+  return used
+
+
+class _SharedMemory:
+  """The files in shared memory that the tree was seen using."""
+
+  def __init__(self) -> None:
+    self._noted: set[tuple[str, int]] = set()
+    self._foreign: set[tuple[str, int]] = set()
+    self._next_scan = 0.0
+    self._credit = _CREDIT_S
+    self._credited = time.monotonic()
+
+  def look(self, *, thorough: bool = False) -> float:
+    """Notes what the tree uses now; returns the seconds until the next look.
+
+    Processes are inspected only for a file that is new, and from time to time for those that the tree did not use.
+    """
+    began = time.process_time()
+    self._credit = min(_CREDIT_S, self._credit + (time.monotonic() - self._credited) / _THRIFT)
+    self._credited = time.monotonic()
+    there = _files()
+    self._noted &= there
+    unknown = there - self._noted
+    due = thorough or time.monotonic() >= self._next_scan
+    if unknown and (due or not unknown <= self._foreign):
+      used = set().union(*(_used_by(process.pid) for process in _tree()))
+      self._noted |= {file for file in unknown if file[1] in used}
+      self._foreign = unknown - self._noted
+      # Half of the CPU time at most, so that there is some for a file that is new.
+      self._next_scan = time.monotonic() + max(_SCAN_S, 2 * _THRIFT * (time.process_time() - began))
+    self._credit -= time.process_time() - began
+    return max(_LOOK_S, -self._credit * _THRIFT)
+
+  def remove(self, say: Callable[[str], None]) -> None:
+    """Removes what is left of the noted files, except what a process outside the tree uses."""
+    left = self._noted & _files()
+    if not left:
+      return
+    tree = {process.pid for process in _tree()}
+    users = {inode: pid for pid in _pids() if pid not in tree for inode in _used_by(pid)}
+    for name, inode in sorted(left):
+      path = f'{_SHARED}/{name}'
+      if inode in users:
+        say(f'left {path}, which process {users[inode]} uses')
+      else:
+        _remove(path, say)
+
+
+def _remove(path: str, say: Callable[[str], None]) -> None:
+  if not os.path.lexists(path):
+    return
+  try:
+    if os.path.isdir(path) and not os.path.islink(path):
+      shutil.rmtree(path)
+    else:
+      os.unlink(path)
+  except OSError as error:
+    say(f'cannot remove {path}: {error}')
+  else:
+    say(f'removed {path}')
+
+
+def _signal_source() -> int:
+  """A descriptor from which the numbers of arriving signals can be read."""
+  source, target = os.pipe()
+  for end in (source, target):
+    os.set_blocking(end, False)
+  signal.set_wakeup_fd(target, warn_on_full_buffer=False)
+  for number in (*_STOPS, signal.SIGCHLD):
+    signal.signal(number, lambda *_: None)
+  return source
+
+
+def _start(command: Sequence[str], log: BinaryIO) -> subprocess.Popen:
+  """Starts COMMAND, which the kernel kills with the guard; its orphans become the guard's children."""
+  prctl = ctypes.CDLL(None, use_errno=True).prctl
+  if prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+    raise OSError(ctypes.get_errno(), 'the kernel does not make the guard a subreaper')
+  guard = os.getpid()
+
+  def before_exec() -> None:
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != guard:  # It went before the request was made.
+      os._exit(128 + signal.SIGKILL)
+
+  return subprocess.Popen(
+    command,
+    stdin=subprocess.DEVNULL,
+    stdout=log,
+    stderr=log,
+    start_new_session=True,
+    preexec_fn=before_exec,
+  )
+
+
+def _ending(code: int) -> str:
+  """How a process ended, by its code as subprocess has it."""
+  if code >= 0:
+    return f'with exit code {code}'
+  return f'by signal {next((known.name for known in signal.Signals if known == -code), -code)}'
+
+
+class Guard:
+  """Watches one command from its start until nothing of it is left."""
+
+  def __init__(self, command: subprocess.Popen, signals: int, *, grace_s: float, say: Callable[[str], None]):
+    self._command = command
+    self._signals = signals
+    self._sources = [signals, 0]
+    self._grace_s = grace_s
+    self._say = say
+    self._memory = _SharedMemory()
+    self._order: str | None = None
+    self.orphaned = False
+    """Whether the owner's end of the pipe was seen to be closed."""
+    self._children = True
+
+  def watch(self) -> None:
+    """Returns when COMMAND has ended, or when there is an order to stop."""
+    while self._command.returncode is None and self._order is None:
+      self._wait(self._memory.look())
+
+  def end(self) -> int:
+    """Ends what is left, and removes its files; returns the guard's exit code."""
+    self._reap()
+    self._memory.look(thorough=True)
+    code = self._command.returncode
+    if code is not None:
+      self._say(f'stopping, because the command ended {_ending(code)}')
+    else:
+      self._say(f'stopping, because {self._order or "the guard failed"}')
+      os.kill(self._command.pid, signal.SIGTERM)  # Its number is its own until it has been waited for.
+      self._wait_for_all(time.monotonic() + self._grace_s)
+      self._memory.look(thorough=True)
+    gone = self._kill_all()
+    if code is None and self._command.returncode is not None:
+      self._say(f'the command ended {_ending(self._command.returncode)}')
+    self._memory.remove(self._say)
+    if code is None:
+      return 0 if gone else 1
+    return code if code >= 0 else 128 - code
+
+  def _wait(self, seconds: float) -> None:
+    """Waits until something happens, at most so long, and takes note of it."""
+    ready, _, _ = select.select(self._sources, [], [], max(0.0, seconds))
+    if self._signals in ready:
+      for number in os.read(self._signals, 4096):
+        if number in _STOPS:
+          self._order = self._order or f'{signal.Signals(number).name} asks for it'
+    if 0 in ready and not os.read(0, 65536):
+      self._sources.remove(0)
+      self.orphaned = True
+      self._order = self._order or 'the owner is gone or has closed the pipe'
+    self._reap()
+
+  def _reap(self) -> None:
+    """Collects who has ended. A descendant's orphans are the guard's children: no child means no descendant."""
+    while self._children:
+      try:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+      except ChildProcessError:
+        self._children = False
+        return
+      if pid == 0:
+        return
+      if pid == self._command.pid:
+        self._command.returncode = os.waitstatus_to_exitcode(status)
+
+  def _wait_for_all(self, deadline: float) -> None:
+    while self._children and (left := deadline - time.monotonic()) > 0:
+      self._wait(min(left, self._memory.look()))
+
+  def _kill_all(self) -> bool:
+    """Kills until nothing is left, since processes fork meanwhile; False if some do not vanish."""
+    killed: dict[int, str] = {}
+    deadline = time.monotonic() + _VANISH_S
+    while self._children and time.monotonic() < deadline:
+      for process in _tree():
+        with contextlib.suppress(OSError):  # It has ended, or runs under another account.
+          os.kill(process.pid, signal.SIGKILL)
+          killed.setdefault(process.pid, str(process))
+      self._wait(0.01)
+    if killed:
+      self._say(f'killed what was left: {", ".join(killed.values())}')
+    if self._children:
+      self._say(f'SIGKILL does not end {", ".join(map(str, _tree()))}; leaving them')
+    return not self._children
+
+
+def _seconds(text: str) -> float:
+  value = float(text)
+  if not 0 <= value < float('inf'):
+    raise ValueError
+  return value
+
+
+def _sayer(log: BinaryIO) -> Callable[[str], None]:
+  def say(text: str) -> None:
+    with contextlib.suppress(OSError):  # A full disk must not keep the guard from its work.
+      log.write(f'guard: {text}\n'.encode(errors='replace'))
+
+  return say
+
+
+def _complain(text: str) -> None:
+  with contextlib.suppress(OSError):  # Nobody may read any more.
+    os.write(2, f'guard: {text}\n'.encode(errors='replace'))
+
+
+def main(argv: Sequence[str]) -> int:
+  """Returns the exit code; 2 for a command line that cannot be used."""
+  parser = argparse.ArgumentParser(
+    prog='guard.py', usage='%(prog)s --log=FILE [--remove_orphaned=PATH ...] [--grace_s=5] -- COMMAND [ARGUMENT ...]'
+  )
+  parser.add_argument('--log', required=True, help="Where COMMAND's output is appended.")
+  parser.add_argument(
+    '--remove_orphaned', action='append', default=[], help='File or directory that goes when the owner is gone.'
+  )
+  parser.add_argument('--grace_s', type=_seconds, default=5.0, help='Seconds between SIGTERM and SIGKILL.')
+  split = argv.index('--') if '--' in argv else len(argv)
+  options, command = parser.parse_args(argv[:split]), argv[split + 1 :]
+  if not command:
+    parser.error('no COMMAND after --')
+  if sys.stdin is None:
+    parser.error('stdin is closed; wanted a pipe whose write end the owner holds')
+  signals = _signal_source()  # Before there is anything to lose.
+  try:
+    log = open(options.log, 'ab', buffering=0)
+  except OSError as error:
+    parser.error(f'--log={options.log}: {error.strerror}')
+  say = _sayer(log)
+  try:
+    guard = Guard(_start(command, log), signals, grace_s=options.grace_s, say=say)
+  except (OSError, subprocess.SubprocessError) as error:
+    reason = f'{command[0]} cannot be started: {getattr(error, "strerror", None) or error}'
+    say(reason)
+    _complain(reason)
+    return 127
+  try:
+    guard.watch()
+  finally:
+    code = guard.end()
+  if guard.orphaned:
+    for path in options.remove_orphaned:
+      _remove(path, say)
+  return code
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv[1:]))
