@@ -1,0 +1,227 @@
+"""Published weights: one safetensors file a version, a digest per tensor, there whole or not at all.
+
+Invariant: a directory under its final name was written to the last byte before it got that name; `Publication.files`
+says what a reader must find in it, and travels beside it, not in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.weights.layout import dtype_of
+from jaxrl_llm.weights.safetensors_files import writing
+from jaxrl_llm.weights.tables import Entry, entries
+
+FILE = 'weights.safetensors'
+MANIFEST = 'manifest.json'
+_BLOCK = 1 << 20
+"""Bytes that are converted, digested and written at a time; they stay in a core's cache between the three."""
+_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16', 'float64': 'F64'}
+"""safetensors' names of dtypes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Publication:
+  """A version as it lies in files."""
+
+  version: Version
+  directory: Path
+  files: Mapping[str, Mapping[str, str]]
+  """By file name, the xxh3-128 of each tensor's bytes by its Hugging Face name."""
+  nbytes: int
+  """Of all tensors."""
+
+  @property
+  def digests(self) -> dict[str, str]:
+    return {name: digest for tensors in self.files.values() for name, digest in tensors.items()}
+
+
+class PublicationFolder:
+  """Where versions are published: the newest and, until it is let go, the one before it.
+
+  The file of a version that was let go is written over by the next one: on shared memory, pages that exist already
+  are filled at the speed of a copy.
+  """
+
+  def __init__(self, root: str | Path, spec: ModelSpec, *, dtype: str):
+    """
+    Args:
+      root: made, and emptied of what a killed run left in it. Servers see it under the same path.
+      spec: of the language model whose weights are published.
+      dtype: of the tensors, by Hugging Face's name: that of the servers, so that what is loaded can be digested.
+    """
+    self.root, self._dtype = Path(root), dtype
+    self._spec = spec
+    self._layout = _Layout(spec, dtype)
+    with writing(self.root):
+      if self.root.exists():
+        shutil.rmtree(self.root)
+      self.root.mkdir(parents=True, mode=0o755)
+
+  def write(self, version: Version, leaves: Iterable[tuple[str, np.ndarray]]) -> Publication:
+    """Publishes the arrays of a parameter tree, scanned or unrolled, one array in memory at a time.
+
+    Args:
+      version: names the publication; a directory of that name is replaced.
+      leaves: (name in the tree, array), each once, in any order; an array may go when the next is asked for.
+
+    Raises:
+      UserError: for arrays that are not those of the model.
+      RunError: when the file cannot be written.
+    """
+    directory, unfinished = self.root / str(version), self.root / 'unfinished'
+    with writing(self.root):
+      unfinished.mkdir(exist_ok=True)
+      # Not 'w': what lies there already is written over, see above.
+      with os.fdopen(os.open(unfinished / FILE, os.O_RDWR | os.O_CREAT, 0o644), 'r+b', buffering=0) as file:
+        digests = self._layout.write(file, leaves)
+        file.truncate(self._layout.size)
+        os.fsync(file.fileno())
+      publication = Publication(version=version, directory=directory, files={FILE: digests}, nbytes=self._layout.nbytes)
+      manifest = {'version': str(version), 'dtype': self._dtype, 'files': publication.files}
+      (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + '\n')
+      if directory.exists():
+        shutil.rmtree(directory)
+      unfinished.rename(directory)
+      _sync_directory(self.root)
+    return publication
+
+  def keep_only(self, *publications: Publication) -> None:
+    """Lets all others go; one of them is kept aside, to be written over."""
+    kept = {publication.directory for publication in publications} | {self.root / 'unfinished'}
+    with writing(self.root):
+      for directory in sorted(self.root.iterdir()):
+        if directory in kept:
+          continue
+        if (self.root / 'unfinished').exists():
+          shutil.rmtree(directory)
+        else:
+          directory.rename(self.root / 'unfinished')
+
+  def close(self) -> None:
+    """Removes all of it."""
+    shutil.rmtree(self.root, ignore_errors=True)
+
+
+def _sync_directory(path: Path) -> None:
+  handle = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(handle)
+  finally:
+    os.close(handle)
+
+
+class _Layout:
+  """Which bytes of the file are whose; the same for all versions of a model."""
+
+  def __init__(self, spec: ModelSpec, dtype: str):
+    self._dtype = dtype_of(dtype)
+    self._spec = spec
+    self._helper = ThreadPoolExecutor(1, thread_name_prefix='digest')
+    header, self._places, offset = {'__metadata__': {'format': 'pt'}}, {}, 0
+    for entry in entries(spec):
+      size = int(np.prod(entry.shape)) * self._dtype.itemsize
+      header[entry.hf] = {'dtype': _CODES[dtype], 'shape': list(entry.shape), 'data_offsets': [offset, offset + size]}
+      self._places[entry.hf] = offset
+      offset += size
+    text = json.dumps(header).encode()
+    # The format pads its header with spaces, so that tensors start at a multiple of 8.
+    text += b' ' * (-len(text) % 8)
+    self._header = len(text).to_bytes(8, 'little') + text
+    self.nbytes, self.size = offset, len(self._header) + offset
+    self._by_leaf: dict[str, list[Entry]] = {}
+    for entry in entries(spec):
+      for name in {entry.path, entry.unrolled}:
+        self._by_leaf.setdefault(name, []).append(entry)
+
+  def write(self, file: BinaryIO, leaves: Iterable[tuple[str, np.ndarray]]) -> dict[str, str]:
+    """Digests by Hugging Face name, in the order of the table."""
+    file.write(self._header)
+    digests: dict[str, str] = {}
+    staging = np.empty(_BLOCK // self._dtype.itemsize, self._dtype)
+    for name, leaf in leaves:
+      targets = self._by_leaf.get(name, ())
+      stacked = len(targets) > 1 or (targets and targets[0].layer is not None and name == targets[0].path)
+      for entry in targets:
+        tensor = leaf[entry.layer] if stacked else leaf
+        if tensor.shape != entry.shape:
+          raise UserError(
+            f'{name}: parameters have {tensor.shape}, the model that is published wants {entry.shape}; '
+            'another model than at the start?'
+          )
+        file.seek(len(self._header) + self._places[entry.hf])
+        digests[entry.hf] = _write_tensor(file, tensor, staging, self._helper)
+      if not targets:
+        raise UserError(f'{name}: no parameter of the {self._spec.family} model that is published')
+    missing = [hf for hf in self._places if hf not in digests]
+    if missing:
+      raise UserError(f'weights to publish lack {missing[:4]} ({len(missing)} of {len(self._places)} tensors)')
+    return {hf: digests[hf] for hf in self._places}
+
+
+def _write_tensor(file: BinaryIO, tensor: np.ndarray, staging: np.ndarray, helper: ThreadPoolExecutor) -> str:
+  """Writes the tensor in the staging array's dtype; its digest."""
+  flat = np.ascontiguousarray(tensor).reshape(-1)
+  if flat.dtype == staging.dtype:
+    # Digesting and writing both let other threads run.
+    hashed = helper.submit(digest, flat)
+    _write_all(file, memoryview(flat.view(np.uint8)))
+    return hashed.result()
+  hasher = xxhash.xxh3_128()
+  for start in range(0, flat.size, staging.size):
+    block = flat[start : start + staging.size]
+    converted = staging[: block.size]
+    np.copyto(converted, block, casting='unsafe')
+    data = memoryview(converted.view(np.uint8))
+    hasher.update(data)
+    _write_all(file, data)
+  return hasher.hexdigest()
+
+
+def _write_all(file: BinaryIO, data: memoryview) -> None:
+  while len(data):  # A disk that is nearly full takes less than all.
+    data = data[file.write(data) :]
+
+
+def digest(array: np.ndarray) -> str:
+  """xxh3-128 of an array's bytes in C order."""
+  return xxhash.xxh3_128_hexdigest(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+
+
+def read_checked(files: Mapping[str, Mapping[str, str]], directory: str | Path) -> dict[str, np.ndarray]:
+  """All tensors of a publication by Hugging Face name, found as announced.
+
+  Raises:
+    ValueError: for a file that is missing, truncated, or holds other tensors or other bytes than announced.
+  """
+  tensors: dict[str, np.ndarray] = {}
+  for file, wanted in files.items():
+    path = Path(directory) / file
+    try:
+      with safe_open(path, 'np') as opened:
+        found = set(opened.keys())
+        if found != set(wanted):
+          raise ValueError(
+            f'{path}: tensors missing {sorted(set(wanted) - found)[:4]}, unknown {sorted(found - set(wanted))[:4]}'
+          )
+        tensors.update({name: opened.get_tensor(name) for name in wanted})
+    except (SafetensorError, OSError) as error:
+      raise ValueError(f'{path}: cannot be read: {" ".join(str(error).split())}') from None
+    for name, announced in wanted.items():
+      if (as_read := digest(tensors[name])) != announced:
+        raise ValueError(f'{path}: {name} has digest {as_read} as read, announced was {announced}')
+  return tensors
