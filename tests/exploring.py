@@ -20,7 +20,7 @@ from jaxrl_llm.master.gate import Gate
 from jaxrl_llm.replay.index import ReplayStore, open_store
 from jaxrl_llm.rewards.api import Attempt, RewardsConfig, ScorerConfig
 from jaxrl_llm.rewards.pool import ScorerPool
-from jaxrl_llm.rollout.api import Completion, Request
+from jaxrl_llm.rollout.api import Completion, Request, Weights
 from jaxrl_llm.rollout.workflow import SingleTurn
 from jaxrl_llm.tasks.sampler import TaskSampler
 from jaxrl_llm.tasks.taskset import Taskset
@@ -85,8 +85,11 @@ class FakeEngine:
       segments=(segment,),
     )
 
-  async def load(self, params_host, version: Version) -> None:
-    self._version = version
+  async def load(self, weights: Weights) -> None:
+    self._version = weights.version
+
+  def take_metrics(self):
+    return {}
 
   async def start(self) -> None:
     pass

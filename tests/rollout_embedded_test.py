@@ -17,7 +17,7 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.experience.sample import Finish
 from jaxrl_llm.models.api import build_model, stack_layers
 from jaxrl_llm.models.families import tiny
-from jaxrl_llm.rollout.api import CUT, Request, Sampling
+from jaxrl_llm.rollout.api import CUT, Request, Sampling, Weights
 from jaxrl_llm.rollout.embedded import EmbeddedConfig, EmbeddedEngine, plan_buckets
 from jaxrl_llm.rollout.sampling import draw, row_key
 
@@ -63,7 +63,7 @@ def make(runner, params, **fields):
   config = EmbeddedConfig(**{'slots': 6, 'prefill_rows': 3, 'prefill_buckets': (8, 16), 'decode_steps': 4, **fields})
   engine = EmbeddedEngine(MODEL, config, max_length=LENGTH, seed=7, run=thread.run)
   runner.run(engine.start())
-  runner.run(engine.load(params[V1], V1))
+  runner.run(engine.load(Weights.of(params[V1], V1)))
   return engine, thread
 
 
@@ -77,7 +77,7 @@ def opened(runner, params):
 @pytest.fixture
 def engine(opened, runner, params):
   """On version 1, whatever the test before did."""
-  runner.run(opened[0].load(params[V1], V1))
+  runner.run(opened[0].load(Weights.of(params[V1], V1)))
   return opened[0]
 
 
@@ -264,7 +264,7 @@ def test_nothing_compiles_after_start(runner, engine, params):
     assert len(compiled) == 1, 'the listener does not see compilations'
     for version in (V2, V1):
       host = jax.tree.map(np.asarray, params[version])
-      runner.run(engine.load(host, version))
+      runner.run(engine.load(Weights.of(host, version)))
       kinds = [Sampling(), Sampling(temperature=0.0), Sampling(top_p=0.9), Sampling(top_k=3, temperature=0.5)]
       requests = [
         request(i, 1 + i % 16, max_tokens=1 + i % 20, samples=1 + i % 9, sampling=kinds[i % 4], stop_ids=(i, i + 1))
@@ -326,7 +326,8 @@ def stepwise_logprobs(params, versions, prompt, tokens):
 def test_segments_say_which_version_drew_each_token(runner, opened, engine, params):
   requests = [request(i, max_tokens=24, samples=3) for i in range(4)]
   old = runner.run(ask_all(engine, requests))
-  found = runner.run(load_between(engine, opened[1], requests, lambda: engine.load(params[V2], V2), after_calls=2))
+  load = lambda: engine.load(Weights.of(params[V2], V2))
+  found = runner.run(load_between(engine, opened[1], requests, load, after_calls=2))
   new = runner.run(ask_all(engine, requests))
   assert engine.version == V2
   # Two requests of three samples fill the six slots: they are cut; the other two begin after the load.
@@ -348,8 +349,8 @@ def test_segments_say_which_version_drew_each_token(runner, opened, engine, para
 
 def test_loads_in_quick_succession_leave_no_empty_segment(runner, opened, engine, params):
   async def twice():
-    await engine.load(params[V2], Version(0, 5))
-    await engine.load(params[V2], V2)
+    await engine.load(Weights.of(params[V2], Version(0, 5)))
+    await engine.load(Weights.of(params[V2], V2))
 
   ((completion,),) = runner.run(load_between(engine, opened[1], [request(1, max_tokens=24)], twice, after_calls=1))
   assert all(segment.end > segment.start for segment in completion.segments)
@@ -360,12 +361,12 @@ def test_the_engine_keeps_its_own_copy_of_weights(runner, engine, params):
   asked = request(1)
   wanted = runner.run(ask(engine, asked))
   host = jax.tree.map(np.array, params[V1])
-  runner.run(engine.load(host, V1))
+  runner.run(engine.load(Weights.of(host, V1)))
   for leaf in jax.tree.leaves(host):
     leaf[...] = 0
   assert_same(runner.run(ask(engine, asked)), wanted)
   device = jax.tree.map(jnp.array, params[V1])
-  runner.run(engine.load(device, V1))
+  runner.run(engine.load(Weights.of(device, V1)))
   jax.block_until_ready(jax.jit(lambda tree: jax.tree.map(lambda x: x * 0, tree), donate_argnums=0)(device))
   assert_same(runner.run(ask(engine, asked)), wanted)
 
@@ -375,8 +376,8 @@ def test_weights_may_come_flat_or_scanned(runner, engine, params):
   wanted = runner.run(ask(engine, asked))
   host = jax.tree.map(np.asarray, params[V1])
   for form in (flatten(host), stack_layers(host), flatten(stack_layers(host))):
-    runner.run(engine.load(params[V2], V2))
-    runner.run(engine.load(form, V1))
+    runner.run(engine.load(Weights.of(params[V2], V2)))
+    runner.run(engine.load(Weights.of(form, V1)))
     assert_same(runner.run(ask(engine, asked)), wanted)
 
 
@@ -389,7 +390,7 @@ def test_foreign_weights_are_refused_and_change_nothing(runner, engine, params):
     {name: leaf for name, leaf in flat.items() if name != 'norm/scale'},
   ):
     with pytest.raises(ValueError, match=r'norm/scale|extra/kernel'):
-      runner.run(engine.load(wrong, V2))
+      runner.run(engine.load(Weights.of(wrong, V2)))
   assert engine.version == V1
   assert_same(runner.run(ask(engine, request(1))), wanted)
 
@@ -465,7 +466,7 @@ def test_a_failed_device_call_fails_every_request(runner, params):
   with pytest.raises(RunError, match='device gone'):
     runner.run(ask(engine, request(9)))
   with pytest.raises(RunError, match='device gone'):
-    runner.run(engine.load(params[V2], V2))
+    runner.run(engine.load(Weights.of(params[V2], V2)))
   runner.run(engine.close())
 
 

@@ -30,10 +30,13 @@ class RecordingEngine:
   def generate(self, request):
     raise RuntimeError('generates nothing')
 
-  async def load(self, params_host, version):
+  async def load(self, weights):
     if self.refuse:
       raise RuntimeError('refused')
-    self.loaded.append((params_host, version))
+    self.loaded.append(({name: array.copy() for name, array in weights.leaves}, weights.version))
+
+  def take_metrics(self):
+    return {}
 
   async def start(self): ...
 
@@ -82,7 +85,7 @@ def test_each_version_is_sent_once_and_again_after_another_one(mesh):
     await publisher.publish(params_on(mesh, 2), Version(0, 1))
     await publisher.publish(params_on(mesh, 3), Version(1, 1))  # another attempt's step 1 is another version
     assert [version for _, version in engine.loaded] == [Version(0, 0), Version(0, 1), Version(1, 1)]
-    assert [params['norm']['scale'][0] for params, _ in engine.loaded] == [1, 2, 3]
+    assert [params['norm/scale'][0] for params, _ in engine.loaded] == [1, 2, 3]
     device.close()
 
   asyncio.run(main())

@@ -7,13 +7,14 @@ publisher drive a JAX sampler in this process and servers elsewhere alike.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32, Int32
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.core.types import Params, Version
 from jaxrl_llm.experience.sample import Finish, Segment
 
@@ -101,6 +102,31 @@ class Completion:
       raise ValueError(f'Completion: segments {self.segments} do not cover {len(self.tokens)} tokens')
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Probe:
+  """Fixed token sequences, and what the trainer makes of them: the same model gives the same numbers."""
+
+  sequences: Int32[np.ndarray, 'sequences time']
+  logprobs: Float32[np.ndarray, 'sequences time']
+  """At temperature 1; `logprobs[:, 0]` is 0."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Weights:
+  """A version of the policy on its way to an engine."""
+
+  version: Version
+  leaves: Iterable[tuple[str, np.ndarray]]
+  """(name in the parameter tree, array), each once, by name; an array may go when the next is asked for."""
+  probe: Probe | None = None
+  """For engines whose arithmetic is not the trainer's; None = unchecked."""
+
+  @classmethod
+  def of(cls, params: Params, version: Version) -> Weights:
+    """Of a tree on the host."""
+    return cls(version=version, leaves=[(name, np.asarray(leaf)) for name, leaf in sorted(flatten(params).items())])
+
+
 @runtime_checkable
 class Engine(Protocol):
   """Generates tokens under one policy, whose weights can be replaced while it runs.
@@ -120,8 +146,15 @@ class Engine(Protocol):
     """(sample index, completion) for each of `request.samples`, as they end. Leaving the iteration drops the rest."""
     ...
 
-  async def load(self, params_host: Params, version: Version) -> None:
-    """Takes a copy of the weights: the caller may change, donate or delete its own as soon as this returns."""
+  async def load(self, weights: Weights) -> None:
+    """Takes a copy of the weights: the caller may change, donate or delete its own as soon as this returns.
+
+    `weights.leaves` is gone through on the process's device thread: the arrays may come from collectives.
+    """
+    ...
+
+  def take_metrics(self) -> dict[str, float]:
+    """What was measured since the last call, by metric key."""
     ...
 
   async def start(self) -> None:

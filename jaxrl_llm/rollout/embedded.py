@@ -17,9 +17,9 @@ import numpy as np
 from absl import logging
 
 from jaxrl_llm.core.errors import RunError, UserError
-from jaxrl_llm.core.types import Params, Version
+from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.api import Model
-from jaxrl_llm.rollout.api import Completion, Request
+from jaxrl_llm.rollout.api import Completion, Request, Weights
 from jaxrl_llm.rollout.programs import Decoded, Programs
 from jaxrl_llm.rollout.scheduler import Job, Scheduler, Turn
 
@@ -121,6 +121,9 @@ class EmbeddedEngine:
   def free_slots(self) -> int:
     return self._scheduler.free_slots
 
+  def take_metrics(self) -> dict[str, float]:
+    return {}
+
   async def start(self) -> None:
     await self._run(self._programs.compile, filtered=self._config.filters)
     self._driver = asyncio.create_task(self._drive(), name=f'engine {self.name}')
@@ -131,11 +134,13 @@ class EmbeddedEngine:
       await asyncio.wait({self._driver})
     self._fail(RunError(f'engine {self.name}: closed'))
 
-  async def load(self, params_host: Params, version: Version) -> None:
+  async def load(self, weights: Weights) -> None:
+    """The probe is not looked at: this is the trainer's own model, in its own process."""
+    version = weights.version
     async with self._turns:
       self._check_alive()
       try:
-        await self._run(self._programs.load, params_host)
+        await self._run(lambda: self._programs.load(dict(weights.leaves)))
       except asyncio.CancelledError:
         self._fail(RunError(f'engine {self.name}: a load was given up half-way, so its weights have no known version'))
         raise

@@ -1,21 +1,24 @@
-"""Publishing full weights: sharded parameters to host arrays on process 0, and from there to the engine."""
+"""Publishing full weights: sharded parameters to host arrays on process 0, one at a time, and on to the engine."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl_llm.core.trees import flatten, unflatten
 from jaxrl_llm.core.types import Params, Version
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.rules import replicated
-from jaxrl_llm.rollout.api import Engine
+from jaxrl_llm.rollout.api import Engine, Weights
+from jaxrl_llm.sync.probe import Prober
 
 
 class Gatherer:
-  """Whole host copies of sharded parameters, in process 0; every process takes part."""
+  """Whole host arrays of sharded parameters, in process 0; every process takes part."""
 
   def __init__(self, mesh: Mesh):
     whole = replicated(mesh)
@@ -23,37 +26,50 @@ class Gatherer:
     self._several = jax.process_count() > 1
     self._leads = jax.process_index() == 0
 
-  def gather(self, params: Params) -> Any:
-    """The tree as own NumPy arrays in process 0 (never views of buffers that an update may donate); None elsewhere.
+  def leaves(self, params: Params) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, array) for each parameter, in the same order in every process, which must all go through them.
 
-    One array is whole on the devices at a time, so that a model larger than one device passes through.
+    One array is whole on the devices at a time, so that a model larger than one device passes through. An array may
+    be a view of a buffer that an update donates: copy what must stay.
     """
-
-    def one(array: jax.Array) -> np.ndarray | None:
+    for name, array in sorted(flatten(params).items()):
       if self._several:
         array = self._replicate(array).addressable_data(0)
-      return np.array(array) if self._leads else None
+      yield name, np.asarray(array)
 
-    host = jax.tree.map(one, params)
-    return host if self._leads else None
+  def gather(self, params: Params) -> Any:
+    """The tree as own NumPy arrays in process 0; None elsewhere."""
+    host = {}
+    for name, array in self.leaves(params):
+      if self._leads:
+        host[name] = np.array(array)
+    return unflatten(host) if self._leads else None
+
+  def take_part(self, params: Params) -> None:
+    """What the other processes do while process 0 goes through `leaves`."""
+    for _ in self.leaves(params):
+      pass
 
 
 class Publisher:
   """Brings the engine to a version; a version that it already serves is not sent again."""
 
-  def __init__(self, engine: Engine | None, gatherer: Gatherer, device: DeviceThread):
+  def __init__(self, engine: Engine | None, gatherer: Gatherer, device: DeviceThread, *, prober: Prober | None = None):
     """
     Args:
       engine: in process 0; None in the others, which take part in gathering.
+      prober: says what the trainer makes of fixed sequences; None for an engine that needs no such proof.
     """
-    self._engine, self._device, self._gatherer = engine, device, gatherer
+    self._engine, self._device, self._gatherer, self._prober = engine, device, gatherer, prober
     self._served: Version | None = None
 
   async def publish(self, params: Params, version: Version) -> None:
     """Returns when the engine has acknowledged `version`. Called by every process."""
     if version == self._served:
       return
-    host = await self._device.run(self._gatherer.gather, params)
-    if self._engine is not None:
-      await self._engine.load(host, version)
+    probe = await self._device.run(self._prober.probe, params) if self._prober is not None else None
+    if self._engine is None:
+      await self._device.run(self._gatherer.take_part, params)
+    else:
+      await self._engine.load(Weights(version=version, leaves=self._gatherer.leaves(params), probe=probe))
     self._served = version

@@ -1,0 +1,46 @@
+"""The trainer's side of the probe: what its own forward pass makes of fixed token sequences."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from jaxrl_llm.core.types import Params
+from jaxrl_llm.models.api import Model
+from jaxrl_llm.ops.logprobs import token_logprobs
+from jaxrl_llm.parallel.rules import replicated
+from jaxrl_llm.rollout.api import Probe
+
+SEQUENCES, LENGTH = 2, 160
+"""Of the probe; longer than a block of vLLM's cache (128 tokens on CPUs) where the model's length allows."""
+
+
+class Prober:
+  """Makes the probe of each version; called by every process, for its forward pass is sharded as the parameters are."""
+
+  def __init__(self, model: Model, mesh: Mesh, *, max_length: int):
+    """
+    Args:
+      max_length: tokens of the longest sequence that the engines serve; a probe is at least one shorter, since a
+        server draws a token after it.
+    """
+    length = max(2, min(LENGTH, max_length - 1))
+    self._sequences = np.random.default_rng(0).integers(0, model.spec.vocab_size, (SEQUENCES, length), np.int32)
+
+    def forward(params: Params) -> Float[Array, 'sequences time']:
+      tokens = jnp.asarray(self._sequences)
+      positions, segments = jnp.broadcast_to(jnp.arange(length), tokens.shape), jnp.ones_like(tokens)
+      hidden = model.apply(params, tokens, positions, segments)
+      temperature = jnp.ones(tokens.shape, jnp.float32)
+      kernel = model.head_kernel(params)
+      return token_logprobs(hidden, kernel, tokens, segments, temperature, token_chunk=length).logprobs
+
+    self._forward = jax.jit(forward, out_shardings=replicated(mesh))
+
+  def probe(self, params: Params) -> Probe:
+    """On the device thread."""
+    logprobs = np.asarray(self._forward(params).addressable_data(0), np.float32)
+    return Probe(sequences=self._sequences, logprobs=logprobs)
