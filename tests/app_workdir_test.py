@@ -128,3 +128,18 @@ def test_a_file_that_is_no_configuration_is_one_line(tmp_path, config, content):
   with pytest.raises(UserError, match=r'^[^\n]*config\.json[^\n]*$'):
     workdir.adopt(config)
   assert (tmp_path / 'config.json').read_bytes() == content
+
+
+def test_a_run_may_be_resumed_with_other_servers_but_not_with_other_arithmetic(tmp_path, config):
+  Workdir(tmp_path / 'run').adopt(config)
+  (tmp_path / 'run' / 'checkpoints' / '3').mkdir(parents=True)
+  (tmp_path / 'run' / 'checkpoints' / '3' / 'COMMIT').touch()
+
+  def with_vllm(**fields):
+    vllm = dataclasses.replace(config.rollout.vllm, **fields)
+    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, vllm=vllm))
+
+  workdir = Workdir(tmp_path / 'run')
+  workdir.adopt(with_vllm(addresses=('unix:/elsewhere',), servers=3, latency_s=5.0))
+  with pytest.raises(UserError, match=r'rollout\.vllm\.dtype'):
+    workdir.adopt(with_vllm(dtype='bfloat16'))

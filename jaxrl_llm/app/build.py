@@ -12,6 +12,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from jaxrl_llm.app.engines import build_engine, needs_proof
 from jaxrl_llm.app.prepare import Prepared, checkpoint_directory, demonstrations_file
 from jaxrl_llm.app.schema import AlgorithmConfig, Config, StageConfig
 from jaxrl_llm.batching.plan import plan_shape
@@ -31,8 +32,8 @@ from jaxrl_llm.master.keeper import Logs, RunKeeper
 from jaxrl_llm.master.loop import LoopState, Parts
 from jaxrl_llm.master.stage import Batches, Planner, RolloutBatches, StreamBatches
 from jaxrl_llm.master.trainer import Stage, StageTrainer
-from jaxrl_llm.models.api import Model, build_model
-from jaxrl_llm.models.spec import ModelOptions, ModelSpec
+from jaxrl_llm.models.api import Model
+from jaxrl_llm.models.spec import ModelOptions
 from jaxrl_llm.ops.logprobs import plan_token_chunk
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
@@ -44,7 +45,7 @@ from jaxrl_llm.rewards.format import format_scorer
 from jaxrl_llm.rewards.pool import ScorerPool
 from jaxrl_llm.rewards.verifier import verifier_scorer
 from jaxrl_llm.rollout.api import Engine
-from jaxrl_llm.rollout.embedded import EmbeddedEngine
+from jaxrl_llm.rollout.replica import SPECULATION
 from jaxrl_llm.rollout.workflow import SingleTurn
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.runtime.machine import CompilationCounter, Heartbeat
@@ -52,6 +53,7 @@ from jaxrl_llm.runtime.phases import PhaseManager
 from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
 from jaxrl_llm.sync.full import Gatherer, Publisher
+from jaxrl_llm.sync.probe import Prober
 from jaxrl_llm.tasks.sampler import TaskSampler
 from jaxrl_llm.weights.hf import load_params
 
@@ -64,7 +66,6 @@ SCORERS: Mapping[str, Callable[..., Scorer]] = {
   'format': format_scorer,
   'verifier': verifier_scorer,
 }
-ENGINES: Mapping[str, str] = {'embedded': 'JAX sampler in the trainer process'}
 OFFLINE = frozenset({'sft'})
 """Algorithms that learn from demonstrations instead of rollouts."""
 
@@ -104,6 +105,8 @@ def _stage(stage: StageConfig, config: Config, mesh: Mesh, start: int, vocab_siz
   explores = stage.algorithm.name not in OFFLINE
   if not explores and stage.demonstrations is None:
     raise UserError(f'{where}.demonstrations: {stage.algorithm.name} learns from demonstrations; say how to write them')
+  if explores and config.rollout.engine == 'vllm' and config.rollout.vllm.speculative:
+    raise UserError(f'rollout.vllm.args.speculative_config: stage {stage.name} samples rollouts; {SPECULATION}')
   if explores and stage.temperature <= 0:
     raise UserError(f'{where}.temperature: {stage.temperature} is not above 0: training needs samples to differ')
   rows = stage.groups_per_batch * stage.group_size if explores else stage.sequences_per_batch
@@ -172,17 +175,6 @@ def policy_options(config: Config) -> ModelOptions:
   )
 
 
-def build_engine(config: Config, spec: ModelSpec, device: DeviceThread) -> Engine:
-  options = ModelOptions(dtype=config.policy.dtype, param_dtype=config.policy.param_dtype)
-  return EmbeddedEngine(
-    build_model(spec, options),
-    config.rollout.embedded,
-    max_length=config.rollout.max_prompt_length + config.rollout.max_response_length,
-    seed=config.seed,
-    run=device.run,
-  )
-
-
 def open_host(
   config: Config, workdir: pathlib.Path, prepared: Prepared, stages: tuple[Stage, ...], device: DeviceThread, host: Any
 ) -> Host:
@@ -190,7 +182,7 @@ def open_host(
   step = host['step'] if host else 0
   store = open_store(workdir / 'replay', synchronous='normal')
   store.recover(step)
-  engine = build_engine(config, prepared.spec, device)
+  engine = build_engine(config, workdir, prepared, device)
   scorers = ScorerPool(build_scorers(config), config.rewards)
   workflow = SingleTurn(engine, prepared.tokenizer, max_tokens=config.rollout.max_response_length)
   compilations, heartbeat = CompilationCounter(), Heartbeat()
@@ -200,6 +192,7 @@ def open_host(
       'perf/compilations': compilations.take(),
       'perf/heartbeat_max_s': heartbeat.take(),
       'run/clock_decisions': scorers.counts['timeout'],
+      **engine.take_metrics(),
     }
 
   metrics = MetricsWriter(workdir, committed=host['metrics_offset'] if host else 0)
@@ -222,6 +215,7 @@ def open_host(
     suites=prepared.suites,
     token_text=prepared.tokenizer.token_text,
     machine_metrics=machine_metrics,
+    mismatch=config.rollout.mismatch,
   )
   if host and host['stage'] in logs.batches:
     logs.batches[host['stage']].restore(host['batches'])
@@ -280,7 +274,9 @@ def build_parts(
 ) -> Parts:
   """The loop's parts; `host` is process 0's and None elsewhere."""
   phases = PhaseManager()
-  publisher = Publisher(host.engine if host else None, Gatherer(mesh), device)
+  longest = config.rollout.max_prompt_length + config.rollout.max_response_length
+  prober = Prober(model, mesh, max_length=longest) if needs_proof(config) else None
+  publisher = Publisher(host.engine if host else None, Gatherer(mesh), device, prober=prober)
   loader = RowLoader(workdir, mesh)
 
   async def enter_stage(stage: Stage, state: LoopState) -> tuple[StageTrainer, LoopState]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pathlib
+import shlex
 import tempfile
 
 import jax
@@ -13,13 +14,13 @@ from rich.console import Console
 
 from jaxrl_llm.app.build import (
   ALGORITHMS,
-  ENGINES,
   SCORERS,
   build_scorers,
   build_stages,
   mesh_of,
   policy_options,
 )
+from jaxrl_llm.app.engines import ENGINES, owned_commands
 from jaxrl_llm.app.prepare import prepare
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.batching.chunks import Chunks
@@ -70,7 +71,18 @@ def print_plan(config: Config, workdir: pathlib.Path) -> None:
       f'sequences a batch, arrays {_arrays(stage)}, logits for {stage.token_chunk} of {stage.shape.chunk_len} tokens '
       f'at a time, optimizer state {optimizer:.1f} MB'
     )
+  _print_servers(config, console, workdir)
   _print_memory(config, console, stages, model, mesh, _megabytes(shapes))
+
+
+def _print_servers(config: Config, console: Console, workdir: pathlib.Path) -> None:
+  """The command line of each server that the trainer would start."""
+  if config.rollout.engine != 'vllm' or config.rollout.vllm.addresses:
+    return
+  for i, command in enumerate(owned_commands(config, workdir)):
+    variables = [f'{name}={value}' for name, value in command.variables(pathlib.Path('MODULES')).items()]
+    line = shlex.join(['env', *variables, *command.argv(pathlib.Path('SOCKET'))])
+    console.print(f'engine vllm-{i}: {line}')
 
 
 def _sequences(config: Config, stage: Stage) -> str:
@@ -95,11 +107,14 @@ def _print_memory(config: Config, console: Console, stages: tuple[Stage, ...], m
   """Compiles each stage's update and says what it needs on each device."""
   rollout = config.rollout
   length = rollout.max_prompt_length + rollout.max_response_length
-  cache = jax.eval_shape(lambda: model.init_cache(rollout.embedded.slots, length))
+  engine = ''
+  if rollout.engine == 'embedded':
+    cache = jax.eval_shape(lambda: model.init_cache(rollout.embedded.slots, length))
+    engine = f', engine weights {params_mb:.1f}, engine cache {_megabytes(cache):.1f}'
   reference = params_mb if any('reference' in stage.algorithm.reads for stage in stages) else 0.0
   console.print(
-    f'memory (MB, whole): policy {params_mb:.1f}, gradients {params_mb:.1f}, reference {reference:.1f}, '
-    f'engine weights {params_mb:.1f}, engine cache {_megabytes(cache):.1f}'
+    f'memory (MB, whole): policy {params_mb:.1f}, gradients {params_mb:.1f}, reference {reference:.1f}'
+    f'{engine}'
   )
   for stage in stages:
     state = abstract_state(model, stage.optimizer, mesh)

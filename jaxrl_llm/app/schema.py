@@ -13,9 +13,11 @@ from typing import Any, Literal
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.optimizer import OptimizerConfig
 from jaxrl_llm.master.evaluation import SuiteConfig
+from jaxrl_llm.master.mismatch import MismatchConfig
 from jaxrl_llm.parallel.mesh import MeshConfig
 from jaxrl_llm.rewards.api import RewardsConfig
 from jaxrl_llm.rollout.embedded import EmbeddedConfig
+from jaxrl_llm.rollout.server import VllmConfig
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig
 from jaxrl_llm.tasks.taskset import DemonstrationsConfig, TasksetConfig
 from jaxrl_llm.tasks.tokenizer import TokenizerConfig
@@ -101,14 +103,18 @@ class StageConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-  engine: Literal['embedded'] = 'embedded'
+  engine: Literal['embedded', 'vllm'] = 'embedded'
+  """'embedded': a JAX sampler in the trainer's process; 'vllm': vLLM servers, see `vllm`."""
   max_prompt_length: int
   """Tokens; tasks with longer prompts are skipped and counted."""
   max_response_length: int
   """Tokens."""
   embedded: EmbeddedConfig = EmbeddedConfig()
+  vllm: VllmConfig = VllmConfig()
   collect_deadline_s: float = 3600.0
   """Longest wait for a batch of rollouts, seconds."""
+  mismatch: MismatchConfig = MismatchConfig()
+  """From which difference between the trainer's logprobs and the sampler's on a step is warned about."""
 
   def __post_init__(self):
     _at_least('rollout.', self, max_prompt_length=1, max_response_length=1)
@@ -162,5 +168,6 @@ class Config:
         if names.count(name) > 1:
           raise UserError(f'{part}: {names.count(name)} are called {name!r}; give each its own name')
     for suite in self.evaluation:
-      if suite.samples and suite.sampling.filtered and not self.rollout.embedded.filters:
+      embedded = self.rollout.engine == 'embedded'
+      if embedded and suite.samples and suite.sampling.filtered and not self.rollout.embedded.filters:
         raise UserError(f'evaluation.{suite.name}: top_p or top_k wants rollout.embedded.filters, which is off')

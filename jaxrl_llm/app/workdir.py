@@ -13,6 +13,14 @@ from jaxrl_llm.config.load import difference
 from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import UserError
 
+MAY_CHANGE = tuple(
+  f'rollout.vllm.{name}'
+  for name in (
+    *('environment', 'servers', 'addresses', 'key_file', 'ca_file', 'env', 'devices', 'publish_dir', 'max_in_flight'),
+    *('transfer_deadline_s', 'start_deadline_s', 'latency_s', 'min_tokens_per_s', 'max_retries', 'max_restarts'),
+  )
+)
+"""What a resumed run may have otherwise: where servers are and how long they are waited for, not what they compute."""
 TOKENIZER, DATA = 'tokenizer', 'data'
 """Where a start keeps what it makes from the configuration: the tokenizer, the static rows of offline stages."""
 
@@ -61,6 +69,7 @@ class Workdir:
       except ValueError as error:  # no JSON, or not even text
         raise UserError(f'{file}: not the configuration of a run ({error}); choose another --workdir') from error
       changes = difference(old, config)
+      changes = [change for change in changes if not change[0].startswith(MAY_CHANGE)]
       if not changes:
         return
       if any(self.path.glob('checkpoints/*/COMMIT')):

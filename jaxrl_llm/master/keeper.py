@@ -113,6 +113,9 @@ class RunKeeper:
     row |= {f'timing_s/{name}': value for name, value in seconds.items()}
     row['perf/time_per_step'] = seconds['step']
     row['perf/throughput'] = row['perf/total_num_tokens'] / seconds['step'] / jax.device_count()
+    if taken:
+      generated = sum(r.length - r.prompt_len for r in batch.plan.rows)
+      row['perf/rollout_throughput'] = generated / (seconds['gen'] - seconds['update_weights'])
     row = logs.metrics.write(stage.name, state.step, row)
     if taken:
       logs.rollouts.write(stage.name, state.step, rollout_rows(batch, updated, taken, logs.token_text))

@@ -9,8 +9,9 @@ to stop. SIGTERM, SIGINT and SIGHUP are that order too. COMMAND's output is appe
 
 Invariant: when the guard has ended, every process that COMMAND started is gone, whatever it called setsid or ignored;
 so are the files in /dev/shm (of the names in `_NAMES`) that these were seen using and nobody else uses, and, when the
-owner closed the pipe or died, every PATH: an owner that lives and starts COMMAND again still needs them. An order to stop gives COMMAND SIGTERM, and all of the tree `grace_s` seconds; when COMMAND ends by itself, the rest is
-killed at once. The exit code is COMMAND's (128 + the number for a signal), 0 after an order to stop, 127 when COMMAND
+owner closed the pipe or died, every PATH: an owner that lives and starts COMMAND again still needs them. An order to
+stop gives COMMAND SIGTERM, and all of the tree `grace_s` seconds; when COMMAND ends by itself, the rest is killed at
+once. The exit code is COMMAND's (128 + the number for a signal), 0 after an order to stop, 127 when COMMAND
 cannot be started, and 1 when an order to stop left a process that even SIGKILL does not end.
 
 Limits: /dev/shm is looked at ten times a second (less often where looks would cost more than 1 % of a core), so a file

@@ -216,6 +216,10 @@ METRICS: dict[str, str] = {
   'perf/total_num_tokens': 'Tokens of the batch, prompts included.',
   'perf/time_per_step': 'Seconds per step, as timing_s/step.',
   'perf/throughput': 'Tokens of the batch per second and device.',
+  'perf/rollout_throughput': 'Response tokens of the batch per second of generating and scoring them.',
+  'perf/publish_write_s': 'Seconds of gathering, converting and writing the weights (vLLM servers).',
+  'perf/publish_pause_s': 'Longest time that a server was kept from sampling by a publication.',
+  'perf/publish_bytes': 'Bytes of the published tensors.',
   'perf/packing_utilisation': 'Share of the packed positions that hold a token. Below 0.7 chunk sizes fit badly.',
   'perf/compilations': 'Programs compiled in the step. 0 after warm-up; otherwise shapes are not planned.',
   'perf/heartbeat_max_s': 'Longest time the event loop was blocked in the step. Above 0.05 something blocks it.',
@@ -229,6 +233,10 @@ METRICS: dict[str, str] = {
   'run/mismatch_over_budget': '1 where trainer and sampler differed by more than rollout.mismatch allows, else 0. '
   'Should be 0; often 1: let the servers compute in float32, or raise the budget knowingly.',
   'run/empty_updates': 'Updates of the step that were not taken because no group was mixed: the gradient was zero.',
+  'run/engine_retries': 'Completions asked for again since the step before, for a server was lost. Usually 0.',
+  'run/engine_restarts': 'Servers that were started again since the step before.',
+  'run/engine_void': 'Completions thrown away since the step before: their version was not proven. Always 0 in health.',
+  'run/engines_serving': 'Servers that serve the version of the step.',
   'run/<name>': 'Another count of the run itself.',
   'staleness/<name>': 'Versions between a token and the update that trains on it. At most the configured bound.',
   # Evaluation.

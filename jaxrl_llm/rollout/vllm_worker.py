@@ -1,0 +1,247 @@
+"""Runs inside vLLM's worker processes: loads published weights from files, and says what is loaded.
+
+Invariant: nothing is written before all of a publication was read and found to be what the trainer announced, and a
+digest is always that of the live parameters, not of what was meant to be in them.
+
+Imported in vLLM's environment, as `--worker-extension-cls jaxrl_llm_worker.Worker` (see `rollout.server`); imports
+nothing of jaxrl_llm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+BACKEND = 'files'
+"""Name of this transfer in `--weight-transfer-config`."""
+_SPIN_S = 0.001
+"""Seconds that a CPU worker spins for its next order before it sleeps."""
+
+
+class View(NamedTuple):
+  """A Hugging Face tensor as it lives in this worker: all of it, or its slice of a tensor-parallel model."""
+
+  tensor: torch.Tensor
+  """Writable; shares the memory of the live parameter."""
+  dim: int | None = None
+  """Axis that is sliced; None = whole."""
+  start: int = 0
+  length: int | None = None
+  """Of that axis in the whole tensor; None = not known."""
+
+  def of(self, whole: torch.Tensor) -> torch.Tensor:
+    """The part of a whole tensor that belongs here."""
+    return whole if self.dim is None else whole.narrow(self.dim, self.start, self.tensor.shape[self.dim])
+
+  def fits(self, whole: torch.Tensor) -> bool:
+    if whole.dim() != self.tensor.dim() or whole.dtype != self.tensor.dtype:
+      return False
+    wanted = list(self.tensor.shape)
+    if self.dim is not None:
+      found = whole.shape[self.dim]
+      if self.start + wanted[self.dim] > found:
+        return False
+      wanted[self.dim] = found if self.length is None else self.length
+    return list(whole.shape) == wanted
+
+
+def hf_views(model: torch.nn.Module) -> dict[str, View]:
+  """Every parameter under its Hugging Face name, with vLLM's fused projections taken apart.
+
+  Modules are told by what they have (`output_sizes`, `shard_indices`, …), not by their classes.
+  """
+  packed = getattr(model, 'packed_modules_mapping', None) or {}
+  views: dict[str, View] = {}
+  for name, parameter in model.named_parameters():
+    if parameter.numel() == 0:
+      raise RuntimeError(f'{name} is empty: packed away at load, so it can be neither updated nor digested')
+    *path, leaf = name.split('.')
+    module, parts = model.get_submodule('.'.join(path)), packed.get(path[-1]) if path else None
+    for part, view in _parts(module, parameter.data, parts):
+      views['.'.join([*path[:-1], part or path[-1], leaf]) if path else leaf] = view
+  return views
+
+
+def _parts(module: Any, data: torch.Tensor, parts: list[str] | None) -> Iterator[tuple[str | None, View]]:
+  """(name of the part, view) for one parameter of a module; the name is None where nothing is fused."""
+  rank, size = getattr(module, 'tp_rank', 0), getattr(module, 'tp_size', 1)
+  dim = 0 if size > 1 else None
+  shard = getattr(module, 'shard_indices', None)
+  if shard is not None:
+    # Rows beyond the vocabulary are padding; a rank may have nothing else.
+    start, rows = shard.org_vocab_start_index, shard.org_vocab_end_index - shard.org_vocab_start_index
+    yield None, View(data[:rows], dim, start, module.org_vocab_size)
+  elif parts is not None:
+    rows = [n // size for n in module.output_sizes]
+    if sum(rows) != data.shape[0]:
+      raise RuntimeError(f'{type(module).__name__}: {data.shape[0]} rows, its parts {parts} have {rows}')
+    replicas = getattr(module, 'num_kv_head_replicas', 1)
+    offset = 0
+    for i, (part, n) in enumerate(zip(parts, rows, strict=True)):
+      # Keys and values are the same on several ranks where there are more ranks than heads.
+      copies = replicas if i else 1
+      yield part, View(data[offset : offset + n], dim, rank // copies * n, n * size // copies)
+      offset += n
+  elif data.dim() == 2 and data.shape[1] < getattr(module, 'input_size', 0):
+    yield None, View(data, 1, rank * data.shape[1], module.input_size)
+  elif data.shape[0] < getattr(module, 'output_size', 0):
+    yield None, View(data, 0, rank * data.shape[0], module.output_size)
+  else:
+    yield None, View(data)
+
+
+def digest(tensor: torch.Tensor) -> str:
+  """xxh3-128 of the tensor's bytes in C order."""
+  data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+  return xxhash.xxh3_128_hexdigest(data.numpy())
+
+
+def read_checked(files: Mapping[str, Mapping[str, str]], directory: str) -> dict[str, torch.Tensor]:
+  """All tensors of a publication, found as announced.
+
+  Args:
+    files: by file name, the digest of each tensor that it holds.
+    directory: where the files are.
+
+  Raises:
+    ValueError: for a file that is missing, truncated, or holds other tensors or other bytes than announced.
+  """
+  tensors: dict[str, torch.Tensor] = {}
+  for file, wanted in files.items():
+    path = os.path.join(directory, file)
+    try:
+      with safe_open(path, 'pt') as opened:
+        found = set(opened.keys())
+        if found != set(wanted):
+          raise ValueError(f'{path}: {_difference(found, set(wanted))}')
+        tensors.update({name: opened.get_tensor(name) for name in wanted})
+    except (SafetensorError, OSError) as error:
+      raise ValueError(f'{path}: cannot be read: {" ".join(str(error).split())}') from None
+    for name, announced in wanted.items():
+      if (as_read := digest(tensors[name])) != announced:
+        raise ValueError(f'{path}: {name} has digest {as_read} as read, announced was {announced}')
+  return tensors
+
+
+def _difference(found: set[str], wanted: set[str]) -> str:
+  missing, more = sorted(wanted - found), sorted(found - wanted)
+  return f'tensors missing {missing[:4]}, unknown {more[:4]}'
+
+
+def load(views: Mapping[str, View], tensors: Mapping[str, torch.Tensor]) -> None:
+  """Copies checked tensors into the live parameters; ValueError before the first write if any does not fit."""
+  if set(tensors) != set(views):
+    raise ValueError(f'publication and model differ: {_difference(set(tensors), set(views))}')
+  for name, view in views.items():
+    if not view.fits(tensors[name]):
+      raise ValueError(
+        f'{name}: published as {tuple(tensors[name].shape)} {tensors[name].dtype}, the model has '
+        f'{tuple(view.tensor.shape)} {view.tensor.dtype}'
+      )
+  with torch.no_grad():
+    for name, view in views.items():
+      view.tensor.copy_(view.of(tensors[name]))
+
+
+class Worker:
+  """What vLLM's worker gains; every public method is one of `/collective_rpc`."""
+
+  def jaxrl_weights(self) -> dict[str, Any]:
+    """Name, shape, dtype and slice of each parameter, as Hugging Face names them; and how this worker samples."""
+    views = hf_views(self.model_runner.model)
+    return {
+      'device': next(iter(views.values())).tensor.device.type,
+      'logprobs_mode': str(getattr(self.vllm_config.model_config, 'logprobs_mode', None)),
+      'speculative': self.vllm_config.speculative_config is not None,
+      'tensors': {
+        name: {
+          'shape': list(view.tensor.shape),
+          'dtype': str(view.tensor.dtype).removeprefix('torch.'),
+          'slice': None if view.dim is None else [view.dim, view.start],
+        }
+        for name, view in views.items()
+      },
+      'threads': torch.get_num_threads(),
+    }
+
+  def jaxrl_digests(self) -> dict[str, str]:
+    """Of the live parameters, by name: what is loaded, whatever was read."""
+    return {name: digest(view.tensor) for name, view in hf_views(self.model_runner.model).items()}
+
+
+def _keep_weights(layer: torch.nn.Module, remove_weight: bool) -> None:
+  layer.cpu_linear = torch.nn.functional.linear
+
+
+def _wait_without_spinning() -> None:
+  """Shortens the second for which an idle worker spins on its core: on a CPU the trainer needs that core meanwhile."""
+  from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+  wait = SpinCondition.wait
+
+  def soon_idle(self, timeout_ms=None):
+    self.busy_loop_s = min(self.busy_loop_s, _SPIN_S)
+    wait(self, timeout_ms)
+
+  SpinCondition.wait = soon_idle
+
+
+def _install() -> None:
+  """Registers the transfer, and keeps CPU weights from being packed away at load."""
+  import vllm.model_executor.layers.utils as layers
+  from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+  )
+  from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+  # vLLM packs linear weights into oneDNN handles on CPUs, and leaves empty parameters behind.
+  layers.dispatch_cpu_unquantized_gemm = _keep_weights
+  if torch.version.cuda is None:
+    _wait_without_spinning()
+
+  @dataclasses.dataclass
+  class InitInfo(WeightTransferInitInfo):
+    pass
+
+  @dataclasses.dataclass
+  class UpdateInfo(WeightTransferUpdateInfo):
+    directory: str = ''
+    files: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
+
+  class FileTransfer(WeightTransferEngine):
+    """Weights from files that both sides see (shared memory, or a shared file system)."""
+
+    init_info_cls, update_info_cls = InitInfo, UpdateInfo
+
+    def init_transfer_engine(self, init_info):
+      pass
+
+    def start_weight_update(self):
+      pass
+
+    def receive_weights(self, update_info):
+      load(hf_views(self.model), read_checked(update_info.files, update_info.directory))
+
+    def finish_weight_update(self):
+      pass
+
+    def shutdown(self):
+      pass
+
+  WeightTransferEngineFactory.register_engine(BACKEND, FileTransfer)
+
+
+try:
+  import vllm  # noqa: F401
+except ImportError:
+  pass  # Tested without vLLM.
+else:
+  _install()
