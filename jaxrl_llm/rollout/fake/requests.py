@@ -1,0 +1,181 @@
+"""What a body asks for, filled in as vLLM does; a `Refusal` of what vLLM refuses, and of what the fake does not know.
+
+Invariant: parameters that were parsed are complete and in range, so nothing behind this module checks them again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+
+MODEL = 'policy'
+"""What the model is called."""
+GENERATE = '/inference/v1/generate'
+MAX_SAMPLES = 128
+"""Completions of one request, at most: vLLM's max_num_seqs on CPUs."""
+_COLDEST = 0.01
+"""vLLM raises temperatures between 0 and this to this."""
+_HARMLESS = {'detokenize', 'skip_special_tokens', 'spaces_between_special_tokens'}
+"""Sampling parameters that say nothing where there is no text."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Params:
+  """The sampling parameters of a request, as vLLM names them and after it has filled them in."""
+
+  max_tokens: int
+  """At most what fits into the longest sequence."""
+  temperature: float = 1.0
+  top_p: float = 1.0
+  top_k: int = 0
+  """0 and -1 are off."""
+  seed: int
+  """Where the client gave none, one that no other request has."""
+  n: int = 1
+  stop_ids: tuple[int, ...] = ()
+  """The model's own among them, unless they are to be ignored."""
+  logprobs: int | None = None
+  prompt_logprobs: int | None = None
+
+
+class Refusal(Exception):
+  """Answered with 4xx."""
+
+  def __init__(self, message: str, *, status: int = 400, kind: str = 'BadRequestError', param: str | None = None):
+    super().__init__(message)
+    self.status, self.kind, self.param = status, kind, param
+
+
+def invalid(where: str, message: str) -> Refusal:
+  """Of what does not even have the right form."""
+  return Refusal(f"1 validation error:\n  {{'loc': '{where}', 'msg': '{message}'}}", kind='Bad Request', param=where)
+
+
+async def read_json(request: web.Request, *needed: str) -> dict[str, Any]:
+  """A JSON object with the needed fields; an empty body is an empty object."""
+  text = await request.text()
+  try:
+    body = json.loads(text) if text else {}
+  except ValueError as error:
+    raise invalid('body', f'JSON decode error: {error}') from None
+  if not isinstance(body, dict):
+    raise invalid('body', 'Input should be a valid dictionary')
+  for name in needed:
+    if name not in body:
+      raise invalid(f'body.{name}', 'Field required')
+  return body
+
+
+def parse(
+  body: Mapping[str, Any], *, number: int, max_model_len: int, vocab_size: int, eos_ids: tuple[int, ...]
+) -> tuple[str, list[int], Params]:
+  """Name, prompt and parameters of the call that a body asks for; Refusal of what a server refuses.
+
+  Args:
+    body: of a request to GENERATE.
+    number: no other call has it.
+    max_model_len: tokens of the longest sequence, prompt included.
+    vocab_size: stop tokens are below it.
+    eos_ids: the model's own stop tokens.
+  """
+  prompt, given = body['token_ids'], body['sampling_params']
+  if not isinstance(prompt, list) or not prompt or not all(type(token) is int and token >= 0 for token in prompt):
+    raise invalid('body.token_ids', 'Input should be a non-empty list of non-negative integers')
+  if not isinstance(given, dict):
+    raise invalid('body.sampling_params', 'Input should be an instance of SamplingParams')
+  if body.get('model') not in (None, MODEL):
+    message = f'The model `{body["model"]}` does not exist. Valid aliases: {MODEL}.'
+    raise Refusal(message, status=404, kind='NotFoundError', param='model')
+  params = _params(given, vocab_size, eos_ids, room=max_model_len - len(prompt), spare_seed=-1 - number)
+  _check_length(len(prompt), max_model_len)
+  return f'generate-tokens-{body.get("request_id") or number}', prompt, params
+
+
+def _check_length(length: int, longest: int) -> None:
+  remedy = 'Make sure that `max_model_len` is no smaller than the number of text tokens'
+  if length > longest:
+    raise Refusal(
+      f'The decoder prompt (length {length}) is longer than the maximum model length of {longest}. {remedy}.'
+    )
+  if length == longest:
+    raise Refusal(
+      f'The decoder prompt (length {length}) plus the number of requested output tokens (at least 1) is longer than '
+      f'the maximum model length of {longest}. {remedy} (prompt + requested output tokens).'
+    )
+
+
+_DEFAULTS = {
+  'max_tokens': None,
+  'temperature': 1.0,
+  'top_p': 1.0,
+  'top_k': 0,
+  'seed': None,
+  'n': 1,
+  'stop_token_ids': (),
+  'ignore_eos': False,
+  'logprobs': None,
+  'prompt_logprobs': None,
+}
+"""The sampling parameters that are known, and what they are where a request does not say."""
+
+
+def _params(
+  given: Mapping[str, Any], vocab_size: int, eos_ids: tuple[int, ...], *, room: int, spare_seed: int
+) -> Params:
+  """
+  Args:
+    given: the request's `sampling_params`.
+    vocab_size: see `parse`.
+    eos_ids: see `parse`.
+    room: tokens that may follow the prompt.
+    spare_seed: taken where none is given.
+  """
+  unknown = sorted(set(given) - set(_DEFAULTS) - _HARMLESS)
+  if unknown:
+    raise Refusal(f'the fake knows no sampling parameter {unknown[0]!r}', param=unknown[0])
+  got = {name: given.get(name, default) for name, default in _DEFAULTS.items()}
+  room = max(1, room)
+  if got['max_tokens'] is None:
+    got['max_tokens'] = room
+  _check_params(got, vocab_size)
+  stop_ids = (*got['stop_token_ids'], *(() if got['ignore_eos'] else eos_ids))
+  return Params(
+    max_tokens=min(got['max_tokens'], room),
+    temperature=max(float(got['temperature']), _COLDEST) if got['temperature'] else 0.0,
+    top_p=float(got['top_p']),
+    top_k=got['top_k'],
+    seed=spare_seed if got['seed'] in (None, -1) else got['seed'],
+    n=got['n'],
+    stop_ids=tuple(dict.fromkeys(stop_ids)),
+    logprobs=got['logprobs'],
+    prompt_logprobs=got['prompt_logprobs'],
+  )
+
+
+def _check_params(got: Mapping[str, Any], vocab_size: int) -> None:
+  # In vLLM's order: of several faults the first is told.
+  for refused, name, wanted in (
+    (got['max_tokens'] < 1, 'max_tokens', 'must be at least 1'),
+    (got['temperature'] < 0, 'temperature', 'must be non-negative'),
+    (got['temperature'] > 2, 'temperature', 'must be in [0, 2]'),
+    (not 0 < got['top_p'] <= 1, 'top_p', 'must be in (0, 1]'),
+    (got['top_k'] < -1, 'top_k', 'must be 0 (disable), or at least 1'),
+    (got['n'] < 1, 'n', 'must be at least 1'),
+    (got['n'] > MAX_SAMPLES, 'sampling_params.n', f"must be at most the server's max_num_seqs ({MAX_SAMPLES})"),
+    (got['temperature'] == 0 and got['n'] > 1, 'n', 'must be 1 when using greedy sampling'),
+  ):
+    if refused:
+      raise Refusal(f'{name} {wanted}, got {got[name.removeprefix("sampling_params.")]}.', param=name)
+  strange = [token for token in got['stop_token_ids'] if not 0 <= token < vocab_size]
+  if strange:
+    raise Refusal(
+      f'token_id(s) {strange} in stop_token_ids contain out-of-vocab token ids. Vocabulary size: {vocab_size}',
+      param='stop_token_ids',
+    )
+  for name in ('logprobs', 'prompt_logprobs'):
+    if got[name]:
+      raise Refusal(f'the fake gives logprobs of the tokens alone: {name} is {got[name]}, wanted 0', param=name)

@@ -1,0 +1,97 @@
+"""What every engine promises, whatever draws its tokens: the body of the contract tests."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from serving import ask, forward, request, weights_of
+
+from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.experience.sample import Finish
+from jaxrl_llm.rollout.api import Engine, Sampling
+
+A, B = Version(0, 0), Version(0, 1)
+
+
+async def hold(engine: Engine, model, *, atol: float) -> None:
+  """Checks a started engine without weights.
+
+  Args:
+    model: a model of 30 tokens, whose sequences may be 400 tokens long.
+    atol: of logprobs against the model's own forward.
+  """
+  assert isinstance(engine, Engine)
+  first, second = (model.init(jax.random.key(seed)) for seed in (1, 2))
+  assert engine.version is None
+  with pytest.raises(RuntimeError):
+    await ask(engine, request(0))
+  host = jax.tree.map(np.array, first)
+  await engine.load(weights_of(model, host, A))
+  for leaf in jax.tree.leaves(host):
+    leaf[...] = 0.0  # It has its own copy.
+  assert engine.version == A
+  await _tokens_are_the_policys(engine, model, first, A, atol)
+  await engine.load(weights_of(model, second, B))
+  assert engine.version == B
+  await _tokens_are_the_policys(engine, model, second, B, atol)
+  await _samples_do_not_depend_on_their_number(engine)
+  await _bad_requests_are_refused(engine)
+  await _a_caller_may_leave(engine)
+  assert all(isinstance(value, float) for value in engine.take_metrics().values())
+
+
+async def _tokens_are_the_policys(engine, model, params, version, atol) -> None:
+  for temperature, samples in ((0.0, 1), (0.7, 4), (1.0, 4)):
+    # With half of the vocabulary as stop ids, some stop and some do not.
+    asked = request(
+      5, max_tokens=6, samples=samples, sampling=Sampling(temperature=temperature), stop_ids=tuple(range(0, 30, 4))
+    )
+    for completion in await ask(engine, asked):
+      tokens = completion.tokens.tolist()
+      stopped = tokens[-1] in asked.stop_ids
+      assert completion.finish == (Finish.STOP if stopped else Finish.LENGTH)
+      assert stopped or len(tokens) == 6
+      assert not set(tokens[:-1]) & set(asked.stop_ids)
+      assert [s.version for s in completion.segments] == [version]
+      wanted = forward(model, params, [*asked.prompt, *tokens], temperature=temperature or 1.0)[len(asked.prompt) :]
+      np.testing.assert_allclose(completion.logprobs, wanted, atol=atol)
+      if temperature == 0:
+        best = [
+          np.exp(wanted[i]) >= np.exp(_best(model, params, [*asked.prompt, *tokens[:i]])) - 1e-3
+          for i in range(len(tokens))
+        ]
+        assert all(best), 'greedy takes the most probable token'
+
+
+def _best(model, params, tokens) -> float:
+  return max(forward(model, params, [*tokens, token])[-1] for token in range(30))
+
+
+async def _samples_do_not_depend_on_their_number(engine) -> None:
+  two, four = await ask(engine, request(6, samples=2)), await ask(engine, request(6, samples=4))
+  for one, same in zip(two, four[:2], strict=True):
+    assert one.tokens.tolist() == same.tokens.tolist()
+  assert len({tuple(c.tokens.tolist()) for c in four}) > 1, 'samples differ'
+  other = await ask(engine, request(6, key=(7, 9)))
+  assert other[0].tokens.tolist() != four[0].tokens.tolist(), 'the key counts'
+
+
+async def _bad_requests_are_refused(engine) -> None:
+  with pytest.raises(UserError, match='more than the 400'):
+    await ask(engine, request(1, length=390, max_tokens=24))
+  with pytest.raises(UserError, match='vocabulary of 30'):
+    await ask(engine, request(1, prompt=(3, 30)))
+
+
+async def _a_caller_may_leave(engine) -> None:
+  async for _ in engine.generate(request(8, samples=8, max_tokens=200)):
+    break
+  assert len(await ask(engine, request(9))) == 1
+
+
+async def hold_closed(engine: Engine) -> None:
+  await engine.close()
+  with pytest.raises(RunError, match='closed'):
+    await ask(engine, request(1))
