@@ -7,8 +7,9 @@
 # Python 3.12 with the newest JAX where a python3.12 exists. acceptance: everything (hours).
 #
 # The parity tests' PyTorch may be a CPU build; which one pip takes is up to its index: PIP_EXTRA_INDEX_URL or
-# PIP_FIND_LINKS may name a place that has it. The browser tests need Chromium and its driver, which are installed where
-# this is Debian and root (or sudo without a password) permits it; otherwise those tests are skipped.
+# PIP_FIND_LINKS may name a place that has it. The full tier also makes the vLLM servers' environment
+# (launch/install_vllm.sh), and installs Debian packages where root (or sudo without a password) permits it: Chromium and
+# its driver, iproute2, openssl; otherwise the tests that use them are skipped.
 # Every part runs even if one before it failed; the exit code is 0 only if all went well.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
@@ -26,28 +27,33 @@ while [ $# -gt 0 ]; do
   shift
 done
 
-# Chromium and its driver, where they are missing and may be installed.
-ensure_browser() {
-  if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then
-    say "chromium and chromedriver are there"
+# What the full tier's tests run besides Python: Debian packages, installed where they are missing and may be.
+ensure_commands() {
+  local command packages=() missing=() root=()
+  for command in chromium:chromium chromedriver:chromium-driver ip:iproute2 openssl:openssl; do
+    command -v "${command%%:*}" >/dev/null && continue
+    missing+=("${command%%:*}")
+    packages+=("${command##*:}")
+  done
+  if [ ${#missing[@]} = 0 ]; then
+    say "chromium, chromedriver, ip and openssl are there"
     return
   fi
-  local root=()
   if [ "$(id -u)" != 0 ]; then
     if ! sudo -n true 2>/dev/null; then
-      say "chromium or chromedriver is missing, and installing it needs root: the browser tests will be skipped"
+      say "missing, and installing needs root: ${missing[*]}; the tests that use them will be skipped"
       return
     fi
     root=(sudo -n)
   fi
   if ! command -v apt-get >/dev/null; then
-    say "chromium or chromedriver is missing, and there is no apt-get: the browser tests will be skipped"
+    say "missing, and there is no apt-get: ${missing[*]}; the tests that use them will be skipped"
     return
   fi
-  say "installing the Debian packages chromium and chromium-driver"
+  say "installing the Debian packages ${packages[*]}"
   if ! { "${root[@]}" apt-get update -qq &&
-    "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium chromium-driver; } >/dev/null; then
-    say "they could not be installed: the browser tests will be skipped"
+    "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "${packages[@]}"; } >/dev/null; then
+    say "they could not be installed: the tests that use them will be skipped"
   fi
 }
 
@@ -81,7 +87,7 @@ part() {
 
 python=$(find_python) || exit 2
 ensure_environment .venv "$python" test
-[ "$tier" = fast ] || ensure_browser
+[ "$tier" = fast ] || ensure_commands
 
 # Bits may follow the number of threads of XLA's CPU pool, so it is said, not guessed.
 export NPROC=${NPROC:-$(nproc)}
@@ -94,6 +100,7 @@ case $tier in
 esac
 pytest=(-m pytest --numprocesses="$workers" --dist=loadfile)
 
+[ "$tier" = fast ] || part 'vLLM environment' bash launch/install_vllm.sh
 part 'ruff' .venv/bin/python -m ruff check .
 part "pytest, tier $tier, Python $(version_of .venv/bin/python)" .venv/bin/python "${pytest[@]}" -m "$marks" "$@"
 

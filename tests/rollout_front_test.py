@@ -15,6 +15,7 @@ import subprocess
 import sys
 
 import aiohttp
+import namespaces
 import pytest
 import yarl
 from aiohttp import web
@@ -1040,9 +1041,8 @@ def test_the_module_is_light():
   assert set(done.stdout.split()) == own
 
 
+cabled = pytest.fixture(namespaces.cabled)
 ROOT = pathlib.Path(__file__).parents[1]
-SERVING, CALLING = '10.203.77.1', '10.203.77.2'
-"""Used only between the two ends of the test's own cable."""
 
 
 def serve_in_namespace(folder):
@@ -1051,7 +1051,7 @@ def serve_in_namespace(folder):
   async def main():
     folder_ = pathlib.Path(folder)
     async with Upstream().running(folder_) as upstream:
-      fields = {'host': SERVING, 'allow_plaintext': True, 'token_file': str(folder_ / 'token')}
+      fields = {'host': namespaces.SERVING, 'allow_plaintext': True, 'token_file': str(folder_ / 'token')}
       async with Front(FrontConfig(**fields), upstream=upstream.addresses['loopback']) as front:
         print(json.dumps({'front': front.address, 'upstream': upstream.addresses['loopback']}), flush=True)
         while await asyncio.to_thread(sys.stdin.readline):
@@ -1080,59 +1080,27 @@ def call_from_namespace(front, upstream, token):
         async with session.request(method, path, headers=headers, **body) as response:
           statuses.append(response.status)
     port = yarl.URL(upstream).port
-    reached = {f'{host}:{port}': await connects(host, port) for host in (SERVING, '127.0.0.1')}
+    reached = {f'{host}:{port}': await connects(host, port) for host in (namespaces.SERVING, '127.0.0.1')}
     print(json.dumps({'statuses': statuses, 'reached': reached}))
 
   asyncio.run(main())
 
 
-def ip(*args):
-  subprocess.run(['ip', *args], check=True, capture_output=True, text=True, timeout=30)
-
-
-@pytest.fixture
-def namespaces():
-  """Two network namespaces with a cable between them: the serving one and the calling one."""
-  if os.geteuid() != 0:
-    pytest.skip('network namespaces need root')
-  if shutil.which('ip') is None:
-    pytest.skip('the ip command (iproute2) is missing')
-  names = [f'front-{os.getpid()}-{end}' for end in ('serve', 'call')]
-  try:
-    try:
-      for name in names:
-        ip('netns', 'add', name)
-      ip('-n', names[0], 'link', 'add', 'cable', 'type', 'veth', 'peer', 'name', 'cable', 'netns', names[1])
-    except subprocess.CalledProcessError as error:
-      pytest.skip(f'this machine lets root make no network namespace: {error.stderr.strip()}')
-    for name, address in zip(names, (SERVING, CALLING), strict=True):
-      ip('-n', name, 'addr', 'add', f'{address}/30', 'dev', 'cable')
-      ip('-n', name, 'link', 'set', 'cable', 'up')
-      ip('-n', name, 'link', 'set', 'lo', 'up')
-    yield names
-  finally:
-    for name in names:
-      subprocess.run(['ip', 'netns', 'delete', name], capture_output=True, timeout=30)
-
-
-def in_namespace(name, call, *args):
-  code = f'import rollout_front_test as t; t.{call}(*{args!r})'
-  return ['ip', 'netns', 'exec', name, sys.executable, '-c', code]
-
-
 @pytest.mark.full
-def test_another_host_reaches_the_server_through_the_front_alone(tmp_path, namespaces):
+def test_another_host_reaches_the_server_through_the_front_alone(tmp_path, cabled):
   token_file(tmp_path)
   env = {**os.environ, 'PYTHONPATH': f'{ROOT}{os.pathsep}{ROOT / "tests"}'}
   pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'text': True, 'env': env}
-  server = subprocess.Popen(in_namespace(namespaces[0], 'serve_in_namespace', str(tmp_path)), **pipes)
+  server = subprocess.Popen(cabled.run(0, 'rollout_front_test', 'serve_in_namespace', str(tmp_path)), **pipes)
 
   def told():
     print(file=server.stdin, flush=True)
     return json.loads(server.stdout.readline())
 
   def call(token):
-    command = in_namespace(namespaces[1], 'call_from_namespace', addresses['front'], addresses['upstream'], token)
+    command = cabled.run(
+      1, 'rollout_front_test', 'call_from_namespace', addresses['front'], addresses['upstream'], token
+    )
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=PATIENCE_S)
     return json.loads(done.stdout)
 
@@ -1141,7 +1109,7 @@ def test_another_host_reaches_the_server_through_the_front_alone(tmp_path, names
     paths = {path for _, path in ROUTES}
     assert {'/collective_rpc', '/pause', '/resume', '/update_weights'} <= paths
     port = yarl.URL(addresses['upstream']).port
-    nowhere = {f'{SERVING}:{port}': False, f'127.0.0.1:{port}': False}
+    nowhere = {f'{namespaces.SERVING}:{port}': False, f'127.0.0.1:{port}': False}
 
     assert call('') == {'statuses': [401] * len(ROUTES), 'reached': nowhere}
     assert told() == {'seen': [], 'refused': len(ROUTES)}

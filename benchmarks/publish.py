@@ -1,0 +1,172 @@
+"""How fast weights are published, beside what the same machine does in the same run.
+
+  .venv/bin/python benchmarks/publish.py [--megabytes=400] [--rounds=8] [--server]
+
+Per dtype, gigabytes of parameters per second (medians): a memcpy into memory that exists, NumPy's own cast and write of
+the same tensors to the same folder, and `PublicationFolder.write` (cast, digest, write, rename). With --server one real
+vLLM server is started, and each publication is loaded into it: how long it was paused, and what of that was loading.
+"""
+
+import asyncio
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+
+import jax
+import numpy as np
+from absl import app, flags
+
+from jaxrl_llm.core.trees import flatten
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.models.api import build_model
+from jaxrl_llm.models.families import tiny
+from jaxrl_llm.models.spec import ModelOptions, ModelSpec
+from jaxrl_llm.rollout.client import VllmClient
+from jaxrl_llm.rollout.replica import Replica
+from jaxrl_llm.rollout.server import Server, VllmConfig, server_commands
+from jaxrl_llm.weights.hf import write_config
+from jaxrl_llm.weights.layout import dtype_of
+from jaxrl_llm.weights.publication import PublicationFolder
+
+_MEGABYTES = flags.DEFINE_integer('megabytes', 400, 'Of float32 parameters, about.')
+_ROUNDS = flags.DEFINE_integer('rounds', 8, 'Publications of each kind; the first three warm up.', lower_bound=4)
+_FOLDER = flags.DEFINE_string('folder', '/dev/shm', 'Where to publish.')
+_SERVER = flags.DEFINE_bool('server', False, 'Also load each publication into a real vLLM server.')
+_ENVIRONMENT = flags.DEFINE_string('environment', VllmConfig.environment, 'Virtual environment that has vLLM.')
+_WARM_UP = 3
+"""Publications until the pages of two versions exist."""
+
+
+def spec_of(megabytes: int) -> ModelSpec:
+  """A Qwen2 whose float32 parameters take about so much."""
+  shape = dict(hidden_size=512, intermediate_size=2048, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+  layer = 4 * (512 * (512 + 2 * 256 + 512) + 3 * 512 * 2048)
+  layers = max(1, round((megabytes * 1e6 - 4 * 16_000 * 512) / layer))
+  return tiny('qwen2', 16_000, **shape, num_hidden_layers=layers, max_position_embeddings=512)
+
+
+def rate(nbytes: int, seconds: list[float]) -> float:
+  """GB/s of the median round after warming up."""
+  return nbytes / statistics.median(seconds[_WARM_UP:]) / 1e9
+
+
+def timed(work) -> tuple[float, object]:
+  before = time.perf_counter()
+  result = work()
+  return time.perf_counter() - before, result
+
+
+def measure(dtype: str, leaves: dict[str, np.ndarray], spec: ModelSpec, root: pathlib.Path, publish) -> None:
+  """Alternates the three in one sitting, so that the machine's other load meets all of them."""
+  nbytes, to = sum(leaf.nbytes for leaf in leaves.values()), dtype_of(dtype)
+  copies = {name: leaf.copy() for name, leaf in leaves.items()}
+  plain = root / 'plain'
+  folder = PublicationFolder(root / 'published', spec, dtype=dtype)
+  kept, seconds = [], {'memcpy': [], 'numpy': [], 'publish': [], 'paused': [], 'loaded': []}
+
+  def copy():
+    for name, leaf in leaves.items():
+      np.copyto(copies[name], leaf)
+
+  def cast_and_write():
+    with plain.open('r+b' if plain.exists() else 'wb', buffering=0) as file:
+      for leaf in leaves.values():
+        file.write(memoryview(leaf.astype(to, copy=False).reshape(-1).view(np.uint8)))
+
+  for step in range(_ROUNDS.value):
+    seconds['memcpy'].append(timed(copy)[0])
+    seconds['numpy'].append(timed(cast_and_write)[0])
+    took, publication = timed(lambda step=step: folder.write(Version(0, step), leaves.items()))
+    seconds['publish'].append(took)
+    if publish is not None:
+      paused, loaded = publish(publication)
+      seconds['paused'].append(paused)
+      seconds['loaded'].append(loaded)
+    kept = [*kept[-1:], publication]
+    folder.keep_only(*kept)
+  memcpy, numpy, published = (rate(nbytes, seconds[name]) for name in ('memcpy', 'numpy', 'publish'))
+  print(
+    f'{dtype}: memcpy {memcpy:.2f} GB/s, NumPy cast and write {numpy:.2f}, publish {published:.2f}: '
+    f'{published / memcpy:.2f} of memcpy, {published / numpy:.2f} of NumPy'
+  )
+  if publish is not None:
+    medians = (1e3 * statistics.median(seconds[name][_WARM_UP:]) for name in ('paused', 'loaded'))
+    print('  a server was paused {:.0f} ms per publication, {:.0f} ms of it for checking and loading'.format(*medians))
+  folder.close()
+
+
+class Loading:
+  """A real server that takes publications."""
+
+  def __init__(self, spec: ModelSpec, dtype: str, root: pathlib.Path):
+    model = root / 'model'
+    model.mkdir(exist_ok=True)
+    write_config(model, spec, dtype=dtype, eos_ids=[1], pad_id=0)
+    (command,) = server_commands(
+      VllmConfig(environment=_ENVIRONMENT.value, servers=1), model, dtype=dtype, max_model_len=256
+    )
+    self._server = Server(command, name='vllm-0', log=root / 'vllm-0.log')
+    self._replica = Replica('vllm-0', client=VllmClient(self._server.address, name='vllm-0'), server=self._server)
+    self._runner = asyncio.Runner()
+    self._runner.run(self._start())
+
+  async def _start(self) -> None:
+    self._server.start()
+    took = time.perf_counter()
+    await self._server.ready(deadline_s=900)
+    print(f'  server up after {time.perf_counter() - took:.0f} s')
+    (worker,) = await self._replica.client.weights()
+    self._replica.slices = [worker['tensors']]
+    await self._replica.transfer.connect(self._replica.client)
+    await self._replica.client.warm_up(sampled=False, deadline_s=600)
+
+  def take(self, publication) -> tuple[float, float]:
+    async def main():
+      transfer, send = self._replica.transfer, self._replica.transfer.send
+      loaded = 0.0
+
+      async def timed_send(*args, **kwargs):
+        nonlocal loaded
+        before = time.perf_counter()
+        await send(*args, **kwargs)
+        loaded = time.perf_counter() - before
+
+      transfer.send = timed_send
+      await self._replica.take(publication, None, tolerance=1.0, deadline_s=600)
+      transfer.send = send
+      return self._replica.paused_s, loaded
+
+    return self._runner.run(main())
+
+  def close(self) -> None:
+    async def main():
+      await self._replica.client.close()
+      await self._server.stop()
+
+    self._runner.run(main())
+    self._runner.close()
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    sys.exit(f'argument {argv[1]!r} is not a flag')
+  spec = spec_of(_MEGABYTES.value)
+  shapes = flatten(jax.eval_shape(build_model(spec, ModelOptions()).init, jax.random.key(0)))
+  rng = np.random.default_rng(0)
+  leaves = {name: rng.standard_normal(shape.shape, np.float32) for name, shape in sorted(shapes.items())}
+  print(f'{sum(leaf.nbytes for leaf in leaves.values()) / 1e6:.0f} MB of float32 in {len(leaves)} arrays')
+  with tempfile.TemporaryDirectory(dir=_FOLDER.value) as scratch:
+    root = pathlib.Path(scratch)
+    for dtype in ('float32', 'bfloat16'):
+      server = Loading(spec, dtype, root) if _SERVER.value else None
+      try:
+        measure(dtype, leaves, spec, root, server.take if server else None)
+      finally:
+        if server:
+          server.close()
+
+
+if __name__ == '__main__':
+  app.run(main)

@@ -1,0 +1,163 @@
+"""Real vLLM servers, by hand: every family, several runs, many kills, the quickstart's whole job."""
+
+import asyncio
+import json
+import random
+import time
+
+import job
+import numpy as np
+import pytest
+import serving
+from serving import ask, fault, forward, request, weights
+
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.replay.audit import audit
+from jaxrl_llm.rollout.api import Sampling
+from jaxrl_llm.rollout.client import VllmClient
+from jaxrl_llm.rollout.replica import Replica
+
+pytestmark = pytest.mark.acceptance
+A, B = Version(0, 0), Version(0, 1)
+OWNED = ('--config.rollout.engine=vllm', f'--config.rollout.vllm.environment={serving.ENVIRONMENT}')
+
+
+def owned(servers):
+  return [Replica(s.name, client=VllmClient(s.address, name=s.name), server=s) for s in servers]
+
+
+@pytest.mark.parametrize('family', ['qwen2', 'qwen3', 'llama'])
+@pytest.mark.parametrize('tied', [True, False], ids=['tied', 'untied'])
+def test_logprobs_of_every_family_are_those_of_our_own_forward(tmp_path, family, tied):
+  model = serving.model_of(family, tied=tied)
+
+  async def main():
+    replicas = owned(serving.servers_of(model, tmp_path / 'model', count=1))
+    async with serving.fleet_of(model, replicas, tmp_path) as fleet:
+      for step, seed in enumerate((1, 2)):
+        await fleet.load(weights(model, seed, Version(0, step)))
+        params = serving.params_of(model, seed)
+        for number in range(3):
+          tokens = serving.long_prompt(number)
+          found = await fleet.replicas[0].client.prompt_logprobs(tokens, deadline_s=120)
+          np.testing.assert_allclose(found, forward(model, params, tokens), atol=1e-5, rtol=1e-5)
+          asked = request(number, length=150, sampling=Sampling(temperature=0.0))
+          (completion,) = await ask(fleet, asked)
+          every = [*asked.prompt, *completion.tokens]
+          wanted = forward(model, params, every)[len(asked.prompt) :]
+          np.testing.assert_allclose(completion.logprobs, wanted, atol=1e-5, rtol=1e-5)
+
+  asyncio.run(main())
+
+
+def test_a_server_killed_in_mid_publish_comes_back_with_the_version(tmp_path):
+  model = serving.model_of('llama', tied=False)
+
+  async def main():
+    replicas = owned(serving.servers_of(model, tmp_path / 'model', count=2, faulty=True))
+    async with serving.fleet_of(model, replicas, tmp_path) as fleet:
+      await fleet.load(weights(model, 1, A))
+      await fault(replicas[0].client.address, 'die', 1)
+      await fleet.load(weights(model, 2, B))
+      completions = await ask(fleet, request(1, samples=16))
+      assert len(completions) == 16
+      assert {s.version for c in completions for s in c.segments} == {B}
+      assert {s.engine for c in completions for s in c.segments} == {'vllm-1'}
+      while replicas[0].version != B:
+        await asyncio.sleep(0.5)
+      assert fleet.counts['restarts'] == 1
+      one, other = [await r.client.digests(deadline_s=60) for r in replicas]
+      assert one == other
+      engines = {s.engine for c in await ask(fleet, request(2, samples=16)) for s in c.segments}
+      assert engines == {'vllm-0', 'vllm-1'}
+
+  asyncio.run(main())
+
+
+def test_after_each_of_several_runs_a_fresh_server_agrees(tmp_path):
+  model = serving.model_of('qwen2', tied=True)
+  pair = serving.servers_of(model, tmp_path / 'model', count=2)
+  try:
+    asyncio.run(serving.started(pair))
+    for steps in (2, 5, 9):
+      run = tmp_path / f'run{steps}'
+      job.train(run, *serving.attached_job(pair), f'--config.stages.grpo.steps={steps}')
+      (fresh,) = serving.servers_of(model, run / 'hf', count=1, load='auto')
+      try:
+        asyncio.run(agree(pair, fresh))
+      finally:
+        asyncio.run(fresh.stop())
+  finally:
+    for server in pair:
+      asyncio.run(server.stop())
+
+
+async def agree(pair, fresh):
+  await serving.started([fresh])
+  digests = [await serving.loaded(server) for server in (*pair, fresh)]
+  assert digests[0] == digests[1] == digests[2]
+  for server in pair:
+    for number in range(4):
+      tokens = serving.long_prompt(number)
+      found, wanted = await serving.prompt_logprobs(server, tokens), await serving.prompt_logprobs(fresh, tokens)
+      np.testing.assert_allclose(found, wanted, atol=1e-5)
+      params = {'max_tokens': 64, 'temperature': 0.0, 'ignore_eos': True, 'detokenize': False}
+      answers = []
+      for one in (server, fresh):
+        client = VllmClient(one.address)
+        answer = await client.call('POST', '/inference/v1/generate', {'token_ids': tokens, 'sampling_params': params})
+        answers.append(answer['choices'][0]['token_ids'])
+        await client.close()
+      assert answers[0] == answers[1]
+
+
+def test_many_kills_of_any_process_of_any_server_lose_nothing(tmp_path):
+  run, rng, kills = tmp_path / 'run', random.Random(0), 0
+  process = job.start(run, *OWNED, '--config.stages.grpo.steps=3000', '--config.rollout.vllm.max_restarts=20')
+  try:
+    job.wait_for_rows(run, 14, process, timeout_s=600)
+    deadline = time.monotonic() + 400
+    while time.monotonic() < deadline and kills < 8:
+      # Only what serves: one that is starting is killed soon enough.
+      tree = [
+        p for p, line in serving.descendants(process.pid).items() if 'guard.py' not in line and 'vllm' in line.lower()
+      ]
+      serving.kill(rng.choice(tree))
+      kills += 1
+      rows = len(job.rows(run))
+      job.wait_for_rows(run, rows + rng.randint(5, 60), process, timeout_s=600)
+  finally:
+    process.terminate()
+    _, err = process.communicate(timeout=120)
+  assert process.returncode == 143, err[-3000:]
+  report = audit(run / 'replay')
+  assert report.ok, report.lines
+  rows = [row for row in job.rows(run) if 'actor/pg_loss' in row]
+  assert kills >= 4 and max(row['sampling/sampling_logp_difference/max'] for row in rows) < 1e-4
+  print(json.dumps({'kills': kills, 'steps': len(rows), 'restarts': sum(row['run/engine_restarts'] for row in rows)}))
+
+
+def test_bfloat16_servers_stay_within_the_budget(tmp_path):
+  run = tmp_path / 'run'
+  job.train(run, *OWNED, '--config.rollout.vllm.dtype=bfloat16', '--config.stages.grpo.steps=30')
+  rows = [row for row in job.rows(run) if 'rollout_corr/k3_kl' in row]
+  keys = ('rollout_corr/k3_kl', 'rollout_corr/rollout_is_eff_sample_size', 'sampling/sampling_logp_difference/mean')
+  print(json.dumps({key: float(np.mean([row[key] for row in rows])) for key in keys}))
+  assert 1e-9 < np.mean([row['rollout_corr/k3_kl'] for row in rows]) < 1e-2
+  assert max(row['run/mismatch_over_budget'] for row in rows) == 0
+
+
+@pytest.mark.parametrize('seed', [0, 1, 2])
+def test_the_quickstarts_job_learns_on_two_servers(tmp_path, seed):
+  run = tmp_path / 'run'
+  job.train(run, *OWNED, f'--config.seed={seed}', config=('--config=configs/quickstart.py',))
+  accuracies = {(stage, step): accuracy for stage, step, accuracy in job.accuracies(run)}
+  assert accuracies['sft', 500] <= 0.5
+  assert accuracies['grpo', 780] >= 0.9
+  rows = [row for row in job.rows(run) if 'perf/publish_pause_s' in row and 'actor/pg_loss' in row]
+  keys = ('perf/rollout_throughput', 'timing_s/update_weights', 'perf/publish_pause_s', 'timing_s/step', 'timing_s/gen')
+  print(
+    json.dumps(
+      {'seed': seed, 'accuracy': accuracies['grpo', 780]} | {k: float(np.median([r[k] for r in rows])) for k in keys}
+    )
+  )

@@ -1,0 +1,426 @@
+"""Real vLLM servers: what they sample is what the trainer published, or it is not taken.
+
+One attached pair serves all tests that do not kill it. Servers that are started besides: one from an exported
+checkpoint, with speculation; two in a run, which are killed and started again; one whose trainer is killed.
+"""
+
+import asyncio
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import aiohttp
+import engine_contract
+import jax
+import job
+import namespaces
+import numpy as np
+import pytest
+import serving
+from serving import ask, fault, forward, request, weights
+
+from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.replay.audit import audit
+from jaxrl_llm.rollout.api import Sampling
+from jaxrl_llm.rollout.client import VllmClient
+from jaxrl_llm.rollout.front import ROUTES, Front, FrontConfig
+from jaxrl_llm.weights.hf import load_params
+from jaxrl_llm.weights.publication import FILE
+
+pytestmark = pytest.mark.full
+cabled = pytest.fixture(namespaces.cabled)
+TIED = serving.model_of('qwen2', tied=True)
+A, B, C = Version(0, 0), Version(0, 1), Version(0, 2)
+
+
+@pytest.fixture(scope='module')
+def pair(tmp_path_factory):
+  """Two servers of the tied model, as launch/serve.py keeps them up, whose worker can be made to fail."""
+  folder = tmp_path_factory.mktemp('pair')
+  process = serving.serve(TIED, folder, '--servers=2', f'--worker_file={serving.FAULTY["faulty_worker"]}')
+  try:
+    yield [serving.Address(address) for address in serving.wait_for_addresses(folder, process)]
+  finally:
+    process.terminate()
+    out, _ = process.communicate(timeout=60)
+  assert process.returncode == 0, out[-3000:]
+  assert "--config.rollout.vllm.addresses='[" in out
+
+
+@pytest.fixture(scope='module')
+def params():
+  return {seed: TIED.init(jax.random.key(seed)) for seed in (1, 2, 3)}
+
+
+def test_logprobs_are_those_of_our_own_forward_at_every_version_and_temperature(pair, params, tmp_path):
+  async def main():
+    async with serving.attached(TIED, pair, tmp_path, dispatch='uniform') as fleet:
+      for step, seed in enumerate((1, 2, 1)):
+        version = Version(0, step)
+        await fleet.load(weights(TIED, seed, version))
+        for server in pair:
+          tokens = serving.long_prompt(step)
+          found = await serving.prompt_logprobs(server, tokens)
+          np.testing.assert_allclose(found, forward(TIED, params[seed], tokens), atol=1e-5, rtol=1e-5)
+        for temperature in (0.0, 0.7, 1.0):
+          samples = 1 if temperature == 0 else 6
+          asked = request(step, samples=samples, sampling=Sampling(temperature=temperature), stop_ids=(1,))
+          engines = set()
+          for completion in await ask(fleet, asked):
+            assert {s.version for s in completion.segments} == {version}
+            engines |= {s.engine for s in completion.segments}
+            tokens = [*asked.prompt, *completion.tokens]
+            wanted = forward(TIED, params[seed], tokens, temperature=temperature or 1.0)[len(asked.prompt) :]
+            np.testing.assert_allclose(completion.logprobs, wanted, atol=1e-5, rtol=1e-5)
+          assert temperature == 0 or engines == {'vllm-0', 'vllm-1'}, 'a group is spread over the servers'
+      assert abs(fleet.replicas[0].assigned - fleet.replicas[1].assigned) <= 1
+
+  asyncio.run(main())
+
+
+def test_a_forgotten_cache_is_not_read_by_the_next_version(pair, params, tmp_path):
+  """Greedy tokens after a publish are those of the new weights, for a prompt whose blocks the old ones had cached."""
+
+  async def main():
+    async with serving.attached(TIED, pair[:1], tmp_path) as fleet:
+      asked = request(7, length=300, sampling=Sampling(temperature=0.0), max_tokens=16)
+      for step, seed in enumerate((1, 2)):
+        await fleet.load(weights(TIED, seed, Version(0, step)))
+        for _ in range(2):  # The second reads what the first cached.
+          (completion,) = await ask(fleet, asked)
+          tokens = list(asked.prompt)
+          for token, logprob in zip(completion.tokens, completion.logprobs, strict=True):
+            tokens.append(int(token))
+            assert abs(forward(TIED, params[seed], tokens)[-1] - logprob) < 1e-4
+
+  asyncio.run(main())
+
+
+def spoil(path, kind):
+  data = path.read_bytes()
+  if kind == 'a corrupted byte':
+    path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+  elif kind == 'a truncated file':
+    path.write_bytes(data[: 2 * len(data) // 3])
+  elif kind == 'a tensor missing':
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(path)
+    del tensors['model.norm.weight']
+    save_file(tensors, path, metadata={'format': 'pt'})
+  elif kind == 'a missing file':
+    path.unlink()
+
+
+@pytest.mark.parametrize('kind', ['a corrupted byte', 'a truncated file', 'a tensor missing', 'a missing file'])
+def test_a_bad_file_is_refused_before_anything_is_written(pair, params, tmp_path, kind):
+  async def main():
+    async with serving.attached(TIED, pair, tmp_path) as fleet:
+      await fleet.load(weights(TIED, 1, A))
+      before = [await serving.loaded(server) for server in pair]
+      write = fleet._folder.write
+
+      def spoiled(version, leaves):
+        publication = write(version, leaves)
+        spoil(publication.directory / FILE, kind)
+        return publication
+
+      fleet._folder.write = spoiled
+      with pytest.raises(RunError, match=r'0\.1 was not published, 0\.0 goes on'):
+        await fleet.load(weights(TIED, 2, B))
+      fleet._folder.write = write
+      assert [await serving.loaded(server) for server in pair] == before, 'nothing half-written'
+      assert fleet.version == A
+      asked = request(1, sampling=Sampling(temperature=0.0))
+      (completion,) = await ask(fleet, asked)
+      assert [s.version for s in completion.segments] == [A]
+      await fleet.load(weights(TIED, 2, C))
+      (completion,) = await ask(fleet, asked)
+      wanted = forward(TIED, params[2], [*asked.prompt, *completion.tokens])[len(asked.prompt) :]
+      np.testing.assert_allclose(completion.logprobs, wanted, atol=1e-5, rtol=1e-5)
+
+  asyncio.run(main())
+
+
+def test_a_worker_that_keeps_one_old_tensor_is_caught_by_the_digest_of_what_is_loaded(pair, params, tmp_path):
+  """The weights move by 1e-6: no logprob can tell, and vLLM says nothing."""
+  moved = jax.tree.map(lambda x: x + 1e-6, params[1])
+
+  async def main():
+    async with serving.attached(TIED, pair, tmp_path) as fleet:
+      await fleet.load(serving.weights_of(TIED, params[1], A))
+      name = 'model.layers.1.self_attn.k_proj.weight'
+      old = (await serving.loaded(pair[0]))[name]
+      await fault(pair[0].address, 'keep', name)
+      seen = []
+      repair = fleet._repair
+      fleet._repair = lambda replica, reason: (seen.append(reason), repair(replica, reason))
+      await fleet.load(serving.weights_of(TIED, moved, B))
+      assert len(seen) == 1 and '1 of' in seen[0] and name in seen[0] and 'vllm-0' in seen[0]
+      completions = await ask(fleet, request(1, samples=8))
+      assert {s.version for c in completions for s in c.segments} == {B}
+      while fleet.replicas[0].version != B:  # Brought there again, and now proven.
+        await asyncio.sleep(0.1)
+      assert (await serving.loaded(pair[0]))[name] != old
+      assert await serving.loaded(pair[0]) == await serving.loaded(pair[1])
+
+  asyncio.run(main())
+
+
+def test_weights_that_are_not_the_trainers_fail_the_probe(pair, tmp_path):
+  """What no digest can show: files that are faithfully those of another model than the trainer computes with."""
+
+  async def main():
+    async with serving.attached(TIED, pair, tmp_path, max_restarts=0) as fleet:
+      await fleet.load(weights(TIED, 1, A))
+      other = weights(TIED, 2, B)
+      with pytest.raises(RunError, match='probe'):
+        await fleet.load(type(other)(version=B, leaves=weights(TIED, 3, B).leaves, probe=other.probe))
+
+  asyncio.run(main())
+
+
+def test_a_completion_under_way_goes_on_under_the_next_version(pair, params, tmp_path):
+  async def main():
+    async with serving.attached(TIED, pair[:1], tmp_path) as fleet:
+      await fleet.load(weights(TIED, 1, A))
+      asked = request(5, max_tokens=380)
+      task = asyncio.create_task(ask(fleet, asked))
+      await asyncio.sleep(0.3)
+      await fleet.load(weights(TIED, 2, B))
+      (completion,) = await task
+      versions = [s.version for s in completion.segments]
+      assert versions == [A, B]
+      cut = completion.segments[0].end
+      tokens = [*asked.prompt, *completion.tokens]
+      start = len(asked.prompt)
+      np.testing.assert_allclose(
+        completion.logprobs[:cut], forward(TIED, params[1], tokens)[start : start + cut], atol=1e-4
+      )
+      (
+        np.testing.assert_allclose(
+          completion.logprobs[cut:], forward(TIED, params[2], tokens)[start + cut :], atol=1e-4
+        ),
+        'as if the new weights had read all of it',
+      )
+
+  asyncio.run(main())
+
+
+def test_after_a_run_servers_hold_what_it_exported_and_a_fresh_one_with_speculation_agrees(pair, tmp_path):
+  """The servers that a run published to, against a fresh one that loaded the run's export and speculates."""
+  run = tmp_path / 'run'
+  job.train(run, *serving.attached_job(pair))
+  steps = [row for row in job.rows(run) if 'actor/pg_loss' in row]
+  assert max(row['sampling/sampling_logp_difference/max'] for row in steps) < 1e-4
+  assert max(row['rollout_corr/k3_kl'] for row in steps) < 1e-8
+  assert {row['perf/compilations'] for row in steps[2:]} == {0}
+  speculation = {'method': 'ngram', 'num_speculative_tokens': 4, 'prompt_lookup_max': 4, 'prompt_lookup_min': 2}
+  (fresh,) = serving.servers_of(TIED, run / 'hf', count=1, load='auto', speculative_config=speculation)
+
+  async def main():
+    await serving.started([fresh])
+    assert await serving.loaded(pair[0]) == await serving.loaded(pair[1]) == await serving.loaded(fresh)
+    for number in range(3):
+      tokens = serving.long_prompt(number)
+      found, wanted = await serving.prompt_logprobs(pair[0], tokens), await serving.prompt_logprobs(fresh, tokens)
+      np.testing.assert_allclose(found, wanted, atol=1e-5)
+    plain, drafting = VllmClient(pair[0].address), VllmClient(fresh.address)
+    before = await drafts(drafting)
+    for number in range(4):
+      asked = request(number, length=200, max_tokens=150, sampling=Sampling(temperature=0.0))
+      one, other = [await client.call('POST', '/inference/v1/generate', greedy(asked)) for client in (plain, drafting)]
+      assert one['choices'][0]['token_ids'] == other['choices'][0]['token_ids']
+    assert await drafts(drafting) > before + 20, 'drafts were accepted'
+    await plain.close()
+    await drafting.close()
+    await sampled_with_drafts_is_off(fresh, load_params(run / 'hf', TIED.spec))
+
+  try:
+    asyncio.run(main())
+  finally:
+    asyncio.run(fresh.stop())
+
+
+def greedy(asked):
+  params = {'max_tokens': asked.max_tokens, 'temperature': 0.0, 'logprobs': 0, 'ignore_eos': True, 'detokenize': False}
+  return {'token_ids': list(asked.prompt), 'sampling_params': params}
+
+
+async def drafts(client):
+  """Tokens of drafts that were accepted so far."""
+  async with client._opened().get('http://server/metrics') as response:
+    text = await response.text()
+  lines = [line for line in text.splitlines() if line.startswith('vllm:spec_decode_num_accepted_tokens_total')]
+  return sum(float(line.split()[-1]) for line in lines)
+
+
+async def sampled_with_drafts_is_off(server, params):
+  """Why speculation is refused above temperature 0: when this fails, vLLM has mended it, and the refusal can go."""
+  client = VllmClient(server.address)
+  before, worst = await drafts(client), 0.0
+  for seed in range(16):
+    asked = request(seed, length=100, max_tokens=100)
+    body = greedy(asked)
+    body['sampling_params'] |= {'temperature': 1.0, 'seed': seed}
+    (choice,) = (await client.call('POST', '/inference/v1/generate', body))['choices']
+    logprobs = np.array([row['logprob'] for row in choice['logprobs']['content']])
+    wanted = forward(TIED, params, [*asked.prompt, *choice['token_ids']])[len(asked.prompt) :]
+    worst = max(worst, np.abs(logprobs - wanted).max())
+  assert await drafts(client) > before, 'drafts were accepted at temperature 1'
+  assert worst > 0.1
+  await client.close()
+
+
+def test_sampled_requests_are_refused_where_servers_speculate(pair, tmp_path):
+  async def main():
+    config = {'args': {'speculative_config': {'method': 'ngram'}}}
+    async with serving.attached(TIED, pair, tmp_path, **config) as fleet:
+      await fleet.load(weights(TIED, 1, A))
+      await ask(fleet, request(1, sampling=Sampling(temperature=0.0)))
+      with pytest.raises(UserError, match='only greedy requests'):
+        await ask(fleet, request(1))
+
+  asyncio.run(main())
+
+
+def test_servers_of_another_model_or_too_short_are_refused(pair, tmp_path):
+  async def main(model, words, **fields):
+    with pytest.raises(UserError, match=words):
+      async with serving.attached(model, pair, tmp_path, **fields):
+        pass
+
+  asyncio.run(
+    main(serving.model_of('qwen2', tied=True, vocab=29), r'embed_tokens.weight is \(30, 64\).*another vocabulary')
+  )
+  asyncio.run(main(serving.model_of('qwen2', tied=False), 'serves another model than the policy.*lm_head.weight'))
+  asyncio.run(main(TIED, 'float32, published is bfloat16.*rollout.vllm.dtype', dtype='bfloat16'))
+
+
+JOB = (
+  '--config.rollout.engine=vllm',
+  f'--config.rollout.vllm.environment={serving.ENVIRONMENT}',
+  '--config.rollout.vllm.dispatch=uniform',
+)
+
+
+def test_a_run_outlives_the_death_of_both_its_servers(tmp_path):
+  """One API server, then the other's engine process alone, killed in mid-run; both are started again."""
+  run = tmp_path / 'run'
+  process = job.start(run, *JOB, '--config.stages.grpo.steps=24', '--config.stages.grpo.group_size=16')
+  try:
+    job.wait_for_rows(run, 12 + 4, process, timeout_s=500)
+    tree = serving.descendants(process.pid)
+    memory = serving.shared_memory(tree)
+    first, second = serving.api_servers(process.pid)
+    serving.kill(first)
+    job.wait_for_rows(run, 12 + 8, process, timeout_s=500)
+    serving.kill(next(p for p, line in serving.descendants(second).items() if 'EngineCore' in line))
+    _, err = process.communicate(timeout=600)
+  except BaseException:
+    job.kill(process)
+    raise
+  assert process.returncode == 0, err[-3000:]
+  steps = [row for row in job.rows(run) if row['stage'] == 'grpo' and 'actor/pg_loss' in row]
+  assert len(steps) == 24
+  assert max(row['sampling/sampling_logp_difference/max'] for row in steps) < 1e-4, 'float32 on both sides'
+  assert {row['staleness/max'] for row in steps} == {0}
+  assert min(row['run/engines_serving'] for row in steps) < 2
+  assert sum(row['run/engine_restarts'] for row in steps) >= 1
+  report = audit(run / 'replay')
+  assert report.ok, report.lines
+  assert report.states['trained'] == 24 * 6 * 16
+  assert not serving.alive(tree) and not [file for file in memory if pathlib.Path(file).exists()]
+  assert not serving.published(run).exists()
+
+
+def test_nothing_of_an_owned_server_outlives_its_killed_trainer(tmp_path):
+  run = tmp_path / 'run'
+  process = job.start(run, *JOB, '--config.rollout.vllm.servers=1', '--config.stages.grpo.steps=4000')
+  try:
+    job.wait_for_rows(run, 12 + 2, process, timeout_s=500)
+    tree = serving.descendants(process.pid)
+    memory = serving.shared_memory(tree)
+    assert any('EngineCore' in line for line in tree.values()) and memory and serving.published(run).exists()
+  finally:
+    process.kill()
+    process.communicate()
+  left = lambda: [
+    *serving.alive(tree),
+    *filter(os.path.exists, memory),
+    *filter(os.path.exists, [serving.published(run)]),
+  ]
+  deadline = time.monotonic() + 30
+  while time.monotonic() < deadline and left():
+    time.sleep(0.1)
+  assert not left()
+
+
+def test_a_server_that_dies_at_start_shows_its_last_lines(tmp_path):
+  result = job.train(tmp_path / 'run', *JOB, '--config.rollout.vllm.args={"no_such_option": 7}', expect=1)
+  (line,) = [line for line in result.stderr.splitlines() if line.startswith('run stopped:')]
+  assert 'vLLM ended at start with exit code 2' in line and 'unrecognized arguments: --no-such-option' in line
+  assert 'Traceback' not in result.stderr
+
+
+def test_a_fleet_of_real_servers_keeps_the_contract(pair, tmp_path):
+  async def main():
+    async with serving.attached(TIED, pair, tmp_path) as fleet:
+      await engine_contract.hold(fleet, TIED, atol=1e-5)
+      await engine_contract.hold_closed(fleet)
+
+  asyncio.run(main())
+
+
+def front_in_namespace(address, folder):
+  """A front on the cable before a real server; ends with its input."""
+
+  async def main():
+    token = os.path.join(folder, 'token')
+    config = FrontConfig(host=namespaces.SERVING, allow_plaintext=True, token_file=token)
+    async with Front(config, upstream=address) as front:
+      print(front.address, flush=True)
+      await asyncio.to_thread(sys.stdin.read)
+
+  asyncio.run(main())
+
+
+def call_from_namespace(address, token):
+  """Statuses of a call to each route, and of a few that no front lets through."""
+
+  async def main():
+    headers = {'Authorization': f'Bearer {token}'} if token else {}
+    async with aiohttp.ClientSession(address, headers=headers) as session:
+      for method, path in (*ROUTES, ('POST', '/sleep'), ('GET', '/docs')):
+        async with session.request(method, path, json={} if method == 'POST' else None) as response:
+          print(path, response.status)
+
+  asyncio.run(main())
+
+
+def test_from_another_address_nothing_answers_without_the_token(pair, cabled, tmp_path):
+  """A real server behind a front, called from another network namespace: on every path, the unguarded ones too."""
+  (tmp_path / 'token').write_text('a-token-of-this-test\n')
+  (tmp_path / 'token').chmod(0o600)
+  pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'text': True, 'env': cabled.environment()}
+  front = subprocess.Popen(cabled.run(0, 'vllm_test', 'front_in_namespace', pair[0].address, str(tmp_path)), **pipes)
+  try:
+    address = front.stdout.readline().strip()
+
+    def call(token):
+      command = cabled.run(1, 'vllm_test', 'call_from_namespace', address, token)
+      out = subprocess.run(command, env=pipes['env'], capture_output=True, text=True, check=True, timeout=120).stdout
+      return dict(line.split() for line in out.splitlines())
+
+    for token in ('', 'another-token-than-its'):
+      statuses = call(token)
+      assert {'/collective_rpc', '/pause', '/resume', '/update_weights'} <= set(statuses)
+      assert set(statuses.values()) == {'401'}
+    statuses = call('a-token-of-this-test')
+    assert statuses['/health'] == statuses['/is_paused'] == statuses['/v1/models'] == '200'
+    assert statuses['/sleep'] == statuses['/docs'] == '403'
+  finally:
+    front.communicate(timeout=60)
