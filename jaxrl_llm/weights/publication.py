@@ -30,6 +30,7 @@ FILE = 'weights.safetensors'
 MANIFEST = 'manifest.json'
 _BLOCK = 1 << 20
 """Bytes that are converted, digested and written at a time; they stay in a core's cache between the three."""
+_ANOTHER = 'is this another model than at the start?'
 _CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16', 'float64': 'F64'}
 """safetensors' names of dtypes."""
 
@@ -95,7 +96,7 @@ class PublicationFolder:
       manifest = {'version': str(version), 'dtype': self._dtype, 'files': publication.files}
       (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + '\n')
       if directory.exists():
-        shutil.rmtree(directory)
+        self._remove(directory)
       unfinished.rename(directory)
       _sync_directory(self.root)
     return publication
@@ -108,9 +109,15 @@ class PublicationFolder:
         if directory in kept:
           continue
         if (self.root / 'unfinished').exists():
-          shutil.rmtree(directory)
+          self._remove(directory)
         else:
           directory.rename(self.root / 'unfinished')
+
+  def _remove(self, directory: Path) -> None:
+    # Under another name first: who is killed in the middle leaves no version without its file.
+    discarded = self.root / 'discarded'
+    directory.rename(discarded)
+    shutil.rmtree(discarded)
 
   def close(self) -> None:
     """Removes all of it."""
@@ -131,7 +138,6 @@ class _Layout:
   def __init__(self, spec: ModelSpec, dtype: str):
     self._dtype = dtype_of(dtype)
     self._spec = spec
-    self._helper = ThreadPoolExecutor(1, thread_name_prefix='digest')
     header, self._places, offset = {'__metadata__': {'format': 'pt'}}, {}, 0
     for entry in entries(spec):
       size = int(np.prod(entry.shape)) * self._dtype.itemsize
@@ -150,27 +156,32 @@ class _Layout:
 
   def write(self, file: BinaryIO, leaves: Iterable[tuple[str, np.ndarray]]) -> dict[str, str]:
     """Digests by Hugging Face name, in the order of the table."""
-    file.write(self._header)
+    _write_all(file, memoryview(self._header))
     digests: dict[str, str] = {}
     staging = np.empty(_BLOCK // self._dtype.itemsize, self._dtype)
-    for name, leaf in leaves:
-      targets = self._by_leaf.get(name, ())
-      stacked = len(targets) > 1 or (targets and targets[0].layer is not None and name == targets[0].path)
-      for entry in targets:
-        tensor = leaf[entry.layer] if stacked else leaf
-        if tensor.shape != entry.shape:
-          raise UserError(
-            f'{name}: parameters have {tensor.shape}, the model that is published wants {entry.shape}; '
-            'another model than at the start?'
-          )
-        file.seek(len(self._header) + self._places[entry.hf])
-        digests[entry.hf] = _write_tensor(file, tensor, staging, self._helper)
-      if not targets:
-        raise UserError(f'{name}: no parameter of the {self._spec.family} model that is published')
+    with ThreadPoolExecutor(1, thread_name_prefix='digest') as helper:
+      for name, leaf in leaves:
+        stacked = self._check(name, leaf)
+        for entry in self._by_leaf[name]:
+          file.seek(len(self._header) + self._places[entry.hf])
+          digests[entry.hf] = _write_tensor(file, leaf[entry.layer] if stacked else leaf, staging, helper)
     missing = [hf for hf in self._places if hf not in digests]
     if missing:
-      raise UserError(f'weights to publish lack {missing[:4]} ({len(missing)} of {len(self._places)} tensors)')
+      raise UserError(
+        f'weights to publish lack {missing[:4]} ({len(missing)} of {len(self._places)} tensors); {_ANOTHER}'
+      )
     return {hf: digests[hf] for hf in self._places}
+
+  def _check(self, name: str, leaf: np.ndarray) -> bool:
+    """Whether a leaf stacks the layers; UserError for one that is not the model's."""
+    targets = self._by_leaf.get(name)
+    if targets is None:
+      raise UserError(f'{name}: no parameter of the {self._spec.family} model that is published; {_ANOTHER}')
+    stacked = targets[0].layer is not None and name == targets[0].path
+    wanted = (len(targets), *targets[0].shape) if stacked else targets[0].shape
+    if leaf.shape != wanted:
+      raise UserError(f'{name}: parameters have {leaf.shape}, the model that is published wants {wanted}; {_ANOTHER}')
+    return stacked
 
 
 def _write_tensor(file: BinaryIO, tensor: np.ndarray, staging: np.ndarray, helper: ThreadPoolExecutor) -> str:
