@@ -35,6 +35,11 @@ class View(NamedTuple):
   length: int | None = None
   """Of that axis in the whole tensor; None = not known."""
 
+  @property
+  def whole(self) -> tuple[int | None, ...]:
+    """Shape of the whole tensor, as far as it is known."""
+    return tuple(self.length if axis == self.dim else n for axis, n in enumerate(self.tensor.shape))
+
   def of(self, whole: torch.Tensor) -> torch.Tensor:
     """The part of a whole tensor that belongs here."""
     return whole if self.dim is None else whole.narrow(self.dim, self.start, self.tensor.shape[self.dim])
@@ -42,13 +47,9 @@ class View(NamedTuple):
   def fits(self, whole: torch.Tensor) -> bool:
     if whole.dim() != self.tensor.dim() or whole.dtype != self.tensor.dtype:
       return False
-    wanted = list(self.tensor.shape)
-    if self.dim is not None:
-      found = whole.shape[self.dim]
-      if self.start + wanted[self.dim] > found:
-        return False
-      wanted[self.dim] = found if self.length is None else self.length
-    return list(whole.shape) == wanted
+    if self.dim is not None and self.start + self.tensor.shape[self.dim] > whole.shape[self.dim]:
+      return False
+    return all(wanted in (None, found) for wanted, found in zip(self.whole, whole.shape, strict=True))
 
 
 def hf_views(model: torch.nn.Module) -> dict[str, View]:
@@ -141,8 +142,8 @@ def load(views: Mapping[str, View], tensors: Mapping[str, torch.Tensor]) -> None
   for name, view in views.items():
     if not view.fits(tensors[name]):
       raise ValueError(
-        f'{name}: published as {tuple(tensors[name].shape)} {tensors[name].dtype}, the model has '
-        f'{tuple(view.tensor.shape)} {view.tensor.dtype}'
+        f'{name}: published as {tuple(tensors[name].shape)} {tensors[name].dtype}, the model has {view.whole} '
+        f'{view.tensor.dtype}'
       )
   with torch.no_grad():
     for name, view in views.items():
