@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from serving import ask, forward, request, weights_of
+from serving import VOCAB, ask, forward, request, weights_of
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.types import Version
@@ -19,7 +19,7 @@ async def hold(engine: Engine, model, *, atol: float) -> None:
   """Checks a started engine without weights.
 
   Args:
-    model: a model of 30 tokens, whose sequences may be 400 tokens long.
+    model: a model of VOCAB tokens, whose sequences may be 400 tokens long.
     atol: of logprobs against the model's own forward.
   """
   assert isinstance(engine, Engine)
@@ -46,7 +46,7 @@ async def _tokens_are_the_policys(engine, model, params, version, atol) -> None:
   for temperature, samples in ((0.0, 1), (0.7, 4), (1.0, 4)):
     # With half of the vocabulary as stop ids, some stop and some do not.
     asked = request(
-      5, max_tokens=6, samples=samples, sampling=Sampling(temperature=temperature), stop_ids=tuple(range(0, 30, 4))
+      5, max_tokens=6, samples=samples, sampling=Sampling(temperature=temperature), stop_ids=tuple(range(0, VOCAB, 4))
     )
     for completion in await ask(engine, asked):
       tokens = completion.tokens.tolist()
@@ -66,7 +66,7 @@ async def _tokens_are_the_policys(engine, model, params, version, atol) -> None:
 
 
 def _best(model, params, tokens) -> float:
-  return max(forward(model, params, [*tokens, token])[-1] for token in range(30))
+  return max(forward(model, params, [*tokens, token])[-1] for token in range(VOCAB))
 
 
 async def _samples_do_not_depend_on_their_number(engine) -> None:
@@ -81,8 +81,8 @@ async def _samples_do_not_depend_on_their_number(engine) -> None:
 async def _bad_requests_are_refused(engine) -> None:
   with pytest.raises(UserError, match='more than the 400'):
     await ask(engine, request(1, length=390, max_tokens=24))
-  with pytest.raises(UserError, match='vocabulary of 30'):
-    await ask(engine, request(1, prompt=(3, 30)))
+  with pytest.raises(UserError, match=f'vocabulary of {VOCAB}'):
+    await ask(engine, request(1, prompt=(3, VOCAB)))
 
 
 async def _a_caller_may_leave(engine) -> None:

@@ -26,7 +26,8 @@ def test_embedded_engine():
 
 def test_fleet_of_fake_servers(tmp_path):
   async def main():
-    servers = [FakeServer(Sampled(MODEL.spec), max_model_len=serving.LENGTH, vocab_size=30) for _ in range(2)]
+    shape = dict(max_model_len=serving.LENGTH, vocab_size=serving.VOCAB)
+    servers = [FakeServer(Sampled(MODEL.spec), **shape) for _ in range(2)]
     addresses = [await server.start(uds=str(tmp_path / f'{i}.sock')) for i, server in enumerate(servers)]
     async with serving.attached(MODEL, addresses, tmp_path) as fleet:
       await engine_contract.hold(fleet, MODEL, atol=1e-4)

@@ -497,7 +497,7 @@ def test_a_sender_that_cannot_start_or_init_says_why_and_is_gone(folder):
   asyncio.run(main())
 
 
-def test_a_replica_takes_a_version_through_a_sender_and_ends_it_with_its_client(folder):
+def test_a_replica_takes_a_version_through_a_sender(folder):
   async def main():
     async with connected(folder) as (server, client, transfer):
       replica = Replica('vllm-0', client=client, server=None, transfer=transfer)
@@ -515,7 +515,7 @@ def test_a_replica_takes_a_version_through_a_sender_and_ends_it_with_its_client(
       assert server.paused, 'nobody samples from what may be a mixture'
       await transfer.connect(client)
       group = transfer.pid
-      await client.close()
+      await transfer.close()
       assert transfer.pid is None and all_gone(group)
 
   asyncio.run(main())

@@ -36,6 +36,8 @@ from jaxrl_llm.weights.publication import PublicationFolder
 
 ROOT = pathlib.Path(__file__).parents[1]
 ENVIRONMENT = os.environ.get('JAXRL_LLM_VLLM_ENVIRONMENT', str(ROOT / '.venv-vllm'))
+VOCAB = 29
+"""As the quickstart's tokenizer has it, so that its job can run on a test's servers."""
 LENGTH = 400
 """Tokens of the longest sequence: several blocks of vLLM's cache, which are 128 tokens long on CPUs."""
 FAULTY = {'faulty_worker': ROOT / 'tests' / 'fixtures' / 'faulty_worker.py'}
@@ -52,7 +54,7 @@ SHAPE = dict(
 )
 
 
-def model_of(family: str, *, tied: bool, vocab: int = 30):
+def model_of(family: str, *, tied: bool, vocab: int = VOCAB):
   return build_model(tiny(family, vocab, **SHAPE, tie_word_embeddings=tied), ModelOptions())
 
 
@@ -125,7 +127,7 @@ def weights_of(model, params, version: Version) -> Weights:
 
 
 def request(number: int, *, length: int = 5, **fields) -> Request:
-  prompt = tuple(np.random.default_rng(number).integers(2, 30, length).tolist())
+  prompt = tuple(np.random.default_rng(number).integers(2, VOCAB, length).tolist())
   return Request(**{'uid': f'r{number}', 'prompt': prompt, 'max_tokens': 24, 'key': (number, 9), **fields})
 
 
@@ -240,7 +242,7 @@ async def started(servers):
 
 def long_prompt(number):
   """Longer than two blocks of the cache."""
-  return np.random.default_rng(number).integers(2, 30, 300).tolist()
+  return np.random.default_rng(number).integers(2, VOCAB, 300).tolist()
 
 
 async def prompt_logprobs(server, tokens):
@@ -278,5 +280,17 @@ def api_servers(pid):
   return parents
 
 
-def alive(tree):
-  return [line for pid, line in tree.items() if pathlib.Path(f'/proc/{pid}').exists()]
+def processes(tree: dict[int, str]) -> dict[int, str]:
+  """Those of servers and their guards."""
+  return {pid: line for pid, line in tree.items() if 'vllm' in line.lower()}
+
+
+def wait_until_gone(tree: dict[int, str], files: set[str]) -> None:
+  """Returns when processes and files are gone; AssertionError with what is left after 30 s."""
+  deadline = time.monotonic() + 30
+  while left := [
+    *(line for pid, line in tree.items() if os.path.exists(f'/proc/{pid}')),
+    *filter(os.path.exists, files),
+  ]:
+    assert time.monotonic() < deadline, left
+    time.sleep(0.1)

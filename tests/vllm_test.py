@@ -6,10 +6,8 @@ checkpoint, with speculation; two in a run, which are killed and started again; 
 
 import asyncio
 import os
-import pathlib
 import subprocess
 import sys
-import time
 
 import aiohttp
 import engine_contract
@@ -19,7 +17,7 @@ import namespaces
 import numpy as np
 import pytest
 import serving
-from serving import ask, fault, forward, request, weights
+from serving import VOCAB, ask, fault, forward, request, weights
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.types import Version
@@ -294,7 +292,9 @@ def test_servers_of_another_model_or_too_short_are_refused(pair, tmp_path):
         pass
 
   asyncio.run(
-    main(serving.model_of('qwen2', tied=True, vocab=29), r'embed_tokens.weight is \(30, 64\).*another vocabulary')
+    main(
+      serving.model_of('qwen2', tied=True, vocab=VOCAB - 1), r'embed_tokens.weight is \(29, 64\).*another vocabulary'
+    )
   )
   asyncio.run(main(serving.model_of('qwen2', tied=False), 'serves another model than the policy.*lm_head.weight'))
   asyncio.run(main(TIED, 'float32, published is bfloat16.*rollout.vllm.dtype', dtype='bfloat16'))
@@ -313,8 +313,8 @@ def test_a_run_outlives_the_death_of_both_its_servers(tmp_path):
   process = job.start(run, *JOB, '--config.stages.grpo.steps=24', '--config.stages.grpo.group_size=16')
   try:
     job.wait_for_rows(run, 12 + 4, process, timeout_s=500)
-    tree = serving.descendants(process.pid)
-    memory = serving.shared_memory(tree)
+    tree = serving.processes(serving.descendants(process.pid))
+    files = {*serving.shared_memory(tree), str(serving.published(run))}
     first, second = serving.api_servers(process.pid)
     serving.kill(first)
     job.wait_for_rows(run, 12 + 8, process, timeout_s=500)
@@ -333,8 +333,7 @@ def test_a_run_outlives_the_death_of_both_its_servers(tmp_path):
   report = audit(run / 'replay')
   assert report.ok, report.lines
   assert report.states['trained'] == 24 * 6 * 16
-  assert not serving.alive(tree) and not [file for file in memory if pathlib.Path(file).exists()]
-  assert not serving.published(run).exists()
+  serving.wait_until_gone(tree, files)
 
 
 def test_nothing_of_an_owned_server_outlives_its_killed_trainer(tmp_path):
@@ -342,21 +341,13 @@ def test_nothing_of_an_owned_server_outlives_its_killed_trainer(tmp_path):
   process = job.start(run, *JOB, '--config.rollout.vllm.servers=1', '--config.stages.grpo.steps=4000')
   try:
     job.wait_for_rows(run, 12 + 2, process, timeout_s=500)
-    tree = serving.descendants(process.pid)
-    memory = serving.shared_memory(tree)
-    assert any('EngineCore' in line for line in tree.values()) and memory and serving.published(run).exists()
+    tree = serving.processes(serving.descendants(process.pid))
+    files = {*serving.shared_memory(tree), str(serving.published(run))}
+    assert any('EngineCore' in line for line in tree.values()) and len(files) > 1 and serving.published(run).exists()
   finally:
     process.kill()
     process.communicate()
-  left = lambda: [
-    *serving.alive(tree),
-    *filter(os.path.exists, memory),
-    *filter(os.path.exists, [serving.published(run)]),
-  ]
-  deadline = time.monotonic() + 30
-  while time.monotonic() < deadline and left():
-    time.sleep(0.1)
-  assert not left()
+  serving.wait_until_gone(tree, files)
 
 
 def test_a_server_that_dies_at_start_shows_its_last_lines(tmp_path):

@@ -11,7 +11,7 @@ import hashlib
 import json
 import pathlib
 import ssl
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -58,8 +58,6 @@ class VllmClient:
     self._key, self._ca_file = key, ca_file
     self._session: aiohttp.ClientSession | None = None
     self._closed = False
-    self.before_close: list[Callable[[], Awaitable[None]]] = []
-    """What ends with the client, because it calls the server through it."""
     if address.startswith('unix:'):
       self._base = 'http://server'
     elif address.startswith(('http://', 'https://')):
@@ -84,8 +82,6 @@ class VllmClient:
 
   async def close(self) -> None:
     self._closed = True
-    for end in self.before_close:
-      await end()
     if self._session is not None:
       await self._session.close()
       self._session = None

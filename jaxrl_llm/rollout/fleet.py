@@ -31,6 +31,8 @@ _ATTACHED_LOOK_S = 2.0
 """Seconds between looks at an attached server that is not there."""
 
 
+_BURST = 16
+"""Requests that begin in one turn of the event loop, at most."""
 _PATIENCE = 3
 """Failures in a row after which a server is started again though it answers."""
 
@@ -128,6 +130,7 @@ class Fleet:
 
   async def _end(self, replica: Replica) -> None:
     replica.state = State.GONE
+    await replica.transfer.close()
     await replica.client.close()
     if replica.server is not None:
       await replica.server.stop()
@@ -172,6 +175,7 @@ class Fleet:
         self._deal()
         raise RunError(f'version {weights.version} was not published, {self._version or "none"} goes on: {refusals[0]}')
       for replica in held:
+        replica.forget()  # So that it is started again: what others read is not bad, so something here is.
         self._repair(replica, 'refused what other servers took')
       await self._until_serving(publication.version)
       self._earlier = before
@@ -196,6 +200,7 @@ class Fleet:
     return None
 
   async def _transact(self, replica: Replica, current: _Current) -> None:
+    await replica.recognise()
     await replica.take(
       current.publication, current.probe, tolerance=self._tolerance, deadline_s=self._config.transfer_deadline_s
     )
@@ -436,8 +441,13 @@ class Fleet:
       raise
 
   def _deal(self) -> None:
-    """Gives waiting requests to servers, first come first served, as far as these have room."""
-    while self._waiting:
+    """Gives waiting requests to servers, first come first served, as far as these have room.
+
+    A few at a time: hundreds that begin in one turn of the event loop would hold up everything else in it.
+    """
+    for _ in range(_BURST):
+      if not self._waiting:
+        return
       if self._waiting[0].done():
         self._waiting.popleft()
         continue
@@ -447,6 +457,7 @@ class Fleet:
       replica.in_flight += 1
       replica.assigned += 1
       self._waiting.popleft().set_result((replica, replica.life))
+    asyncio.get_running_loop().call_soon(self._deal)
 
   def _choose(self) -> Replica | None:
     current = self._current.publication.version if self._current else None

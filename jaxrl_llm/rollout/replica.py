@@ -45,11 +45,10 @@ class Replica:
     """
     Args:
       server: where it is ours to start and stop; None for an attached one.
-      transfer: how weights come into it, of this replica alone; it ends with the client. None = from files.
+      transfer: how weights come into it, of this replica alone; None = from files.
     """
     self.name, self.client, self.server = name, client, server
     self.transfer: Transfer = transfer or FileTransfer()
-    client.before_close.append(self.transfer.close)
     self.state = State.DOWN
     self.version: Version | None = None
     """The newest proven one."""
@@ -74,6 +73,11 @@ class Replica:
     self.life += 1
     self.version = None
     self.proven.clear()
+
+  async def recognise(self) -> None:
+    """Lost if another process is behind the address than was brought to `version`: nobody has looked at that."""
+    if self.version is not None and (label := await self.client.served_label()) != str(self.version):
+      raise Lost(f'engine {self.name}: serves {label!r} and not {self.version}; it was started again by somebody else')
 
   async def take(self, publication: Publication, probe: Probe | None, *, tolerance: float, deadline_s: float) -> None:
     """Brings the server to a publication, as architecture's contract has it.
@@ -106,9 +110,6 @@ class Replica:
       self.settled.set()
 
   async def _hold_and_send(self, publication: Publication, deadline_s: float) -> None:
-    label = await self.client.served_label()
-    if self.version is not None and label != str(self.version):
-      raise Lost(f'engine {self.name}: serves {label!r}, not {self.version}: another process than was looked at')
     try:
       await self.client.pause()
       await self.transfer.send(self.client, publication, deadline_s=deadline_s)

@@ -1,0 +1,1091 @@
+"""The fleet over fake servers: each sample once, each token of a proven version, whatever becomes of the servers.
+
+A token's logprob tells who drew it: the server, which of its draws, and the step of the weights that were loaded.
+"""
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import json
+
+import aiohttp
+import numpy as np
+import pytest
+import serving
+from aiohttp import web
+from serving import ask, request
+
+from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.rollout import fleet as fleet_module
+from jaxrl_llm.rollout.api import Probe, Sampling, Weights
+from jaxrl_llm.rollout.client import VllmClient, read_key, sampler_seed
+from jaxrl_llm.rollout.fake import Drawn, FakeServer, Fault, Scripted
+from jaxrl_llm.rollout.front import Front, FrontConfig
+from jaxrl_llm.rollout.replica import Replica, State
+from jaxrl_llm.weights.publication import FILE
+from jaxrl_llm.weights.tables import entries
+
+MODEL = serving.model_of('qwen2', tied=True)
+A, B, C = (Version(0, step) for step in (1, 2, 3))
+NORM = 'model.norm.weight'
+"""All of it is the step of the weights."""
+GARBAGE = 99
+"""What it is instead on a server that was never published to."""
+GENERATE, UPDATE = '/inference/v1/generate', '/update_weights'
+VOCAB = serving.VOCAB
+SCALE = 2.0**-14
+"""So that a logprob tells up to 2**24 exactly in float32, and is never as low as vLLM's for impossible tokens."""
+PATIENCE_S = 60
+"""Of a test that would otherwise hang; no test waits for it to pass."""
+SOON = {'latency_s': 1.0, 'min_tokens_per_s': 1000.0}
+"""For servers that hang."""
+PERSISTENT = {'max_restarts': 10**6}
+"""For servers that are brought back again and again, until the test mends them."""
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch):
+  monkeypatch.setattr(fleet_module, '_ATTACHED_LOOK_S', 0.02)
+  monkeypatch.setattr(fleet_module, '_WATCH_S', 0.02)
+
+
+def run(main):
+  async def bounded():
+    async with asyncio.timeout(PATIENCE_S):
+      await main()
+
+  asyncio.run(bounded())
+
+
+async def until(reached):
+  while not reached():
+    await asyncio.sleep(0.002)
+
+
+@functools.cache
+def tensors(step, spec=MODEL.spec):
+  random = np.random.default_rng(step)
+  made = {entry.hf: random.standard_normal(entry.shape, np.float32) for entry in entries(spec)}
+  return made | {NORM: np.full_like(made[NORM], step)}
+
+
+def score(tokens, loaded):
+  """Every tensor counts."""
+  rest = sum(float(tensor.mean()) for tensor in loaded.values())
+  return [rest - float(np.abs(loaded['model.embed_tokens.weight'][token]).sum()) for token in tokens[1:]]
+
+
+def weights(version, *, probed=None):
+  """Those of the version's step.
+
+  Args:
+    probed: step of what the trainer computes with, if it is something else.
+  """
+  sequences = np.random.default_rng(0).integers(0, VOCAB, (2, 6), np.int32)
+  loaded = tensors(probed or version.step)
+  logprobs = np.array([[0.0, *score(row, loaded)] for row in sequences], np.float32)
+  leaves = [(entry.unrolled, tensors(version.step)[entry.hf]) for entry in entries(MODEL.spec)]
+  return Weights(version=version, leaves=leaves, probe=Probe(sequences=sequences, logprobs=logprobs))
+
+
+def script(seed, count):
+  return [2 + (seed + i) % (VOCAB - 2) for i in range(count)]
+
+
+class Marked(Scripted):
+  """The script of a seed, with logprobs that say who drew each token, which draw of it, and from what weights."""
+
+  def __init__(self, number, spec=MODEL.spec):
+    super().__init__(lambda *_: ([], []), tensors(GARBAGE, spec), score=score)
+    self.number, self.draws = number, itertools.count(1)
+    self.working = self.most = 0
+    self.used = set()
+    """Steps of the weights that tokens of requests were drawn from."""
+    self.may_score = asyncio.Event()
+    self.may_score.set()
+    self.scoring = 0
+
+  async def score(self, tokens):
+    self.scoring += 1
+    await self.may_score.wait()
+    self.scoring -= 1
+    return await super().score(tokens)
+
+  async def draw(self, prompt, params, index):
+    draw = next(self.draws)
+    asked = len(prompt) > 2  # Else it is the fleet's own.
+    self.working += asked
+    self.most = max(self.most, self.working)
+    try:
+      for token in script(params.seed, params.max_tokens):
+        step = int(self.tensors[NORM][0])
+        self.used |= {step} if asked else set()
+        yield Drawn([token], [-SCALE * ((draw * 4 + self.number) * 128 + step)], [self.generation])
+    finally:
+      self.working -= asked
+
+
+class Place:
+  """Where one fake server listens, or after its death the next."""
+
+  def __init__(self, folder, number):
+    self.number, self.uds = number, str(folder / f'{number}.sock')
+    self.address = f'unix:{self.uds}'
+
+  async def start(self, spec=MODEL.spec, **fields):
+    self.policy = Marked(self.number, spec)
+    fields = {'max_model_len': serving.LENGTH, 'vocab_size': VOCAB, **fields}
+    self.server = FakeServer(self.policy, **fields)
+    self.faults = self.server.faults
+    await self.server.start(uds=self.uds)
+
+  async def restart(self):
+    """Another process, whose weights nobody published."""
+    await self.server.close()
+    await self.start()
+
+  @property
+  def asked(self):
+    """Names of the requests that came, oldest first."""
+    return [body['request_id'] for body in self.server.generate_bodies if 'request_id' in body]
+
+  async def digests(self):
+    async with calling(self) as client:
+      (found,) = await client.digests(deadline_s=30)
+      return found
+
+
+@contextlib.asynccontextmanager
+async def calling(place):
+  client = VllmClient(place.address)
+  try:
+    yield client
+  finally:
+    await client.close()
+
+
+@contextlib.asynccontextmanager
+async def places(folder, count, **fields):
+  made = [Place(folder, i) for i in range(count)]
+  for place in made:
+    await place.start(**fields)
+  try:
+    yield made
+  finally:
+    for place in made:
+      await place.server.close()
+
+
+@contextlib.asynccontextmanager
+async def fleet_over(made, folder, *, first=A, **config):
+  """A fleet of attached servers that serves its first version."""
+  async with serving.attached(MODEL, [place.address for place in made], folder, **config) as fleet:
+    if first is not None:
+      await fleet.load(weights(first))
+    yield fleet
+
+
+class Between:
+  """A place before another: passes all on, but for what a test does to it."""
+
+  def __init__(self, place):
+    self.place, self.uds = place, f'{place.uds}-between'
+    self.address = f'unix:{self.uds}'
+    self.alter_body = self.alter_answer = lambda path, body: None
+    """Change it in place; (path, JSON)."""
+    self.status = lambda path: None
+    """Answered instead, where it gives one."""
+    self.let_through = asyncio.Event()
+    """Whether requests for samples are."""
+    self.let_through.set()
+    self.held = 0
+
+  async def __aenter__(self):
+    self._session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(self.place.uds, force_close=True, limit=0))
+    application = web.Application()
+    application.router.add_route('*', '/{path:.*}', self._pass_on)
+    self._runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    await self._runner.setup()
+    await web.UnixSite(self._runner, self.uds).start()
+    return self
+
+  async def __aexit__(self, *_):
+    await self._runner.cleanup()
+    await self._session.close()
+
+  async def _pass_on(self, incoming):
+    body, path = await incoming.json() if incoming.can_read_body else None, incoming.path
+    sampling = path == GENERATE and 'request_id' in body
+    if sampling:
+      self.held += 1
+      await self.let_through.wait()
+    if (path != GENERATE or sampling) and (status := self.status(path)) is not None:
+      return web.json_response({'error': {'message': 'not for you'}}, status=status)
+    self.alter_body(path, body)
+    async with self._session.request(incoming.method, f'http://server{incoming.path_qs}', json=body) as response:
+      text, status = await response.text(), response.status
+    answer = json.loads(text) if text else None
+    if status == 200 and (path != GENERATE or sampling):
+      self.alter_answer(path, answer)
+    return web.Response(text='' if answer is None else json.dumps(answer), status=status)
+
+
+def check(asked, completions):
+  """Whole, the sample that was asked for, and every token drawn from the weights that its segment names."""
+  for index, completion in enumerate(completions):
+    assert completion.tokens.tolist() == script(sampler_seed(3, asked.key, index), asked.max_tokens)
+    drawn_by, steps = np.divmod((-completion.logprobs / SCALE).astype(np.int64), 128)
+    assert len(set(drawn_by)) == 1, 'of one draw'
+    assert {segment.engine for segment in completion.segments} == {f'vllm-{drawn_by[0] % 4}'}
+    named = [segment.version.step for segment in completion.segments for _ in range(segment.start, segment.end)]
+    assert named == steps.tolist()
+
+
+def draws(completions):
+  return [draw_of(completion.logprobs[0]) for completion in completions]
+
+
+def draw_of(logprob):
+  """Of all draws of all servers."""
+  return int(-logprob / SCALE) // 128
+
+
+def engines(completions):
+  return [completion.segments[0].engine for completion in completions]
+
+
+async def wave(fleet, *, groups=6, samples=3, begin=0, **fields):
+  """Completions of groups that are asked for at once, checked."""
+  asked = [request(begin + i, samples=samples, max_tokens=8, **fields) for i in range(groups)]
+  found = await asyncio.gather(*(ask(fleet, one) for one in asked))
+  for one, completions in zip(asked, found, strict=True):
+    check(one, completions)
+  together = draws(itertools.chain(*found))
+  assert len(set(together)) == len(together) == groups * samples, 'each once'
+  return found
+
+
+def versions(found):
+  return {segment.version for completions in found for c in completions for segment in c.segments}
+
+
+async def back(fleet, place, version):
+  """Waits until a server serves a version, and sees that it holds what was published as that."""
+  replica = fleet.replicas[place.number]
+  await until(lambda: replica.state == State.SERVING and replica.version == version)
+  assert place.server.label == str(version) and not place.server.paused
+  assert await place.digests() == fleet._current.publication.digests
+  assert int(place.policy.tensors[NORM][0]) == version.step
+
+
+# Dispatch.
+
+
+@pytest.mark.parametrize(('groups', 'samples', 'servers'), [(7, 3, 2), (5, 5, 3), (1, 7, 2)])
+def test_uniform_dispatch_deals_a_wave_evenly_and_spreads_groups(tmp_path, groups, samples, servers):
+  async def main():
+    async with places(tmp_path, servers) as made, fleet_over(made, tmp_path, dispatch='uniform') as fleet:
+      found = await wave(fleet, groups=groups, samples=samples)
+      counts = [len(place.asked) for place in made]
+      assert sum(counts) == groups * samples and max(counts) - min(counts) <= 1
+      for completions in found:
+        of_group = [engines(completions).count(f'vllm-{i}') for i in range(servers)]
+        assert max(of_group) - min(of_group) <= 1
+
+  run(main)
+
+
+def test_a_server_that_came_back_is_not_flooded(tmp_path):
+  async def main():
+    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path, dispatch='uniform') as fleet:
+      await made[0].server.die()
+      await wave(fleet, groups=10)
+      assert len(made[1].asked) >= 15
+      await made[0].restart()
+      await back(fleet, made[0], A)
+      before = len(made[1].asked)
+      await wave(fleet, groups=11, samples=1, begin=10)
+      assert len(made[0].asked) in (5, 6) and len(made[1].asked) - before in (5, 6)
+
+  run(main)
+
+
+def test_a_slow_server_gets_no_more_while_others_work(tmp_path):
+  async def main():
+    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path, dispatch='least_loaded') as fleet:
+      made[0].faults.stall_at = 1
+      slow = asyncio.create_task(wave(fleet, groups=3, samples=2))
+      await until(lambda: made[0].server.running == 3 and made[1].server.finished['length'] >= 3)
+      await until(lambda: fleet.replicas[1].in_flight == 0)
+      for number in range(5):
+        await wave(fleet, groups=1, samples=2, begin=10 + number)
+      assert len(made[0].asked) == 3 and len(made[1].asked) == 3 + 10
+      made[0].faults.stall_at = None
+      await slow
+
+  run(main)
+
+
+@pytest.mark.parametrize('dispatch', ['uniform', 'least_loaded'])
+def test_no_server_works_on_more_than_it_may(tmp_path, dispatch):
+  async def main():
+    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path, dispatch=dispatch, max_in_flight=3) as fleet:
+      for place in made:
+        place.faults.stall_at = 1
+      waves = asyncio.create_task(wave(fleet, groups=10))
+      await until(lambda: all(place.server.running == 3 for place in made))
+      for place in made:
+        place.faults.stall_at = None
+      await waves
+      assert [place.policy.most for place in made] == [3, 3]
+      assert sum(len(place.asked) for place in made) == 30
+
+  run(main)
+
+
+# Servers that fail while they work.
+
+
+@pytest.mark.parametrize('fault', [Fault.INTERNAL_ERROR, Fault.UNAVAILABLE, Fault.HANG, Fault.CUT, Fault.ABORT])
+def test_a_hiccup_loses_no_sample_and_the_server_serves_again(tmp_path, fault):
+  async def main():
+    config = SOON if fault == Fault.HANG else {}
+    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path, dispatch='uniform', **config) as fleet:
+      made[0].faults.fault, made[0].faults.after, made[0].faults.times = fault, 2, 1
+      assert versions(await wave(fleet)) == {A}
+      assert made[0].faults.times == 0 and fleet.counts['retries'] >= 1
+      assert fleet.counts['completions'] == 18 and fleet.counts['tokens'] == 18 * 8
+      await back(fleet, made[0], A)
+      assert {*itertools.chain(*map(engines, await wave(fleet, begin=9)))} == {'vllm-0', 'vllm-1'}
+      assert made[0].policy.used == {A.step} and fleet.counts['restarts'] == 0
+      assert fleet.take_metrics()['run/engine_retries'] == fleet.counts['retries']
+
+  run(main)
+
+
+@pytest.mark.parametrize('fault', [Fault.DIE, Fault.CORE])
+def test_a_server_that_died_gets_no_request_before_it_has_the_current_version(tmp_path, fault):
+  async def main():
+    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path, dispatch='uniform') as fleet:
+      made[0].faults.fault, made[0].faults.after = fault, 2
+      assert versions(await wave(fleet)) == {A}
+      assert fleet.counts['retries'] >= 1
+      await asyncio.wait_for(made[0].server.ended.wait(), 30)
+      assert fleet.take_metrics()['run/engines_serving'] == 1
+      await made[0].restart()
+      await back(fleet, made[0], A)
+      assert {*itertools.chain(*map(engines, await wave(fleet, begin=9)))} == {'vllm-0', 'vllm-1'}
+      assert made[0].policy.used == {A.step}
+
+  run(main)
+
+
+def too_few(choice):
+  choice['token_ids'], choice['logprobs']['content'] = choice['token_ids'][:3], choice['logprobs']['content'][:3]
+  choice['weight_versions'][-1]['end'] = 3
+
+
+def too_many(choice):
+  choice['token_ids'].append(5)
+  choice['logprobs']['content'].append({'token_id': 5, 'logprob': -1.0})
+  choice['weight_versions'][-1]['end'] += 1
+
+
+WRONG = {
+  'too few': too_few,
+  'too many': too_many,
+  'foreign logprobs': lambda choice: choice['logprobs']['content'][2].update(token_id=1),
+  'a logprob too few': lambda choice: choice['logprobs']['content'].pop(),
+  'no logprobs': lambda choice: choice.update(logprobs=None),
+  'minus infinity': lambda choice: choice['logprobs']['content'][2].update(logprob=-9999.0),
+  'no number': lambda choice: choice['logprobs']['content'][2].update(logprob=float('nan')),
+  'no reason': lambda choice: choice.update(finish_reason=None),
+  'no stop token': lambda choice: choice.update(finish_reason='stop'),
+  'no version': lambda choice: choice['weight_versions'][-1].update(version=None),
+  'no token of ours': lambda choice: choice['token_ids'].__setitem__(0, 1 << 40),
+  'a gap': lambda choice: choice['weight_versions'][0].update(start=1),
+  'no spans': lambda choice: choice.update(weight_versions=[]),
+  'another version': lambda choice: choice['weight_versions'][0].update(version='0.2'),
+}
+
+
+@pytest.mark.parametrize('wrong', WRONG)
+def test_an_answer_that_is_not_what_was_asked_for_is_drawn_again(tmp_path, wrong):
+  lost = []
+
+  def alter(path, answer):
+    if path == GENERATE and not lost:
+      (choice,) = answer['choices']
+      lost.append(draw_of(choice['logprobs']['content'][0]['logprob']))
+      WRONG[wrong](choice)
+
+  async def main():
+    async with (
+      places(tmp_path, 2) as made,
+      Between(made[0]) as between,
+      fleet_over([between, made[1]], tmp_path, dispatch='uniform') as fleet,
+    ):
+      between.alter_answer = alter
+      found = await wave(fleet)
+      assert versions(found) == {A}
+      assert len(lost) == 1 and lost[0] not in draws(itertools.chain(*found))
+      assert fleet.counts['retries'] == 1 and fleet.counts['void'] == (wrong == 'another version')
+      await until(lambda: fleet.replicas[0].state == State.SERVING)
+
+  run(main)
+
+
+def test_what_came_back_by_itself_is_never_sampled_from(tmp_path):
+  async def main():
+    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path, dispatch='uniform') as fleet:
+      await wave(fleet)
+      await made[0].restart()
+      assert fleet.replicas[0].state == State.SERVING, 'nobody noticed'
+      assert versions(await wave(fleet, begin=10)) == {A}
+      assert made[0].policy.used == {GARBAGE}, 'it was asked, and what it said was not taken'
+      await back(fleet, made[0], A)
+      assert 'vllm-0' in itertools.chain(*map(engines, await wave(fleet, begin=20)))
+      assert made[0].policy.used == {GARBAGE, A.step}
+
+  run(main)
+
+
+def test_what_came_back_by_itself_is_looked_at_before_it_is_published_to(tmp_path):
+  async def main():
+    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path, dispatch='uniform') as fleet:
+      await made[0].restart()
+      assert made[0].server.requests['/v1/models'] == 0
+      await fleet.load(weights(B))
+      await back(fleet, made[0], B)
+      assert made[0].server.requests['/v1/models'] == 1, 'it might have been another model'
+      assert versions(await wave(fleet)) == {B}
+      assert made[0].policy.used == {B.step}
+
+  run(main)
+
+
+# No server left.
+
+
+async def outcome(awaitable):
+  try:
+    return await awaitable
+  except UserError as error:
+    return error
+
+
+def is_the_end(error, words):
+  return isinstance(error, RunError) and words in str(error) and '\n' not in str(error)
+
+
+def test_the_end_of_all_servers_ends_all_who_wait(tmp_path):
+  async def main():
+    config = {'start_deadline_s': 2.0, 'max_in_flight': 2}
+    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path, **config) as fleet:
+      for place in made:
+        place.faults.stall_at = 1
+      waiting = [asyncio.create_task(outcome(ask(fleet, request(i, samples=3)))) for i in range(4)]
+      await until(lambda: all(place.server.running == 2 for place in made))
+      for place in made:
+        await place.server.die()
+      loading = asyncio.create_task(outcome(fleet.load(weights(B))))
+      for error in await asyncio.gather(*waiting, loading):
+        assert is_the_end(error, 'no engine left') and 'rollout.vllm.start_deadline_s=2 s' in str(error)
+      for late in (ask(fleet, request(5)), fleet.load(weights(C))):
+        assert is_the_end(await outcome(late), 'no engine left')
+
+  run(main)
+
+
+def test_a_load_under_way_ends_with_the_servers(tmp_path):
+  async def main():
+    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path, start_deadline_s=2.0) as fleet:
+      for place in made:
+        place.faults.die_in_update = True
+      error = await outcome(fleet.load(weights(B)))
+      assert is_the_end(error, 'no engine left') and fleet.version == A
+
+  run(main)
+
+
+def test_servers_that_all_hang_end_the_run_in_time(tmp_path):
+  async def main():
+    config = {**SOON, 'latency_s': 0.2, 'start_deadline_s': 2.0, **PERSISTENT}
+    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path, **config) as fleet:
+      for place in made:
+        place.faults.fault = Fault.HANG
+      errors = await asyncio.gather(*(outcome(ask(fleet, request(i, samples=2))) for i in range(3)))
+      assert all(is_the_end(error, 'no engine left') for error in errors)
+
+  run(main)
+
+
+# Publishing.
+
+
+def spoil_next(fleet):
+  """The next publication has another byte on the disk than was announced."""
+  write = fleet._folder.write
+
+  def spoiled(version, leaves):
+    publication = write(version, leaves)
+    path = publication.directory / FILE
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 1
+    path.write_bytes(data)
+    fleet._folder.write = write
+    return publication
+
+  fleet._folder.write = spoiled
+
+
+def test_a_bad_file_is_refused_by_all_and_the_version_before_goes_on(tmp_path):
+  async def main():
+    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path) as fleet:
+      before = [await place.digests() for place in made]
+      spoil_next(fleet)
+      for place in made:  # Time to ask for something meanwhile.
+        place.faults.fault, place.faults.path, place.faults.delay_s = Fault.DELAY, UPDATE, 0.3
+      loading = asyncio.create_task(outcome(fleet.load(weights(B))))
+      await until(lambda: all(place.server.paused for place in made))
+      waiting = asyncio.create_task(wave(fleet))
+      error = await loading
+      assert is_the_end(error, 'version 0.2 was not published, 0.1 goes on') and 'as read, announced was' in str(error)
+      assert versions([*await waiting, *await wave(fleet, begin=10)]) == {A} and fleet.version == A
+      assert [await place.digests() for place in made] == before
+      await fleet.load(weights(C))
+      assert versions(await wave(fleet)) == {C} == {fleet.version}
+      assert fleet.counts['publications'] == 2 and fleet.counts['void'] == 0
+
+  run(main)
+
+
+def test_a_bad_file_and_a_death_at_once_leave_the_version_before(tmp_path):
+  async def main():
+    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path) as fleet:
+      spoil_next(fleet)
+      made[0].faults.fault, made[0].faults.path = Fault.DIE, UPDATE
+      assert is_the_end(await outcome(fleet.load(weights(B))), '0.2 was not published, 0.1 goes on')
+      assert versions(await wave(fleet)) == {A}
+      await made[0].restart()
+      await back(fleet, made[0], A)
+
+  run(main)
+
+
+class Trouble:
+  """What keeps one server from a version until it is mended."""
+
+  def __init__(self, kind, between):
+    self.kind, self.between, self.place, self.died = kind, between, between.place, False
+
+  def begin(self):
+    if self.kind == 'refusal':
+      self.between.alter_body = self._misdirect
+    elif self.kind == 'a stale tensor':
+      self.place.faults.stale = 'model.layers.1.self_attn.k_proj.weight'
+    elif self.kind == 'a failed probe':
+      self.place.faults.prompt_logprob_shift = 0.01
+    elif self.kind == 'a command refused after the write':
+      self.between.status = lambda path: 403 if path == '/reset_prefix_cache' else None
+    elif self.kind == 'an update broken off':
+      self.place.faults.fault, self.place.faults.path = Fault.CUT, UPDATE
+    else:
+      self.place.faults.die_in_update = True
+
+  def _misdirect(self, path, body):
+    if path == UPDATE:
+      body['update_info']['directory'] += '-nowhere'
+
+  async def end(self):
+    if self.kind == 'death':
+      await self.place.restart()
+    self.between.alter_body = lambda path, body: None
+    self.between.status = lambda path: None
+    self.place.faults.stale = self.place.faults.fault = None
+    self.place.faults.prompt_logprob_shift = 0.0
+
+
+TROUBLES = [
+  *('refusal', 'a stale tensor', 'a failed probe', 'a command refused after the write', 'an update broken off', 'death')
+]
+
+
+@pytest.mark.parametrize('newer', [False, True], ids=['same', 'newer'])
+@pytest.mark.parametrize('kind', TROUBLES)
+def test_one_server_that_fails_to_take_a_version_comes_to_the_current_one_later(tmp_path, kind, newer):
+  """Meanwhile the others serve, and what was under way at the one that failed is not taken from it."""
+
+  async def main():
+    async with places(tmp_path, 2) as made, Between(made[0]) as between:
+      config = {'dispatch': 'uniform', **PERSISTENT}
+      async with fleet_over([between, made[1]], tmp_path, **config) as fleet:
+        made[0].faults.stall_at = 2
+        under_way = asyncio.create_task(wave(fleet, groups=2, samples=1))
+        await until(lambda: made[0].server.running == 1 and made[1].server.finished['length'] >= 1)
+        trouble = Trouble(kind, between)
+        trouble.begin()
+        await fleet.load(weights(B))
+        assert fleet.version == B and versions(await wave(fleet, begin=10)) == {B}
+        assert fleet.replicas[0].version is None and (tmp_path / 'published' / '0.1').exists()
+        made[0].faults.stall_at = None
+        (first,), (second,) = await under_way
+        assert engines([first, second]) == ['vllm-1', 'vllm-1'] and fleet.counts['retries'] == 1
+        if newer:
+          await fleet.load(weights(C))
+          assert versions(await wave(fleet, begin=20)) == {C}
+        assert fleet.take_metrics()['run/engines_serving'] == 1
+        await trouble.end()
+        current = C if newer else B
+        await back(fleet, made[0], current)
+        found = await wave(fleet, begin=30)
+        assert versions(found) == {current} and 'vllm-0' in itertools.chain(*map(engines, found))
+        await until(lambda: sorted(p.name for p in (tmp_path / 'published').glob('0.*')) == [str(current)])
+
+  run(main)
+
+
+@pytest.mark.parametrize('kind', ['a command refused after the write', 'an update broken off', 'a failed probe'])
+def test_the_only_server_is_brought_to_the_version_in_the_end(tmp_path, kind):
+  async def main():
+    async with (
+      places(tmp_path, 1) as made,
+      Between(made[0]) as between,
+      fleet_over([between], tmp_path, **PERSISTENT) as fleet,
+    ):
+      trouble = Trouble(kind, between)
+      trouble.begin()
+      loading = asyncio.create_task(fleet.load(weights(B)))
+      await until(lambda: made[0].server.requests['/v1/models'] >= 2)
+      waiting = asyncio.create_task(wave(fleet))
+      await trouble.end()
+      await loading
+      assert versions(await waiting) == {B}
+      await back(fleet, made[0], B)
+
+  run(main)
+
+
+def test_weights_that_are_not_the_trainers_end_the_run(tmp_path):
+  async def main():
+    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path, max_restarts=1) as fleet:
+      error = await outcome(fleet.load(weights(B, probed=4)))
+      assert is_the_end(error, 'no engine left') and 'rollout.vllm.probe_tolerance' in str(error)
+      assert is_the_end(await outcome(ask(fleet, request(1))), 'no engine left')
+
+  run(main)
+
+
+def test_a_version_published_while_a_server_is_looked_at_reaches_it(tmp_path):
+  """The server had failed once and turns out to be well, with a version that is no longer the current one."""
+
+  async def main():
+    async with places(tmp_path, 1) as made, fleet_over(made, tmp_path) as fleet:
+      made[0].policy.may_score.clear()
+      made[0].faults.fault, made[0].faults.times = Fault.INTERNAL_ERROR, 1
+      waiting = asyncio.create_task(wave(fleet, groups=1, samples=1))
+      await until(lambda: fleet.replicas[0].state == State.DOWN and made[0].policy.scoring == 1)
+      loading = asyncio.create_task(fleet.load(weights(B)))
+      await until(lambda: fleet._current.publication.version == B)
+      made[0].policy.may_score.set()
+      await loading
+      assert versions(await waiting) == {B}
+
+  run(main)
+
+
+def test_a_server_in_the_middle_of_a_dead_trainers_update_is_taken_over(tmp_path):
+  async def main():
+    async with places(tmp_path, 1) as made:
+      async with calling(made[0]) as trainer:
+        await trainer.pause()
+        await trainer.start_update()
+      assert made[0].server.paused
+      async with fleet_over(made, tmp_path, first=None) as fleet:
+        assert not made[0].server.paused, 'resumed when it was looked at'
+        await fleet.load(weights(A))
+        assert versions(await wave(fleet)) == {A}
+
+  run(main)
+
+
+# Tokens that are provisional.
+
+
+def test_a_completion_under_way_goes_on_under_the_next_version(tmp_path):
+  async def main():
+    async with places(tmp_path, 1) as made, fleet_over(made, tmp_path) as fleet:
+      made[0].faults.stall_at = 5
+      asked = request(1, samples=2)
+      waiting = asyncio.create_task(ask(fleet, asked))
+      await until(lambda: made[0].server.running == 2 and made[0].server.tokens % 2 == 0)
+      await until(lambda: made[0].server.tokens >= 10)
+      await fleet.load(weights(B))
+      made[0].faults.stall_at = None
+      completions = await waiting
+      check(asked, completions)
+      for completion in completions:
+        assert [(s.version, s.start, s.end) for s in completion.segments] == [(A, 0, 5), (B, 5, 24)]
+        assert [s.finish for s in completion.segments] == ['load', 'length']
+      assert fleet.counts['void'] == fleet.counts['retries'] == 0
+
+  run(main)
+
+
+def test_tokens_are_not_handed_out_before_the_probe_has_passed(tmp_path):
+  async def main():
+    async with places(tmp_path, 1) as made, fleet_over(made, tmp_path) as fleet:
+      made[0].faults.stall_at = 5
+      waiting = asyncio.create_task(wave(fleet, groups=1, samples=1))
+      await until(lambda: made[0].server.running == 1)
+      made[0].policy.may_score.clear()
+      loading = asyncio.create_task(fleet.load(weights(B)))
+      await until(lambda: made[0].policy.scoring == 1)
+      made[0].faults.stall_at = None
+      await until(lambda: made[0].server.running == 0)
+      # By the time that a later question is answered, so is the sample.
+      async with calling(made[0]) as client:
+        assert await client.served_label() == str(B)
+      assert not waiting.done() and fleet.counts['completions'] == 0
+      made[0].policy.may_score.set()
+      assert versions(await waiting) == {A, B}
+      await loading
+
+  run(main)
+
+
+def test_tokens_under_a_version_whose_probe_fails_are_drawn_again_elsewhere(tmp_path):
+  async def main():
+    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path, **PERSISTENT) as fleet:
+      made[0].faults.stall_at, made[0].faults.prompt_logprob_shift = 5, 1.0
+      waiting = asyncio.create_task(wave(fleet, groups=2, samples=1))
+      await until(lambda: made[0].server.running == 1 and made[1].server.finished['length'] >= 1)
+      await fleet.load(weights(B))
+      made[0].faults.stall_at = None
+      (first,), (second,) = await waiting
+      assert engines([first, second]) == ['vllm-1'] * 2
+      assert [s.version for s in first.segments] == [B] and [s.version for s in second.segments] == [A]
+      assert fleet.counts['void'] == fleet.counts['retries'] == 1
+      assert made[0].policy.used == {A.step, B.step}
+
+  run(main)
+
+
+def test_a_failed_probe_voids_even_what_ends_after_a_later_one_has_passed(tmp_path):
+  """The request came to the server after the update, so all its tokens bear the version that is proven in the end."""
+
+  async def main():
+    async with (
+      places(tmp_path, 1) as made,
+      Between(made[0]) as between,
+      fleet_over([between], tmp_path, **PERSISTENT) as fleet,
+    ):
+      between.let_through.clear()
+      waiting = asyncio.create_task(wave(fleet, groups=1, samples=1))
+      await until(lambda: between.held == 1)
+      made[0].faults.prompt_logprob_shift, made[0].faults.stall_at = 1.0, 3
+      loading = asyncio.create_task(fleet.load(weights(B)))
+      await until(lambda: made[0].server.requests['/v1/models'] >= 2)
+      between.let_through.set()
+      await until(lambda: made[0].policy.working == 1)
+      await until(lambda: made[0].policy.used)
+      made[0].faults.prompt_logprob_shift = 0.0
+      await loading
+      made[0].faults.stall_at = None
+      await waiting
+      assert fleet.counts['void'] == fleet.counts['retries'] == 1 and made[0].asked == ['r0/0'] * 2
+
+  run(main)
+
+
+# What is published, and for how long.
+
+
+def test_a_version_stays_published_until_all_servers_have_the_next(tmp_path):
+  async def main():
+    folder = tmp_path / 'published'
+
+    def published():
+      return sorted(path.name for path in folder.iterdir() if path.name != 'unfinished')
+
+    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path) as fleet:
+      assert published() == ['0.1']
+      await fleet.load(weights(B))
+      assert published() == ['0.2']
+      made[0].faults.die_in_update = True
+      await fleet.load(weights(C))
+      for _ in range(3):  # Looks at the fleet's own watch.
+        await asyncio.sleep(fleet_module._WATCH_S)
+      assert published() == ['0.2', '0.3']
+      await made[0].restart()
+      await back(fleet, made[0], C)
+      await until(lambda: published() == ['0.3'])
+      assert versions(await wave(fleet)) == {C}
+    assert not folder.exists()
+
+  run(main)
+
+
+# Callers and the end.
+
+
+def test_a_caller_that_leaves_early_frees_the_servers(tmp_path):
+  async def main():
+    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path, dispatch='uniform', max_in_flight=3) as fleet:
+      made[0].faults.stall_at = 1
+      async with contextlib.aclosing(fleet.generate(request(1, samples=8))) as completions:
+        async for _ in completions:
+          await until(lambda: made[0].server.running == 3)
+          break
+      await until(lambda: made[0].server.running == made[1].server.running == 0)
+      assert [replica.in_flight for replica in fleet.replicas] == [0, 0]
+      made[0].faults.stall_at = None
+      await wave(fleet, begin=5)
+
+  run(main)
+
+
+def test_closing_fails_those_who_wait(tmp_path):
+  async def main():
+    async with places(tmp_path, 1) as made, fleet_over(made, tmp_path, max_in_flight=2) as fleet:
+      made[0].faults.stall_at = 1
+      waiting = [asyncio.create_task(outcome(ask(fleet, request(i, samples=2)))) for i in range(3)]
+      await until(lambda: made[0].server.running == 2)
+      await fleet.close()
+      assert all([is_the_end(await one, 'closed') for one in waiting])
+      await until(lambda: made[0].server.running == 0)
+
+  run(main)
+
+
+@pytest.mark.parametrize('path', [UPDATE, '/collective_rpc', '/resume', GENERATE])
+def test_closing_ends_a_load_under_way(tmp_path, path):
+  async def main():
+    async with places(tmp_path, 1) as made, fleet_over(made, tmp_path) as fleet:
+      made[0].faults.fault, made[0].faults.path, made[0].faults.times = Fault.HANG, path, 1
+      loading = asyncio.create_task(outcome(fleet.load(weights(B))))
+      await until(lambda: made[0].faults.times == 0)
+      await fleet.close()
+      assert is_the_end(await loading, 'closed') and fleet.version == A
+      assert not (tmp_path / 'published').exists()
+      assert fleet.replicas[0].state == State.GONE
+
+  run(main)
+
+
+# What users get wrong.
+
+
+def refusal(main):
+  """The one line of the UserError that a test ends with."""
+  with pytest.raises(UserError) as caught:
+    run(main)
+  assert caught.value.exit_code == 2 and '\n' not in str(caught.value)
+  return str(caught.value)
+
+
+def attach(tmp_path, *addresses, **fields):
+  async def main():
+    async with serving.attached(MODEL, addresses, tmp_path, **fields):
+      pass
+
+  return main
+
+
+@pytest.mark.parametrize(
+  ('address', 'words'),
+  [
+    ('localhost:8000', "address 'localhost:8000': wanted unix:/path/to.sock, http://127.0.0.1:PORT or https://"),
+    ('unix:/nowhere/s', 'engine vllm-0: no vLLM server answers at unix:/nowhere/s'),
+    ('http://127.0.0.1:1', 'engine vllm-0: no vLLM server answers at http://127.0.0.1:1'),
+    ('http://127.0.0.1:port', 'engine vllm-0: no vLLM server answers at http://127.0.0.1:port'),
+    ('https://127.0.0.1:1', 'launch/serve.py, or correct rollout.vllm.addresses'),
+  ],
+)
+def test_an_address_that_is_wrong(tmp_path, address, words):
+  assert words in refusal(attach(tmp_path, address))
+
+
+@pytest.mark.parametrize(
+  ('status', 'text', 'words'),
+  [
+    (200, '<html>It works!</html>', "answered '<html>It works!</html>', wanted JSON"),
+    (404, 'Not Found', 'is not a vLLM server (vllm-0: /v1/models: HTTP 404: Not Found)'),
+    (301, '', 'is not a vLLM server (vllm-0: /v1/models: HTTP 301'),
+    (200, '["hello"]', 'is not a vLLM server'),
+    (200, '', 'is not a vLLM server'),
+    (200, '{"data": [{"id": "llama", "max_model_len": 4096}]}', "serves no model called 'policy'"),
+    (503, 'busy', 'HTTP 503: busy'),
+  ],
+)
+def test_another_web_server(tmp_path, status, text, words):
+  async def answer(_):
+    return web.Response(status=status, text=text, headers={'Location': '/elsewhere'} if status == 301 else None)
+
+  async def main():
+    application = web.Application()
+    application.router.add_route('*', '/{path:.*}', answer)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    await web.UnixSite(runner, str(tmp_path / 's')).start()
+    try:
+      await attach(tmp_path, f'unix:{tmp_path / "s"}')()
+    finally:
+      await runner.cleanup()
+
+  line = refusal(main)
+  assert words in line and f'unix:{tmp_path / "s"}' in line
+
+
+@pytest.mark.parametrize(
+  ('served', 'fields', 'words'),
+  [
+    (
+      serving.model_of('qwen2', tied=True, vocab=28),
+      {},
+      f"embed_tokens.weight is (28, 64), the policy's is ({VOCAB}, 64) (another vocabulary)",
+    ),
+    (serving.model_of('qwen3', tied=True), {}, 'serves another model than the policy: only one of the two has'),
+    (serving.model_of('qwen2', tied=False), {}, 'only one of the two has lm_head.weight'),
+    (MODEL, {'max_model_len': 399}, 'max_model_len is 399, the run needs 400'),
+  ],
+)
+def test_a_server_of_another_model(tmp_path, served, fields, words):
+  async def main():
+    async with places(tmp_path, 1, spec=served.spec, **fields) as made:
+      await attach(tmp_path, made[0].address)()
+
+  line = refusal(main)
+  assert words in line and f'engine vllm-0 (unix:{tmp_path}' in line
+
+
+def test_a_server_of_another_dtype(tmp_path):
+  async def main():
+    async with places(tmp_path, 1) as made:
+      await attach(tmp_path, made[0].address, dtype='bfloat16')()
+
+  assert 'is float32, published is bfloat16; start it with --dtype=bfloat16' in refusal(main)
+
+
+@pytest.mark.parametrize(
+  ('told', 'words'),
+  [
+    ({'logprobs_mode': 'raw_logprobs'}, 'gives raw_logprobs, wanted processed_logprobs'),
+    ({'speculative': True}, 'speculates; say so in rollout.vllm.args.speculative_config'),
+    ({'logprobs_mode': 'processed_logprobs', 'speculative': False}, None),
+  ],
+)
+def test_a_server_that_samples_in_another_way(tmp_path, told, words):
+  def alter(path, answer):
+    if path == '/collective_rpc':
+      answer['results'][0].update(told)
+
+  async def main():
+    async with places(tmp_path, 1) as made, Between(made[0]) as between:
+      between.alter_answer = alter
+      await attach(tmp_path, between.address)()
+
+  assert words in refusal(main) if words else run(main) is None
+
+
+def test_a_server_that_does_not_sample(tmp_path):
+  async def main():
+    async with places(tmp_path, 1) as made:
+      made[0].faults.fault = Fault.INTERNAL_ERROR
+      await attach(tmp_path, made[0].address)()
+
+  assert 'does not sample (vllm-0: /inference/v1/generate: HTTP 500' in refusal(main)
+
+
+def test_requests_that_no_server_would_take(tmp_path):
+  async def main():
+    async with places(tmp_path, 1) as made, fleet_over(made, tmp_path) as fleet:
+      for bad, words in [
+        ({'sampling': Sampling(temperature=0.005)}, 'temperature 0.005; vLLM samples at 0 .* or from 0.01 to 2'),
+        ({'sampling': Sampling(temperature=3.0)}, 'temperature 3; vLLM samples at'),
+        ({'max_tokens': 396}, 'more than the 400'),
+        ({'prompt': (3, VOCAB)}, f'vocabulary of {VOCAB}'),
+        ({'stop_ids': (VOCAB,)}, f'vocabulary of {VOCAB}'),
+      ]:
+        with pytest.raises(UserError, match=f'^request r1: .*{words}'):
+          await ask(fleet, request(1, **bad))
+      assert made[0].asked == []
+      await ask(fleet, request(1, sampling=Sampling(temperature=0.0)))
+      await ask(fleet, request(2, sampling=Sampling(temperature=2.0), max_tokens=395))
+
+  run(main)
+
+
+def test_a_request_that_a_server_refuses_is_asked_once(tmp_path):
+  async def main():
+    async with (
+      places(tmp_path, 1) as made,
+      Between(made[0]) as between,
+      fleet_over([between], tmp_path) as fleet,
+    ):
+      between.status = lambda path: 400 if path == GENERATE else None
+      try:
+        await ask(fleet, request(1, samples=2))
+      finally:
+        assert between.held == 2 and fleet.counts['retries'] == 0
+        assert fleet.replicas[0].state == State.SERVING
+
+  assert 'request r1: vllm-0: /inference/v1/generate: HTTP 400: not for you' in refusal(main)
+
+
+@pytest.mark.parametrize('right', [True, False])
+def test_a_server_behind_a_front_wants_its_key(tmp_path, right):
+  (tmp_path / 'token').write_text('the-right-token-0123456789\n')
+  (tmp_path / 'wrong').write_text('another-token-0123456789\n')
+  (tmp_path / 'token').chmod(0o600)
+
+  async def main():
+    async with places(tmp_path, 1) as made:
+      front = Front(
+        FrontConfig(token_file=str(tmp_path / 'token')),
+        upstream=made[0].address,
+        publish_root=str(tmp_path / 'published'),
+      )
+      async with front:
+        key = read_key(str(tmp_path / ('token' if right else 'wrong')))
+        client = VllmClient(front.address, key=key, name='vllm-0')
+        replica = Replica('vllm-0', client=client, server=None)
+        async with serving.fleet_of(MODEL, [replica], tmp_path) as fleet:
+          await fleet.load(weights(A))
+          await fleet.load(weights(B))
+          assert versions(await wave(fleet)) == {B}
+
+  if right:
+    run(main)
+  else:
+    line = refusal(main)
+    assert 'refuses the key' in line and 'rollout.vllm.key_file' in line
+
+
+# Randomness.
+
+
+def test_seeds_are_as_many_as_samples_and_fit(tmp_path):
+  named = itertools.product(
+    (0, 1, 2**32, 2**64 - 1), ((), (0,), (1,), (0, 0), (1, 2), (2, 1), (2**32 - 1, 1)), range(8)
+  )
+  seeds = [sampler_seed(seed, key, index) for seed, key, index in named]
+  assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**63 for seed in seeds)
+  assert sampler_seed(3, (1, 2), 0) == sampler_seed(3, (1, 2), 0)
+
+
+def test_a_sample_that_is_asked_for_again_is_the_same_sample(tmp_path):
+  async def main():
+    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path, dispatch='uniform') as fleet:
+      made[0].faults.fault, made[0].faults.times = Fault.CUT, 1
+      await wave(fleet, groups=3)
+      found = {}
+      for body in [body for place in made for body in place.server.generate_bodies if 'request_id' in body]:
+        found.setdefault(body['request_id'], []).append(body['sampling_params']['seed'])
+      assert len(found) == 9 and sum(map(len, found.values())) == 10 == 9 + fleet.counts['retries']
+      assert all(len(set(seeds)) == 1 for seeds in found.values()), 'the second time too'
+      assert len({seeds[0] for seeds in found.values()}) == 9
+
+  run(main)
