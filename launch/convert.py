@@ -7,11 +7,11 @@ or gives it another tokenizer. The source is a directory or a hub id.
 """
 
 import shutil
-import sys
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
+from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.weights import hf
@@ -56,16 +56,5 @@ def main(argv: list[str]) -> None:
   print(f'tokenizer: {f"copied from {tokenizer}" if tokenizer else "none, the source has none"}')
 
 
-def parse(argv: list[str]) -> list[str]:
-  try:
-    return flags.FLAGS(argv)
-  except flags.Error as error:
-    raise UserError(' '.join(str(error).split())) from error
-
-
 if __name__ == '__main__':
-  try:
-    app.run(main, flags_parser=parse)
-  except UserError as error:
-    print(f'error: {error}', file=sys.stderr)
-    sys.exit(error.exit_code)
+  script.run(main)

@@ -3,10 +3,10 @@
 python launch/report.py --workdir=runs/quickstart [--target=FILE]
 """
 
-import sys
 
-from absl import app, flags
+from absl import flags
 
+from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.runtime import report
 
@@ -23,16 +23,5 @@ def main(argv: list[str]) -> None:
   print(f'{path}  ({path.stat().st_size / 1e6:.1f} MB)')
 
 
-def parse(argv: list[str]) -> list[str]:
-  try:
-    return flags.FLAGS(argv)
-  except flags.Error as error:
-    raise UserError(' '.join(str(error).split())) from error
-
-
 if __name__ == '__main__':
-  try:
-    app.run(main, flags_parser=parse)
-  except UserError as error:
-    print(f'error: {error}', file=sys.stderr)
-    sys.exit(error.exit_code)
+  script.run(main)

@@ -14,10 +14,10 @@ import contextlib
 import json
 import pathlib
 import signal
-import sys
 
-from absl import app, flags, logging
+from absl import flags, logging
 
+from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import RunError, UserError, first_cause
 from jaxrl_llm.rollout.front import Front, FrontConfig
 from jaxrl_llm.rollout.server import WORKER, WORKER_MODULE, Server, VllmConfig, parse_options, server_commands
@@ -151,18 +151,11 @@ def front_config(i: int) -> FrontConfig | None:
 def parse(argv: list[str]) -> list[str]:
   """Own flags; what follows `--` is vLLM's, and nothing else may be no flag."""
   split = argv.index('--') if '--' in argv else len(argv)
-  try:
-    rest = flags.FLAGS(argv[:split])
-  except flags.Error as error:
-    raise UserError(' '.join(str(error).split())) from error
+  rest = script.parse(argv[:split])
   if len(rest) > 1:
     raise UserError(f"argument {rest[1]!r} is not a flag; vLLM's own options come after --")
   return [rest[0], *argv[split + 1 :]]
 
 
 if __name__ == '__main__':
-  try:
-    app.run(main, flags_parser=parse)
-  except UserError as error:
-    print(f'error: {error}', file=sys.stderr)
-    sys.exit(error.exit_code)
+  script.run(main, parse)

@@ -5,10 +5,10 @@
 """
 
 import json
-import sys
 
-from absl import app, flags
+from absl import flags
 
+from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.tasks.taskset import TasksetConfig, load_taskset
 from jaxrl_llm.tasks.tokenizer import TokenizerConfig, build_tokenizer, task_texts
@@ -38,7 +38,9 @@ def _parsed_options() -> dict:
   return options
 
 
-def run() -> None:
+def main(argv: list[str]) -> None:
+  if argv[1:]:
+    raise UserError(f'unexpected argument {argv[1]!r}; every value has a flag, see --help')
   taskset = load_taskset(
     TasksetConfig(
       name='tokenizer',
@@ -62,15 +64,5 @@ def run() -> None:
   print(f'{tokenizer.decode([*prompt, *answer], skip_special=False)!r} <-> {[*prompt, *answer]}')
 
 
-def main(argv: list[str]) -> None:
-  try:
-    if argv[1:]:
-      raise UserError(f'unexpected argument {argv[1]!r}; every value has a flag, see --help')
-    run()
-  except UserError as error:
-    print(f'error: {error}', file=sys.stderr)
-    sys.exit(error.exit_code)
-
-
 if __name__ == '__main__':
-  app.run(main)
+  script.run(main)

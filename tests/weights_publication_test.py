@@ -466,3 +466,10 @@ def test_transformers_loads_a_published_file(tmp_path, family, tied, dtype):
   assert found.keys() == publication.digests.keys()
   for name, tensor in to_hf(params, spec):
     assert torch.equal(found[name], torch.from_numpy(tensor).to(model.dtype)), name
+
+
+@pytest.mark.parametrize('private', [True, False])
+def test_a_private_folder_is_its_users_alone(tmp_path, private):
+  PublicationFolder(tmp_path / 'w', small(), dtype='float32', private=private)
+  others = (tmp_path / 'w').stat().st_mode & 0o077
+  assert (others == 0) == private

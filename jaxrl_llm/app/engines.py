@@ -66,7 +66,8 @@ def build_engine(config: Config, workdir: pathlib.Path, prepared: Prepared, devi
     replicas,
     vllm,
     spec=prepared.spec,
-    folder=PublicationFolder(published, prepared.spec, dtype=_dtype(config)),
+    # A directory that was named is for servers that others may run; shared memory is for those of this user.
+    folder=PublicationFolder(published, prepared.spec, dtype=_dtype(config), private=vllm.publish_dir is None),
     dtype=_dtype(config),
     max_length=longest,
     seed=config.seed,

@@ -58,12 +58,13 @@ class PublicationFolder:
   are filled at the speed of a copy.
   """
 
-  def __init__(self, root: str | Path, spec: ModelSpec, *, dtype: str):
+  def __init__(self, root: str | Path, spec: ModelSpec, *, dtype: str, private: bool = True):
     """
     Args:
       root: made, and emptied of what a killed run left in it. Servers see it under the same path.
       spec: of the language model whose weights are published.
       dtype: of the tensors, by Hugging Face's name: that of the servers, so that what is loaded can be digested.
+      private: whether only this user can read it.
     """
     self.root, self._dtype = Path(root), dtype
     self._spec = spec
@@ -71,7 +72,7 @@ class PublicationFolder:
     with writing(self.root):
       if self.root.exists():
         shutil.rmtree(self.root)
-      self.root.mkdir(parents=True, mode=0o755)
+      self.root.mkdir(parents=True, mode=0o700 if private else 0o755)
 
   def write(self, version: Version, leaves: Iterable[tuple[str, np.ndarray]]) -> Publication:
     """Publishes the arrays of a parameter tree, scanned or unrolled, one array in memory at a time.
