@@ -1,0 +1,75 @@
+"""The main job on attached servers (fake ones, in processes of their own): two trainer processes, and a killed one."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+
+import job
+import pytest
+import serving
+
+from jaxrl_llm.models.families import tiny
+from jaxrl_llm.replay.audit import audit
+from jaxrl_llm.weights.hf import write_config
+
+pytestmark = pytest.mark.full
+SHAPE = {**serving.SHAPE, 'tie_word_embeddings': False, 'rope_theta': 1e4}
+POLICY = (f'--config.policy.model={json.dumps(SHAPE)}',)
+
+
+@contextlib.contextmanager
+def fakes(folder, count=2):
+  """Flags of a job that is attached to servers."""
+  write_config(folder, tiny('llama', serving.VOCAB, **SHAPE), dtype='float32', eos_ids=[1], pad_id=0)
+  sockets = [folder / f'{i}.sock' for i in range(count)]
+  processes = [
+    subprocess.Popen(
+      [sys.executable, '-m', 'jaxrl_llm.rollout.fake', f'--model={folder}', f'--uds={socket}', '--max_model_len=64'],
+      env=job.environment(),
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.DEVNULL,
+    )
+    for socket in sockets
+  ]
+  try:
+    deadline = time.monotonic() + 120
+    while not all(socket.exists() for socket in sockets):
+      assert time.monotonic() < deadline and all(process.poll() is None for process in processes)
+      time.sleep(0.1)
+    addresses = json.dumps([f'unix:{socket}' for socket in sockets])
+    yield ('--config.rollout.engine=vllm', f'--config.rollout.vllm.addresses={addresses}', *POLICY)
+    assert all(process.poll() is None for process in processes), 'attached servers outlive a trainer'
+  finally:
+    for process in processes:
+      process.kill()
+      process.wait()
+
+
+def check(run):
+  steps = [row for row in job.rows(run) if 'actor/pg_loss' in row]
+  assert [row['training/global_step'] for row in steps] == list(range(13, 21))
+  assert max(row['sampling/sampling_logp_difference/max'] for row in steps) < 1e-4
+  assert {row['staleness/max'] for row in steps} == {0}
+  assert sum(row['run/engine_void'] for row in steps) == 0
+  report = audit(run / 'replay')
+  assert report.ok, report.lines
+  assert report.states['trained'] == 8 * 6 * 4
+  assert not serving.published(run).exists()
+
+
+def test_two_processes_publish_together(tmp_path):
+  """The parameters are sharded over both; only process 0 has the servers."""
+  with fakes(tmp_path) as flags:
+    job.train(tmp_path / 'run', *flags, '--config.learner.mesh.fsdp=2', processes=2)
+  check(tmp_path / 'run')
+
+
+def test_a_killed_trainer_goes_on_with_the_servers_it_left(tmp_path):
+  with fakes(tmp_path) as flags:
+    process = job.start(tmp_path / 'run', *flags)
+    job.wait_for_rows(tmp_path / 'run', 12 + 5, process)
+    job.kill(process)
+    job.train(tmp_path / 'run', *flags)
+  check(tmp_path / 'run')
