@@ -35,14 +35,19 @@ if command -v flock >/dev/null && ! flock --nonblock 9; then
 fi
 python=$(find_python)
 stamp=$venv/installed-$group
-want=$(cat pyproject.toml launch/install_vllm.sh constraints/vllm-overrides.txt | "$python" -c \
+want=$({ grep '^vllm-' pyproject.toml; cat launch/install_vllm.sh constraints/vllm-overrides.txt; } | "$python" -c \
   'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest(), sys.version)')
 if [ "$(cat "$stamp" 2>/dev/null)" = "$want" ]; then
   say "$venv is up to date"
   exit 0
 fi
+made=$venv/made-by-install_vllm
+if [ -e "$venv" ] && [ ! -e "$made" ] && [ -n "$(ls -A "$venv")" ]; then
+  fail "$venv is there and was not made by this script; it is left alone: remove it, or name another --target"
+fi
 say "creating $venv with Python $(version_of "$python")"
 "$python" -m venv --clear "$venv" || fail "$python cannot create $venv; wanted Python's venv and ensurepip (Debian: apt-get install python3-venv)"
+touch "$made"
 "$venv/bin/python" -m pip install --quiet uv || fail "pip could not install uv (its own words are above)"
 say "installing group $group into $venv (about 3 GB)"
 # What pip would find in a folder, uv is to find there too.

@@ -31,6 +31,8 @@ _LOAD = flags.DEFINE_enum(
   'load', 'dummy', ['dummy', 'auto'], 'dummy: wait for a trainer; auto: the weights in --model.'
 )
 _DEVICES = flags.DEFINE_list('devices', [], 'CUDA_VISIBLE_DEVICES of each server, e.g. 0,1.')
+_TRANSFER = flags.DEFINE_enum('transfer', 'files', ['files', 'nccl'], 'How weights come: as rollout.vllm.transfer.')
+_CACHE = flags.DEFINE_integer('cpu_cache_gib', VllmConfig.cpu_cache_gib, 'KV cache of each server on CPUs.')
 _LOGS = flags.DEFINE_string('logs', 'logs', "Directory of the servers' logs.")
 _HOST = flags.DEFINE_string('host', None, 'Address that the fronts listen on; none: unix sockets, no front.')
 _PORT = flags.DEFINE_integer('port', 8400, 'Port of the first front; 0 = free ones.')
@@ -57,13 +59,14 @@ async def serve(servers: list[Server], fronts: list[FrontConfig | None]) -> None
     asyncio.get_running_loop().add_signal_handler(number, stop.set)
   addresses: list[str] = []
   async with contextlib.AsyncExitStack() as stack:
+    for server in servers:
+      stack.push_async_callback(server.close)
     for server, config in zip(servers, fronts, strict=True):
       # First, so that a port that is taken is said at once.
       front = config and await stack.enter_async_context(
         Front(config, upstream=server.address, publish_root=_ROOT.value)
       )
       addresses.append(front.address if front else server.address)
-      stack.push_async_callback(server.stop)
     for server in servers:
       server.start()
     stopped = asyncio.create_task(stop.wait())
@@ -89,8 +92,8 @@ async def announce(servers: list[Server], addresses: list[str]) -> None:
 async def keep_up(server: Server) -> None:
   """Starts a server that ended again; RunError when that does not help."""
   loop, failures = asyncio.get_running_loop(), 0
+  await server.ready(deadline_s=_START_DEADLINE_S)
   while True:
-    await server.ready(deadline_s=_START_DEADLINE_S)
     since = loop.time()
     while server.is_running():
       await asyncio.sleep(0.5)
@@ -100,6 +103,11 @@ async def keep_up(server: Server) -> None:
       raise RunError(f'{server.name}: ended {failures} times in a row; its last lines: {server.last_lines()}')
     await server.stop()
     server.start()
+    try:
+      await server.ready(deadline_s=_START_DEADLINE_S)
+    except RunError as error:  # Counts as another end; the other servers go on.
+      logging.error('%s', error)
+      await server.stop()
 
 
 def main(argv: list[str]) -> None:
@@ -112,9 +120,15 @@ def main(argv: list[str]) -> None:
     environment=_ENVIRONMENT.value,
     servers=_SERVERS.value,
     devices=tuple(_DEVICES.value),
+    transfer=_TRANSFER.value,
+    cpu_cache_gib=_CACHE.value,
     args=parse_options(argv[1:]),
   )
+  if _FILE.value and not pathlib.Path(_FILE.value).absolute().parent.is_dir():
+    raise UserError(f'{_FILE.value}: --addresses_file lies in no directory; make it, or name another place')
   worker = pathlib.Path(_WORKER.value) if _WORKER.value else WORKER
+  if not worker.is_file():
+    raise UserError(f'{worker}: --worker_file is no file')
   module = worker.stem if _WORKER.value else WORKER_MODULE
   commands = server_commands(
     config,
@@ -126,11 +140,16 @@ def main(argv: list[str]) -> None:
     worker_class=f'{module}.Worker',
   )
   logs = pathlib.Path(_LOGS.value).absolute()
+  fronts = [front_config(i) for i in range(len(commands))]
+  try:
+    logs.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise UserError(f'{logs}: --logs cannot be made ({error.strerror}); name another directory') from None
   servers = [Server(command, name=f'vllm-{i}', log=logs / f'vllm-{i}.log') for i, command in enumerate(commands)]
   for server in servers:
     print(f'{server.name}: {server.line}', flush=True)
   try:
-    asyncio.run(serve(servers, [front_config(i) for i in range(len(servers))]))
+    asyncio.run(serve(servers, fronts))
   except BaseExceptionGroup as group:
     raise first_cause(group) from None
 

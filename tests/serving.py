@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import job
 import numpy as np
 
-from jaxrl_llm.app.engines import publish_directory
+from jaxrl_llm.app.engines import PUBLISHED
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.families import tiny
@@ -199,7 +199,7 @@ def shared_memory(tree: dict[int, str]) -> set[str]:
 
 def published(workdir: pathlib.Path) -> pathlib.Path:
   """Where a run publishes."""
-  return publish_directory(VllmConfig(), workdir)
+  return pathlib.Path((workdir / PUBLISHED).read_text())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import pathlib
+import secrets
+import shutil
 from collections.abc import Mapping
 
 from jaxrl_llm.app.prepare import Prepared
@@ -27,6 +28,8 @@ ENGINES: Mapping[str, str] = {
   'embedded': 'JAX sampler in the trainer process',
   'vllm': 'vLLM servers, started by the trainer or attached by address',
 }
+PUBLISHED = 'vllm/published'
+"""File of the run directory that names where it publishes."""
 SHARED_MEMORY = pathlib.Path('/dev/shm')
 
 
@@ -77,12 +80,21 @@ def build_engine(config: Config, workdir: pathlib.Path, prepared: Prepared, devi
 
 
 def publish_directory(config: VllmConfig, workdir: pathlib.Path) -> pathlib.Path:
-  """Of this run alone: in shared memory, or below the configured directory."""
+  """Of this start alone: in shared memory, or below the configured directory; what a killed start left is removed.
+
+  The name is random: the guards of a killed start may still be about to remove theirs, and runs of several hosts may
+  share the directory.
+  """
   root = config.publish_dir
   if root is None and not SHARED_MEMORY.is_dir():
     raise UserError(f'{SHARED_MEMORY}: missing on this machine; name a directory in rollout.vllm.publish_dir')
-  digest = hashlib.sha256(str(workdir.absolute()).encode()).hexdigest()[:16]
-  return pathlib.Path(root or SHARED_MEMORY) / f'jaxrl_llm-{digest}'
+  record = workdir / PUBLISHED
+  if record.exists():
+    shutil.rmtree(record.read_text(), ignore_errors=True)
+  directory = pathlib.Path(root or SHARED_MEMORY).absolute() / f'jaxrl_llm-{secrets.token_hex(8)}'
+  record.parent.mkdir(parents=True, exist_ok=True)
+  record.write_text(str(directory))
+  return directory
 
 
 def owned_commands(config: Config, workdir: pathlib.Path) -> list[ServerCommand]:

@@ -57,6 +57,8 @@ class VllmClient:
     self.address, self.name = address, name or address
     self._key, self._ca_file = key, ca_file
     self._session: aiohttp.ClientSession | None = None
+    self._labels: dict[str, Version] = {}
+    """What was published from here; tokens under another label are somebody else's."""
     self._closed = False
     if address.startswith('unix:'):
       self._base = 'http://server'
@@ -103,10 +105,10 @@ class VllmClient:
         method, self._base + path, json=body, params=params, headers=headers, timeout=timeout, allow_redirects=False
       ) as response:
         text = await response.text()
+    except TimeoutError:  # Before OSError, of which it is one.
+      raise Lost(f'{self.name}: {path}: no answer within {deadline_s:g} s') from None
     except (aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
       raise Lost(f'{self.name}: {path}: {type(error).__name__}: {" ".join(str(error).split())}') from None
-    except TimeoutError:
-      raise Lost(f'{self.name}: {path}: no answer within {deadline_s:g} s') from None
     if response.status >= 500:
       raise Lost(f'{self.name}: {path}: HTTP {response.status}: {_message(text)}')
     if response.status != 200:
@@ -165,7 +167,7 @@ class VllmClient:
       raise UserError(f'request {request.uid}: {error}') from None
     try:
       (choice,) = answer['choices']
-      return _completion(choice, request, self.name)
+      return _completion(choice, request, self.name, self._labels)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
       raise Lost(f'{self.name}: answer to {request.uid}: {type(error).__name__}: {error}') from None
 
@@ -234,8 +236,9 @@ class VllmClient:
     if (await self.call('GET', '/is_paused')).get('is_paused'):
       raise Lost(f'{self.name}: /resume: accepted, and still paused')
 
-  async def set_version(self, version: Version) -> None:
-    await self.call('POST', '/update_weight_version', {'new_version': str(version)})
+  async def set_version(self, publication: Publication) -> None:
+    self._labels[publication.label] = publication.version
+    await self.call('POST', '/update_weight_version', {'new_version': publication.label})
 
   async def served_label(self) -> str:
     """The version that tokens are labelled with; 'default' on a server that was never given one."""
@@ -262,20 +265,14 @@ def sampler_seed(seed: int, key: tuple[int, ...], index: int) -> int:
   return int.from_bytes(hashlib.blake2b(words.tobytes(), digest_size=8).digest(), 'little') >> (64 - _SEED_BITS)
 
 
-def parse_version(label: str) -> Version:
-  """Inverse of `str(version)`; ValueError for any other label."""
-  attempt, step = label.split('.')
-  return Version(int(attempt), int(step))
-
-
 def read_key(file: str | None) -> str | None:
   """The bearer token in the first line of a file."""
   if file is None:
     return None
   try:
     lines = pathlib.Path(file).read_text().split()
-  except OSError as error:
-    raise UserError(f'rollout.vllm.key_file: {file}: {error.strerror}') from None
+  except (OSError, UnicodeDecodeError) as error:
+    raise UserError(f'rollout.vllm.key_file: {file}: cannot be read ({error})') from None
   if not lines:
     raise UserError(f'rollout.vllm.key_file: {file} is empty; it holds the token in its first line')
   return lines[0]
@@ -309,7 +306,7 @@ def _sampling_params(request: Request, seed: int) -> dict[str, Any]:
 _FINISHES = {'stop': Finish.STOP, 'length': Finish.LENGTH}
 
 
-def _completion(choice: Mapping[str, Any], request: Request, engine: str) -> Completion:
+def _completion(choice: Mapping[str, Any], request: Request, engine: str, labels: Mapping[str, Version]) -> Completion:
   """Checked against what was asked for; ValueError where it is something else."""
   tokens: Int32[np.ndarray, 'time'] = np.array(choice['token_ids'], np.int32)
   content = choice['logprobs']['content']
@@ -331,7 +328,7 @@ def _completion(choice: Mapping[str, Any], request: Request, engine: str) -> Com
     Segment(
       start=span['start'],
       end=span['end'],
-      version=parse_version(span['version']),
+      version=labels[span['version']],
       engine=engine,
       finish=str(finish) if last else CUT,
     )

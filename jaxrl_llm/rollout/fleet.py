@@ -82,7 +82,9 @@ class Fleet:
     self._config, self._spec, self._folder, self._dtype = config, spec, folder, dtype
     self._max_length, self._seed, self._run = max_length, seed, run
     self._check_tokenizer = check_tokenizer
-    self._tolerance = config.probe_tolerance or (1e-3 if dtype == 'float32' else 0.5)
+    self._tolerance = config.probe_tolerance
+    if self._tolerance is None:
+      self._tolerance = 1e-3 if dtype == 'float32' else 0.5
     self._shapes = {entry.hf: entry.shape for entry in entries(spec)}
     self._current: _Current | None = None
     self._earlier: _Current | None = None
@@ -133,7 +135,7 @@ class Fleet:
     await replica.transfer.close()
     await replica.client.close()
     if replica.server is not None:
-      await replica.server.stop()
+      await replica.server.close()
 
   async def _start(self, replica: Replica) -> None:
     """A server that answers, of the policy's model; it serves no version yet."""
@@ -182,7 +184,7 @@ class Fleet:
       await self._let_go()
       self._version = publication.version
       self.counts['publications'] += 1
-      self._seconds['perf/publish_pause_s'] = max(replica.paused_s for replica in self.replicas)
+      self._seconds['perf/publish_pause_s'] = max(r.paused_s for r in self.replicas if r.version == publication.version)
       self._seconds['perf/publish_bytes'] = float(publication.nbytes)
     self._deal()
 
@@ -272,7 +274,7 @@ class Fleet:
     replica.failures += 1
     self._last_trouble = f'engine {replica.name}: {reason}'
     logging.warning('engine %s: out of dispatch: %s', replica.name, reason)
-    task = asyncio.create_task(self._bring_back(replica), name=f'engine {replica.name}: repair')
+    task = asyncio.create_task(self._bring_back_or_end(replica), name=f'engine {replica.name}: repair')
     self._repairs[replica] = task
     task.add_done_callback(lambda done: self._repaired(replica, done))
 
@@ -285,6 +287,13 @@ class Fleet:
         self._fail(RunError(f'no engine left; the last: {error}'))
     self._changed.set()
     self._deal()
+
+  async def _bring_back_or_end(self, replica: Replica) -> None:
+    try:
+      await self._bring_back(replica)
+    except Exception:
+      await self._end(replica)  # It must not go on using memory and cores beside those that work.
+      raise
 
   async def _bring_back(self, replica: Replica) -> None:
     works, attempts = await self._is_as_before(replica), 0
@@ -316,7 +325,7 @@ class Fleet:
     if replica.server is not None and not replica.server.is_running():
       return False
     with contextlib.suppress(Lost, Refused):
-      if await replica.client.served_label() == str(replica.version):
+      if await replica.client.served_label() == replica.label:
         return await replica.is_alive(deadline_s=self._config.latency_s)
     return False
 

@@ -52,6 +52,8 @@ class Replica:
     self.state = State.DOWN
     self.version: Version | None = None
     """The newest proven one."""
+    self.label: str | None = None
+    """What its tokens are called under that version."""
     self.proven: set[Version] = set()
     self.life = 0
     """Counts the times that what it holds became unknown; what it was asked for in an earlier life is void."""
@@ -76,8 +78,8 @@ class Replica:
 
   async def recognise(self) -> None:
     """Lost if another process is behind the address than was brought to `version`: nobody has looked at that."""
-    if self.version is not None and (label := await self.client.served_label()) != str(self.version):
-      raise Lost(f'engine {self.name}: serves {label!r} and not {self.version}; it was started again by somebody else')
+    if self.version is not None and (label := await self.client.served_label()) != self.label:
+      raise Lost(f'engine {self.name}: serves {label!r} and not {self.label}; it was started again by somebody else')
 
   async def take(self, publication: Publication, probe: Probe | None, *, tolerance: float, deadline_s: float) -> None:
     """Brings the server to a publication, as architecture's contract has it.
@@ -100,7 +102,7 @@ class Replica:
       except Refused as error:  # After it was written.
         raise Lost(str(error)) from None
       self.proven.add(publication.version)
-      self.version = publication.version
+      self.version, self.label = publication.version, publication.label
     except Refused:
       raise
     except BaseException:
@@ -113,13 +115,16 @@ class Replica:
     try:
       await self.client.pause()
       await self.transfer.send(self.client, publication, deadline_s=deadline_s)
-    except Refused:
+    except Refused as error:
+      if len(self.slices) > 1:  # Each worker reads for itself: another one may have written.
+        raise Lost(str(error)) from None
       await self.client.resume()
       raise
 
   async def _label(self, publication: Publication, deadline_s: float) -> None:
-    self._check_digests(await self.client.digests(deadline_s=deadline_s), publication)
-    await self.client.set_version(publication.version)
+    found = await self.client.digests(deadline_s=deadline_s)
+    await asyncio.to_thread(self._check_digests, found, publication)
+    await self.client.set_version(publication)
     await self.client.reset_cache()
     await self.client.resume()
 
@@ -240,7 +245,10 @@ def _expected(publication: Publication, slices: Mapping[str, Any]) -> dict[str, 
   """Digests of what a worker ought to hold: of the whole tensors, or of its part of each."""
   if all(tensor['slice'] is None for tensor in slices.values()):
     return publication.digests
-  whole = read_checked(publication.files, publication.directory)
+  try:
+    whole = read_checked(publication.files, publication.directory)
+  except ValueError as error:  # It may have been let go meanwhile.
+    raise Lost(str(error)) from None
   return {name: digest(_part(array, slices[name])) for name, array in whole.items() if name in slices}
 
 

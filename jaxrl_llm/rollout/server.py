@@ -13,6 +13,7 @@ import os
 import pathlib
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -96,6 +97,8 @@ class VllmConfig:
     for name in ('transfer_deadline_s', 'start_deadline_s', 'latency_s', 'min_tokens_per_s'):
       if getattr(self, name) <= 0:
         raise UserError(f'rollout.vllm.{name}: {getattr(self, name):g}, wanted more than 0')
+    if self.probe_tolerance is not None and self.probe_tolerance < 0:
+      raise UserError(f'rollout.vllm.probe_tolerance: {self.probe_tolerance:g}, wanted at least 0')
     if self.devices and not self.addresses and len(self.devices) != self.servers:
       raise UserError(f'rollout.vllm.devices: {len(self.devices)} entries for servers={self.servers}; one each')
     if self.transfer == 'ipc' and self.addresses:
@@ -258,7 +261,10 @@ def server_commands(
   if cpu:
     args['enforce_eager'] = True
   args |= {name.replace('-', '_'): value for name, value in config.args.items()}
-  workers = int(args.get('tensor_parallel_size', 1))
+  size = str(args.get('tensor_parallel_size', 1))
+  if not size.isdigit() or int(size) < 1:
+    raise UserError(f'rollout.vllm.args.tensor_parallel_size: {size!r}, wanted a whole number of GPUs')
+  workers = int(size)
   if config.transfer == 'ipc' and workers > 1:
     raise UserError(
       f"rollout.vllm.transfer: 'ipc' reaches one GPU, and rollout.vllm.args.tensor_parallel_size is {workers}; set it "
@@ -329,9 +335,13 @@ class Server:
     return self._process is not None and self._process.poll() is None
 
   def start(self) -> None:
-    """Starts the process; `ready` waits until it serves."""
+    """Starts the process; `ready` waits until it serves.
+
+    Raises:
+      RunError: a place that it needs cannot be written, or is not this user's alone.
+    """
     self.log.parent.mkdir(parents=True, exist_ok=True)
-    self._folder.mkdir(mode=0o700, exist_ok=True)
+    self._check_folder()
     self._modules.mkdir(exist_ok=True)
     for module, file in self._command.worker_files.items():
       shutil.copyfile(file, self._modules / f'{module}.py')
@@ -393,4 +403,15 @@ class Server:
       await asyncio.to_thread(self._process.wait)
       self._process.stdin.close()
       self._process = None
+
+  async def close(self) -> None:
+    """Ends it for good."""
+    await self.stop()
     shutil.rmtree(self._folder, ignore_errors=True)
+
+  def _check_folder(self) -> None:
+    """It lies where all may make folders, and what is imported from it runs as this user."""
+    self._folder.mkdir(mode=0o700, exist_ok=True)
+    status = os.lstat(self._folder)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+      raise RunError(f'engine {self.name}: {self._folder} is not a folder of this user alone; remove it, start again')

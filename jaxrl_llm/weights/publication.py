@@ -47,6 +47,11 @@ class Publication:
   """Of all tensors."""
 
   @property
+  def label(self) -> str:
+    """Names the version and its bytes: what servers call the tokens that are drawn under it."""
+    return f'{self.version}-{xxhash.xxh3_64_hexdigest(json.dumps(self.digests, sort_keys=True).encode())}'
+
+  @property
   def digests(self) -> dict[str, str]:
     return {name: digest for tensors in self.files.values() for name, digest in tensors.items()}
 
