@@ -347,7 +347,7 @@ def kept(workdir, tokenizer, differences, config, *, taken=TAKEN):
     )
     train = TrainState(params={}, opt_state=(), updates=jnp.zeros((), jnp.int32), skipped=jnp.zeros((), jnp.int32))
     for step, difference in enumerate(differences, start=1):
-      with phases.timed('step'):
+      with phases.timed('step'), phases.timed('gen'), phases.timed('update_weights'):
         trainer = {i: s.behaviour_logprobs + np.float32(difference) for i, s in enumerate(SAMPLES)}
       done = batch._replace(plan=dataclasses.replace(plan, step=step - 1))
       await keeper.after_step(LoopState(train, step), stage, done, Updated({}, trainer))
