@@ -186,9 +186,11 @@ def test_a_completion_under_way_goes_on_under_the_next_version(pair, params, tmp
     async with serving.attached(TIED, pair[:1], tmp_path) as fleet:
       await fleet.load(weights(TIED, 1, A))
       asked = request(5, max_tokens=380)
+      await fault(pair[0].address, 'slow', 0.01)  # 3.8 s at the least: it is under way when the next version comes.
       task = asyncio.create_task(ask(fleet, asked))
-      await asyncio.sleep(0.3)
+      await generating(pair[0])
       await fleet.load(weights(TIED, 2, B))
+      await fault(pair[0].address, 'slow', 0.0)
       (completion,) = await task
       versions = [s.version for s in completion.segments]
       assert versions == [A, B]
@@ -243,17 +245,30 @@ def test_after_a_run_servers_hold_what_it_exported_and_a_fresh_one_with_speculat
     asyncio.run(fresh.stop())
 
 
+async def generating(server):
+  """Returns once the server has given tokens of a request that is not over yet."""
+  client = VllmClient(server.address)
+  before = await counter(client, 'vllm:generation_tokens_total')
+  while await counter(client, 'vllm:generation_tokens_total') < before + 5:
+    await asyncio.sleep(0.02)
+  await client.close()
+
+
 def greedy(asked):
   params = {'max_tokens': asked.max_tokens, 'temperature': 0.0, 'logprobs': 0, 'ignore_eos': True, 'detokenize': False}
   return {'token_ids': list(asked.prompt), 'sampling_params': params}
 
 
-async def drafts(client):
-  """Tokens of drafts that were accepted so far."""
+async def counter(client, name):
+  """What the server's metrics say it has counted so far."""
   async with client._opened().get('http://server/metrics') as response:
     text = await response.text()
-  lines = [line for line in text.splitlines() if line.startswith('vllm:spec_decode_num_accepted_tokens_total')]
-  return sum(float(line.split()[-1]) for line in lines)
+  return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+
+async def drafts(client):
+  """Tokens of drafts that were accepted so far."""
+  return await counter(client, 'vllm:spec_decode_num_accepted_tokens_total')
 
 
 async def sampled_with_drafts_is_off(server, params):
