@@ -1,9 +1,14 @@
+import functools
+import math
+
 import numpy as np
+import oracles_advantages as oracles
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.advantages.group import group_advantages
+from jaxrl_llm.advantages.group import group_advantages, leave_one_out, log_partition_baseline, step_credit
+from jaxrl_llm.core.errors import UserError
 
 
 def test_hand_worked_group():
@@ -67,3 +72,179 @@ def test_sums_to_zero_and_follows_permutations(pairs, random):
   random.shuffle(order)
   shuffled = group_advantages([rewards[i] for i in order], [groups[i] for i in order]).advantages
   np.testing.assert_allclose(shuffled, advantages[order], atol=1e-9)
+
+
+RULES = {
+  'group_advantages': group_advantages,
+  'leave_one_out': leave_one_out,
+  'log_partition_baseline': functools.partial(log_partition_baseline, tau=0.5),
+}
+
+
+@pytest.mark.parametrize('rule', RULES.values(), ids=RULES)
+def test_every_rule_gives_nothing_where_nothing_is_to_be_learnt(rule):
+  # Equal rewards (the mean of three 0.1 is not 0.1 in float64 either), a group of one, a group left with one scored
+  # sample, an unscorable group.
+  rewards = [2.3] * 10 + [0.1] * 3 + [1.0] + [0.7, None] + [None, None]
+  groups = ['equal'] * 10 + ['inexact'] * 3 + ['alone'] + ['rest'] * 2 + ['lost'] * 2
+  assert np.std([0.1] * 3) > 0
+  result = rule(rewards, groups)
+  np.testing.assert_array_equal(result.advantages, np.zeros(18))
+  assert (result.groups, result.zero_std_groups) == (4, 4)
+  assert result.scored.tolist() == [True] * 15 + [False] * 3
+
+
+@pytest.mark.parametrize('rule', RULES.values(), ids=RULES)
+def test_every_rule_refuses_what_is_not_finite_and_takes_an_empty_batch(rule):
+  with pytest.raises(ValueError, match='group b is not finite'):
+    rule([1.0, float('inf')], ['a', 'b'])
+  result = rule([], [])
+  assert (len(result.advantages), len(result.scored), result.groups, result.zero_std_groups) == (0, 0, 0, 0)
+
+
+def test_leave_one_out_by_hand():
+  # Others' means: (0 + 2)/2 = 1, (3 + 2)/2 = 5/2, (3 + 0)/2 = 3/2; so 3 - 1, 0 - 5/2, 2 - 3/2.
+  np.testing.assert_allclose(leave_one_out([3.0, 0.0, 2.0], ['a'] * 3).advantages, [2.0, -2.5, 0.5], rtol=1e-15)
+
+
+def test_leave_one_out_keeps_its_digits_at_large_offsets():
+  # Each other's reward is the baseline: 1000.1 - 999.9 and the reverse.
+  result = leave_one_out([1000.1, 999.9], ['a', 'a'])
+  np.testing.assert_allclose(result.advantages, [0.2, -0.2], rtol=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(oracles.outcomes())
+def test_leave_one_out_equals_the_loop(pairs):
+  groups, rewards = [g for g, _ in pairs], [r for _, r in pairs]
+  wanted = oracles.leave_one_out(rewards, groups)
+  np.testing.assert_allclose(leave_one_out(rewards, groups).advantages, wanted, atol=1e-13)
+
+
+def test_log_partition_by_hand():
+  # tau = 1/2: exp(r/tau) of log(3)/2 and 0 are 3 and 1, their mean 2, so the baseline is log(2)/2.
+  rewards = [0.5 * math.log(3), 0.0]
+  wanted = [0.5 * math.log(3 / 2), -0.5 * math.log(2)]
+  result = log_partition_baseline(rewards, ['a', 'a'], tau=0.5)
+  np.testing.assert_allclose(result.advantages, wanted, rtol=1e-14)
+
+
+@settings(max_examples=100, deadline=None)
+@given(oracles.outcomes(), st.floats(0.1, 10))
+def test_log_partition_equals_the_loop(pairs, tau):
+  groups, rewards = [g for g, _ in pairs], [r for _, r in pairs]
+  wanted = oracles.log_partition(rewards, groups, tau)
+  np.testing.assert_allclose(log_partition_baseline(rewards, groups, tau=tau).advantages, wanted, atol=1e-12)
+
+
+def test_log_partition_goes_from_the_maximum_to_the_mean():
+  rewards, groups = [1.0, 0.0, 0.0, 3.0], ['a'] * 4
+  small = log_partition_baseline(rewards, groups, tau=1e-6).advantages
+  np.testing.assert_allclose(small, [-2.0, -3.0, -3.0, 0.0], atol=1e-5)
+  # The baseline is the mean plus variance / (2 tau): 1.5 / 2e9 above it here.
+  large = log_partition_baseline(rewards, groups, tau=1e9).advantages
+  np.testing.assert_allclose(large, [0.0, -1.0, -1.0, 2.0], atol=2e-9)
+
+
+def test_log_partition_stays_finite_at_large_offsets():
+  # exp(1000.1 / 0.1) overflows. Relative to 1000: tau = 0.1 and ±0.1 give log(cosh 1) as the baseline over tau.
+  result = log_partition_baseline([1000.1, 999.9], ['a', 'a'], tau=0.1)
+  baseline = 0.1 * math.log(math.cosh(1.0))
+  np.testing.assert_allclose(result.advantages, [0.1 - baseline, -0.1 - baseline], rtol=1e-10)
+
+
+@pytest.mark.parametrize('tau', [0.0, -1.0, float('nan')])
+def test_log_partition_needs_a_positive_tau(tau):
+  with pytest.raises(UserError, match='tau'):
+    log_partition_baseline([1.0, 0.0], ['a', 'a'], tau=tau)
+
+
+centred = functools.partial(group_advantages, normalize_by_std=False)
+
+
+def test_a_trajectory_counts_once_and_pays_all_its_steps():
+  # x ends with 1 after three steps, y with 0 after one: mean 1/2 of two trajectories (by rows it would be 3/4, or
+  # 1/4 with x's own rewards).
+  result = step_credit(
+    [0.0, 0.0, 1.0, 0.0], ['a'] * 4, ['x', 'x', 'x', 'y'], [0, 1, 2, 0], credit='trajectory', advantages=centred
+  )
+  np.testing.assert_array_equal(result.advantages, [0.5, 0.5, 0.5, -0.5])
+  assert (result.groups, result.zero_std_groups) == (1, 0)
+
+
+def test_step_credit_compares_equal_steps():
+  # Step 0: rewards 1 and 0, mean 1/2. Step 1: 4 and 1, mean 5/2. Only x has a step 2.
+  result = step_credit(
+    [1.0, 4.0, 9.0, 0.0, 1.0],
+    ['a'] * 5,
+    ['x', 'x', 'x', 'y', 'y'],
+    [0, 1, 2, 0, 1],
+    credit='step',
+    advantages=centred,
+  )
+  np.testing.assert_array_equal(result.advantages, [0.5, 1.5, 0.0, -0.5, -1.5])
+  assert (result.groups, result.zero_std_groups) == (3, 1)
+
+
+def test_an_unscorable_end_takes_the_whole_trajectory_out():
+  # z's end is unscorable. y's first step is, too, which only counts where steps have their own rewards.
+  rewards = [1.0, 3.0, None, 1.0, 5.0, None]
+  groups, trajectories, steps = ['a'] * 6, ['x', 'x', 'y', 'y', 'z', 'z'], [0, 1, 0, 1, 0, 1]
+  whole = step_credit(rewards, groups, trajectories, steps, credit='trajectory', advantages=centred)
+  np.testing.assert_array_equal(whole.advantages, [1.0, 1.0, -1.0, -1.0, 0.0, 0.0])
+  assert whole.scored.tolist() == [True, True, True, True, False, False]
+  # Step 0 is left with x alone, step 1 with 3 and 1.
+  single = step_credit(rewards, groups, trajectories, steps, credit='step', advantages=centred)
+  np.testing.assert_array_equal(single.advantages, [0.0, 1.0, 0.0, -1.0, 0.0, 0.0])
+  assert single.scored.tolist() == [True, True, False, True, False, False]
+  assert (single.groups, single.zero_std_groups) == (2, 1)
+
+
+@pytest.mark.parametrize('credit', ['trajectory', 'step'])
+@pytest.mark.parametrize('names', [['', '', ''], ['x', 'y', 'z']])
+def test_trajectories_of_one_step_are_samples(credit, names):
+  rewards, groups = [1.0, 0.0, 5.0], ['a', 'a', 'b']
+  result = step_credit(rewards, groups, names, [0, 0, 0], credit=credit)
+  wanted = group_advantages(rewards, groups)
+  for got, want in zip(result, wanted, strict=True):
+    np.testing.assert_array_equal(got, want)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from('ab'), st.integers(1, 4)), min_size=1, max_size=6), st.randoms())
+def test_step_credit_equals_the_loops_in_any_order(shapes, random):
+  rows = [
+    (random.choice([None, 0.0, 1.0, random.random()]), group, f'{group}/{i}', step)
+    for i, (group, length) in enumerate(shapes)
+    for step in range(length)
+  ]
+  random.shuffle(rows)
+  rewards, groups, trajectories, steps = (list(column) for column in zip(*rows, strict=True))
+  ends = {name: max((row for row in rows if row[2] == name), key=lambda row: row[3])[0] for name in trajectories}
+  of_trajectory = {name: group for _, group, name, _ in rows}
+  means = oracles.of_group(
+    [ends[name] for name in of_trajectory],
+    list(of_trajectory.values()),
+    lambda reward, values, _: reward - math.fsum(values) / len(values),
+  )
+  by_name = dict(zip(of_trajectory, means, strict=True))
+  result = step_credit(rewards, groups, trajectories, steps, credit='trajectory', advantages=centred)
+  np.testing.assert_allclose(result.advantages, [by_name[name] for name in trajectories], atol=1e-15)
+  assert result.scored.tolist() == [ends[name] is not None for name in trajectories]
+
+  own = [None if ends[name] is None else reward for reward, _, name, _ in rows]
+  wanted = oracles.of_group(
+    own,
+    list(zip(groups, steps, strict=True)),
+    lambda reward, values, _: reward - math.fsum(values) / len(values),
+  )
+  result = step_credit(rewards, groups, trajectories, steps, credit='step', advantages=centred)
+  np.testing.assert_allclose(result.advantages, wanted, atol=1e-15)
+  assert result.scored.tolist() == [reward is not None for reward in own]
+
+
+def test_tangled_trajectories_are_refused():
+  with pytest.raises(ValueError, match='two rows of step 1'):
+    step_credit([1.0, 0.0], ['a', 'a'], ['x', 'x'], [1, 1], credit='step')
+  with pytest.raises(ValueError, match='in another'):
+    step_credit([1.0, 0.0], ['a', 'b'], ['x', 'x'], [0, 1], credit='trajectory')

@@ -4,9 +4,11 @@ import pathlib
 
 import pytest
 
-from jaxrl_llm.app.schema import Config
+from jaxrl_llm.app.schema import AlgorithmConfig, Config, ExpertsConfig, PairsConfig, StageConfig
 from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.master.selection import SelectionConfig
+from jaxrl_llm.tasks.taskset import DemonstrationsConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -37,6 +39,63 @@ def test_a_number_that_means_nothing_is_one_line(config, key, text, words):
     apply_overrides(config, {key: text})
   for word in words:
     assert word in str(caught.value)
+
+
+DEMONSTRATIONS = DemonstrationsConfig(templates=('{truth}',))
+
+
+def stage(**fields):
+  return StageConfig(
+    **{'name': 's', 'algorithm': AlgorithmConfig(name='grpo'), 'steps': 1, 'tasksets': ('t',), **fields}
+  )
+
+
+def experts(ratio=0.25):
+  return ExpertsConfig(tasksets=('t',), demonstrations=DEMONSTRATIONS, ratio=ratio)
+
+
+@pytest.mark.parametrize(
+  ('make', 'message'),
+  [
+    (lambda: stage(demonstrations=DEMONSTRATIONS, preferences=PairsConfig(train='p')), 'exclude each other'),
+    (lambda: stage(tasksets=()), 'stages.s.tasksets: empty'),
+    (lambda: experts(0.0), 'experts.ratio: 0.0'),
+    (lambda: experts(1.0), 'experts.ratio: 1.0'),
+  ],
+)
+def test_a_stage_that_means_nothing_is_one_line(make, message):
+  with pytest.raises(UserError, match=r'^[^\n]*$') as caught:
+    make()
+  assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+  ('usual', 'ratio', 'rows'),
+  [(48, 0.25, 16), (6, 0.25, 2), (7, 0.25, 3), (1, 0.01, 1), (9, 0.1, 1), (8, 0.9, 72), (30, 0.4, 20)],
+)
+def test_so_many_experts_join_that_their_share_is_at_least_the_ratio(usual, ratio, rows):
+  assert experts(ratio).rows(usual) == rows
+  assert rows / (usual + rows) >= ratio - 1e-9, 'and one less would be too few'
+  assert (rows - 1) / (usual + rows - 1) < ratio
+
+
+@pytest.mark.parametrize(
+  ('fields', 'sequences', 'unit'),
+  [
+    ({}, 4 * 6, 1),
+    ({'experts': experts()}, 4 * 6 + 8, 1),
+    ({'selection': SelectionConfig(kind='mixed')}, 4 * 6, 1),
+    ({'selection': SelectionConfig(kind='shortest_correct')}, 4, 1),
+    ({'selection': SelectionConfig(kind='pairs', pairs_per_group=2)}, 4 * 2 * 2, 2),
+    ({'selection': SelectionConfig(kind='pairs', pairs_per_group=99)}, 4 * 5 * 2, 2),
+    ({'preferences': PairsConfig(train='p'), 'sequences_per_batch': 10}, 10, 2),
+    ({'demonstrations': DEMONSTRATIONS, 'sequences_per_batch': 10}, 10, 1),
+  ],
+)
+def test_what_a_batch_may_hold(fields, sequences, unit):
+  made = stage(groups_per_batch=4, group_size=6, **fields)
+  assert (made.sequences, made.unit) == (sequences, unit)
+  assert made.explores == ('preferences' not in fields and 'demonstrations' not in fields)
 
 
 def test_filters_that_evaluation_wants_must_be_compiled(config):

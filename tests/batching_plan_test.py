@@ -1,12 +1,15 @@
 import collections
+import dataclasses
 import json
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_llm.batching.packing import pack
-from jaxrl_llm.batching.plan import Row, StepPlan, deal_rows, pack_step, plan_shape
+from jaxrl_llm.batching.plan import Row, StepPlan, deal_rows, pack_step, plan_shape, units_of
+from jaxrl_llm.core.errors import UserError
 
 
 def rows_of(lengths, **fields) -> tuple[Row, ...]:
@@ -16,7 +19,11 @@ def rows_of(lengths, **fields) -> tuple[Row, ...]:
 
 
 def test_a_plan_survives_json():
-  rows = (*rows_of([4, 7], reward=0.1), *rows_of([2], reward=None, version_step=-1, is_expert=True))
+  rows = (
+    *rows_of([4, 7], reward=0.1, correct=True, turn_rewards=(0.5, 0.25), trajectory='t', step_index=1),
+    *rows_of([2], reward=None, version_step=-1, is_expert=True),
+    *rows_of([3], reward=None, version_step=-1, pair='p', label=-1),
+  )
   plan = StepPlan(
     step=12,
     stage='grpo',
@@ -24,6 +31,7 @@ def test_a_plan_survives_json():
     optimizer_steps=((0, 2), (1,)),
     proximal=True,
     proximal_reason='2 optimizer steps on one batch',
+    held_out=rows[1:],
     evaluate=True,
     commit=True,
     commit_by_clock=True,
@@ -106,3 +114,77 @@ def test_a_step_packs_its_own_rows_in_its_own_numbering():
   assert packing.offset.tolist() == [0, 6]
   assert packing.micro_batch.tolist() == [0, 0]
   assert pack_step(plan, 0, shape).micro_batch.tolist() == [0, 1]
+
+
+def paired(lengths) -> tuple[Row, ...]:
+  """Neighbours are pairs."""
+  rows = rows_of(lengths, reward=None)
+  return tuple(dataclasses.replace(row, pair=f'p{i // 2}', label=1 - 2 * (i % 2)) for i, row in enumerate(rows))
+
+
+def test_units_are_pairs_and_single_rows():
+  rows = (*rows_of([1]), *paired([2, 3]), *rows_of([4]))
+  # A single row is no pair's member, whatever its number.
+  named = (dataclasses.replace(rows[1], pair='0'), dataclasses.replace(rows[2], pair='0'))
+  assert sorted(units_of((rows[0], *named, rows[3]))) == [[0], [1, 2], [3]]
+  apart = (rows[1], rows[0], rows[2])
+  assert sorted(units_of(apart)) == [[0, 2], [1]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 20), st.integers(1, 5), st.integers(1, 3), st.integers(0, 2**40), st.randoms())
+def test_a_deal_keeps_pairs_together(count, minibatches, epochs, seed, random):
+  minibatches, rows = min(minibatches, count), [*paired([5] * (2 * count))]
+  random.shuffle(rows)
+  dealt = deal_rows(rows, minibatches=minibatches, epochs=epochs, seed=seed)
+  for step in dealt:
+    members = collections.Counter(rows[i].pair for i in step)
+    assert set(members.values()) == {2}
+  for epoch in range(epochs):
+    steps = dealt[epoch * minibatches : (epoch + 1) * minibatches]
+    assert sorted(i for step in steps for i in step) == list(range(2 * count))
+    assert max(map(len, steps)) - min(map(len, steps)) <= 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 20), st.integers(0, 20), st.integers(1, 5), st.integers(0, 2**40), st.randoms())
+def test_experts_are_dealt_evenly(usual, experts, minibatches, seed, random):
+  rows = [*rows_of([5] * usual), *rows_of([5] * experts, is_expert=True)]
+  random.shuffle(rows)
+  minibatches = min([minibatches, *(n for n in (usual, experts) if n)])
+  if not rows:
+    return
+  dealt = deal_rows(rows, minibatches=minibatches, epochs=2, seed=seed)
+  assert len(dealt) == 2 * minibatches
+  for steps in (dealt[:minibatches], dealt[minibatches:]):
+    assert sorted(i for step in steps for i in step) == list(range(len(rows)))
+    for kind in (False, True):
+      shares = [sum(rows[i].is_expert is kind for i in step) for step in steps]
+      assert max(shares) - min(shares) <= 1
+
+
+def test_pairs_too_many_for_their_chunks_are_refused_in_one_line():
+  with pytest.raises(UserError, match=r'^learner\.chunks_per_rank: 1 chunks [^\n]* wanted at least 2$'):
+    plan_shape(rows=4, ranks=1, chunks=1, chunk_len=8, unit=2)
+
+
+def test_hand_worked_shape_of_pairs():
+  # 5 pairs over 2 ranks: at most 3 on one; 3 chunks hold one pair in the worst case: 3 micro-batches. All 6 rows of a
+  # rank may share a chunk.
+  shape = plan_shape(rows=10, ranks=2, chunks=3, chunk_len=16, unit=2)
+  assert (shape.micro_batches, shape.segments) == (3, 6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.integers(1, 3), st.integers(2, 5), st.integers(1, 24))
+def test_the_planned_shape_holds_any_pairs(data, ranks, chunks, chunk_len):
+  count = data.draw(st.integers(1, 20))
+  rows = paired(data.draw(st.lists(st.integers(1, chunk_len), min_size=2 * count, max_size=2 * count)))
+  shape = plan_shape(rows=2 * count, ranks=ranks, chunks=chunks, chunk_len=chunk_len, unit=2)
+  plan = StepPlan(step=0, stage='x', rows=rows, optimizer_steps=(tuple(range(2 * count)),))
+  packing = pack_step(plan, 0, shape)
+  assert packing.micro_batches <= shape.micro_batches
+  assert packing.segment.max() <= shape.segments
+  for first, second in units_of(rows):
+    assert packing.micro_batch[first] == packing.micro_batch[second]
+    assert packing.chunk[first] // chunks == packing.chunk[second] // chunks

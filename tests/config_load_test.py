@@ -313,6 +313,7 @@ def get_config(variant: str = '') -> Root:
 def write(tmp_path, monkeypatch):
   """Writes a configuration file; in it, `tests_config_types` is this module."""
   monkeypatch.setitem(sys.modules, 'tests_config_types', sys.modules[__name__])
+  monkeypatch.setattr(sys, 'path', [place for place in sys.path if place])  # The working directory is not on it.
   monkeypatch.chdir(tmp_path)
 
   def write(text: str, name: str = 'x.py') -> str:
@@ -337,6 +338,23 @@ def test_a_whole_command_line(write):
   assert config == Root(name='file', clip=Clip(high=1.0), stages=(wanted,))
   assert values.workdir == 'w'
   assert load_file('x.py', Root).stages[0].steps == 10
+
+
+def test_what_lies_beside_a_configuration_can_be_imported_and_hides_nothing(write, tmp_path, monkeypatch):
+  """Also from a working directory elsewhere; a neighbour called like something installed stays out of its way."""
+  monkeypatch.delitem(sys.modules, 'colorsys', raising=False)
+  write('CLIP = 0.75', 'beside_this_one.py')
+  write('raise AssertionError', 'colorsys.py')
+  write(
+    'import colorsys\nfrom beside_this_one import CLIP\nfrom tests_config_types import *\n'
+    'def get_config(): return Root(clip=Clip(low=colorsys.ONE_THIRD, high=CLIP))'
+  )
+  (tmp_path / 'elsewhere').mkdir()
+  monkeypatch.chdir(tmp_path / 'elsewhere')
+  for _ in range(2):
+    assert load_file(str(tmp_path / 'x.py'), Root).clip == Clip(low=1 / 3, high=0.75)
+    assert sys.path.count(str(tmp_path)) == 1
+  del sys.modules['beside_this_one']
 
 
 def test_ints_in_float_fields_come_back_as_floats(write):

@@ -23,16 +23,16 @@ def coin(attempt: Attempt) -> Verdict:
   return Verdict(value=float(xxhash.xxh3_64_intdigest(attempt.uid.encode()) & 1))
 
 
-def shuffled_grpo(config):
+def shuffled_grpo(config, setting):
   """GRPO whose advantages are dealt anew among the members of each group."""
-  from jaxrl_llm.learner.algorithm import grpo
+  from jaxrl_llm.learner.policy_gradient import policy_gradient
 
-  honest = grpo(config)
+  honest = policy_gradient(config, setting)
 
-  def annotate(rows):
-    annotation = honest.annotate(rows)
-    advantages = annotation.advantages.copy()
-    groups = np.array([row.group for row in rows])
+  def annotate(closed):
+    annotation = honest.annotate(closed)
+    advantages = np.array(annotation.advantages)
+    groups = np.array([row.group for row in closed.rows])
     for group in sorted(set(groups)):
       members = np.flatnonzero(groups == group)
       rng = np.random.default_rng([int(b) for b in group.encode()])
@@ -45,12 +45,12 @@ def shuffled_grpo(config):
 if __name__ == '__main__':
   import sys
 
-  from jaxrl_llm.app import build, cli
-  from jaxrl_llm.learner.algorithm import GrpoConfig
+  from jaxrl_llm.app import build, cli, stages
+  from jaxrl_llm.learner.policy_options import GrpoConfig
 
   control = sys.argv.pop(1)
   if control == 'shuffled':
-    build.ALGORITHMS['grpo'] = (GrpoConfig, shuffled_grpo)
+    stages.ALGORITHMS['grpo'] = (GrpoConfig, shuffled_grpo)
   else:
     build.SCORERS['verifier'] = lambda **options: {'zero': zero, 'coin': coin}[control]
   sys.exit(cli.main(sys.argv))

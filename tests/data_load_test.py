@@ -69,12 +69,14 @@ def workdir(tmp_path_factory):
   return path
 
 
-def load(workdir, mesh, *, order, number=0, rows=None, advantages=ADVANTAGES, chunks=2):
+def load(workdir, mesh, *, order, number=0, rows=None, advantages=ADVANTAGES, chunks=2, unit=1, **columns):
   rows = tuple(row(i) for i in range(len(LENGTHS))) if rows is None else rows
   plan = StepPlan(step=0, stage='grpo', rows=rows, optimizer_steps=order)
   ranks = data_parallel_ranks(mesh)
-  shape = plan_shape(rows=max(map(len, order)), ranks=ranks, chunks=chunks, chunk_len=12)
-  return RowLoader(workdir, mesh).load(plan, number, shape, advantages=advantages, in_loss=IN_LOSS[: len(rows)])
+  shape = plan_shape(rows=max(map(len, order)), ranks=ranks, chunks=chunks, chunk_len=12, unit=unit)
+  loader = RowLoader(workdir, mesh)
+  step = loader.load(plan, number, shape)
+  return loader.fill(step, {'advantages': advantages} | columns, IN_LOSS[: len(rows)])
 
 
 def mesh_of(data, fsdp, tensor):
@@ -161,8 +163,73 @@ def test_loading_again_never_changes_what_was_handed_over(workdir):
   loader = RowLoader(workdir, mesh)
   plan = StepPlan(step=0, stage='grpo', rows=tuple(row(i) for i in range(len(LENGTHS))), optimizer_steps=ORDER)
   shape = plan_shape(rows=6, ranks=1, chunks=2, chunk_len=12)
-  first = loader.load(plan, 0, shape, advantages=ADVANTAGES, in_loss=IN_LOSS)
+  first = loader.fill(loader.load(plan, 0, shape), {'advantages': ADVANTAGES}, IN_LOSS)
   before = jax.tree.map(np.array, first.chunks)
-  loader.load(plan, 1, shape, advantages=-ADVANTAGES, in_loss=~IN_LOSS)
+  loader.fill(loader.load(plan, 1, shape), {'advantages': -ADVANTAGES}, ~IN_LOSS)
+  loader.fill(first, {'advantages': -ADVANTAGES, 'values': -ADVANTAGES}, IN_LOSS)
   for a, b in zip(jax.tree.leaves(first.chunks), jax.tree.leaves(before)):
     np.testing.assert_array_equal(np.asarray(a), b)
+
+
+@pytest.mark.parametrize('shape', [(1, 1, 1), (1, 2, 1), (2, 4, 1)])
+def test_columns_per_token_lie_under_their_tokens_and_are_0_where_nothing_is_trained(workdir, shape):
+  """Column `values` of token t of row i is i + t / 100, and not a number where the row is not trained."""
+  trained = [rollout(i).loss_mask for i in range(len(LENGTHS))]
+  values = [np.where(mask, i + np.arange(len(mask)) / 100, np.nan) for i, mask in enumerate(trained)]
+  narrow = [column.astype(np.float32) for column in values]
+  step = load(workdir, mesh_of(*shape), order=ORDER, values=values, returns=narrow, advantages=[2.0] * len(LENGTHS))
+  chunks = jax.tree.map(np.asarray, step.chunks)
+  lengths = [LENGTHS[i] for i in step.rows]
+  for name, filled in (('values', values), ('returns', narrow), ('advantages', [np.full(n, 2.0) for n in LENGTHS])):
+    for i, found in zip(step.rows, unpack(getattr(chunks, name), step, lengths), strict=True):
+      wanted = np.where(trained[i] & IN_LOSS[i], filled[i], 0.0).astype(np.float32)
+      np.testing.assert_array_equal(found, wanted, err_msg=f'{name} of row {i}')
+    assert not getattr(chunks, name)[~chunks.loss_mask].any()
+  assert not chunks.proximal_logprobs.any() and not chunks.reference_logprobs.any()  # what nobody gave
+
+
+def test_filling_again_takes_more_rows_out_and_keeps_the_other_columns(workdir):
+  loader = RowLoader(workdir, mesh_of(1, 1, 1))
+  plan = StepPlan(step=0, stage='grpo', rows=tuple(row(i) for i in range(len(LENGTHS))), optimizer_steps=ORDER)
+  loaded = loader.load(plan, 0, plan_shape(rows=6, ranks=1, chunks=2, chunk_len=12))
+  everything = np.ones(len(LENGTHS), bool)
+  first = loader.fill(loaded, {'advantages': ADVANTAGES}, everything)
+  second = loader.fill(first, {'values': ADVANTAGES}, everything & (np.arange(len(LENGTHS)) != ORDER[0][1]))
+  np.testing.assert_array_equal(second.chunks.advantages, first.chunks.advantages)
+  gone = np.asarray(first.chunks.loss_mask) & ~np.asarray(second.chunks.loss_mask)
+  assert gone.sum() == LENGTHS[ORDER[0][1]] - 1  # all of its tokens but the prompt's
+  np.testing.assert_array_equal(second.loss_mask, second.chunks.loss_mask)
+  assert not np.asarray(second.chunks.values)[gone].any()
+
+
+PAIRS = tuple(row(i, pair=f'p{i // 2}', label=1 if i % 2 else -1) for i in range(10))
+"""Five pairs of neighbouring rows; the chosen one is the later."""
+
+
+@pytest.mark.parametrize('shape', [(1, 1, 1), (1, 2, 1), (2, 4, 1)])
+def test_pair_numbers_start_again_in_each_micro_batch_and_name_two_rows(workdir, shape):
+  order = ((4, 1, 8, 7, 0, 5, 6, 9, 2, 3),)
+  step = load(workdir, mesh_of(*shape), order=order, rows=PAIRS, advantages=ADVANTAGES[:10], unit=2)
+  chunks = jax.tree.map(np.asarray, step.chunks)
+  assert shape != (1, 1, 1) or int(step.used) > 1  # there is a second micro-batch that starts again
+  met = 0
+  for micro_batch in range(int(step.used)):
+    members: dict[int, dict[float, int]] = {}
+    for column, segment in np.argwhere(chunks.pair[micro_batch] > 0):
+      (at,) = np.nonzero(chunks.segment_ids[micro_batch, column] == segment + 1)
+      i = int(chunks.tokens[micro_batch, column, at[0]]) // 100
+      members.setdefault(int(chunks.pair[micro_batch, column, segment]), {})[
+        float(chunks.label[micro_batch, column, segment])
+      ] = i
+    assert sorted(members) == list(range(1, len(members) + 1))
+    for sides in members.values():
+      assert sides.keys() == {1.0, -1.0} and sides[1.0] == sides[-1.0] + 1 and sides[-1.0] % 2 == 0
+    met += len(members)
+  assert met == 5
+  # Segments that are not there, and rows of no pair, have number and label 0.
+  assert (chunks.pair > 0).sum() == (chunks.label != 0).sum() == 10
+
+
+def test_rows_of_no_pair_have_no_number(workdir):
+  chunks = load(workdir, mesh_of(1, 1, 1), order=ORDER).chunks
+  assert not np.asarray(chunks.pair).any() and not np.asarray(chunks.label).any()

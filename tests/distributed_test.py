@@ -25,7 +25,10 @@ if address:
     address, int(os.environ['JAX_NUM_PROCESSES']), int(os.environ['JAX_PROCESS_ID']))
 from jaxrl_llm.batching.plan import StepPlan, plan_shape
 from jaxrl_llm.data.load import RowLoader
-from jaxrl_llm.learner.algorithm import GrpoConfig, SftConfig, grpo, sft
+from jaxrl_llm.learner.algorithm import Closed, Setting
+from jaxrl_llm.learner.policy_gradient import policy_gradient
+from jaxrl_llm.learner.policy_options import GrpoConfig
+from jaxrl_llm.learner.supervised import SftConfig, sft
 from jaxrl_llm.learner.state import place_params
 from jaxrl_llm.learner.update import gradients
 from jaxrl_llm.models.api import build_model
@@ -44,12 +47,15 @@ plans = json.loads((workdir / 'plans.json').read_text())
 loader, found = RowLoader(workdir, mesh), {}
 for value in plans:
   plan = StepPlan.from_json(value)
-  algorithm = (sft(SftConfig()) if plan.stage == 'sft' else grpo(GrpoConfig()))
-  annotation = algorithm.annotate(plan.rows)
+  setting = Setting(max_response_length=8)
+  algorithm = sft(SftConfig(), setting) if plan.stage == 'sft' else policy_gradient(GrpoConfig(), setting)
+  annotation = algorithm.annotate(Closed(plan.rows, plan.step, {}, None))
   shape = plan_shape(rows=len(plan.rows), ranks=2, chunks=4, chunk_len=16)
-  packed = loader.load(plan, 0, shape, advantages=annotation.advantages, in_loss=annotation.in_loss)
-  compute = jax.jit(functools.partial(gradients, model, algorithm, token_chunk=16, on_policy=True))
-  result = compute(params, packed.chunks, packed.used)
+  columns = {'advantages': annotation.advantages}
+  packed = loader.fill(loader.load(plan, 0, shape), columns, annotation.in_loss)
+  compute = jax.jit(functools.partial(
+    gradients, model, algorithm.loss, token_chunk=16, on_policy=('proximal_logprobs',)))
+  result = compute(params, packed.chunks, packed.used, {})
   grads = Gatherer(mesh).gather(result.grads)
   if jax.process_index() == 0:
     found[f'{plan.step}/loss'] = np.asarray(result.loss.addressable_data(0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import jax
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.experience.sample import Finish
 from jaxrl_llm.rollout.api import Engine, Sampling
 
-A, B = Version(0, 0), Version(0, 1)
+A, B, C, D, E = (Version(0, step) for step in range(5))
 
 
 async def hold(engine: Engine, model, *, atol: float) -> None:
@@ -38,6 +40,7 @@ async def hold(engine: Engine, model, *, atol: float) -> None:
   await _tokens_are_the_policys(engine, model, second, B, atol)
   await _samples_do_not_depend_on_their_number(engine)
   await _bad_requests_are_refused(engine)
+  await _weights_may_get_another_name(engine, model, first, atol)
   await _a_caller_may_leave(engine)
   assert all(isinstance(value, float) for value in engine.take_metrics().values())
 
@@ -83,6 +86,28 @@ async def _bad_requests_are_refused(engine) -> None:
     await ask(engine, request(1, length=390, max_tokens=24))
   with pytest.raises(UserError, match=f'vocabulary of {VOCAB}'):
     await ask(engine, request(1, prompt=(3, VOCAB)))
+
+
+async def _weights_may_get_another_name(engine, model, params, atol) -> None:
+  """The name alone changes: for what comes, for what is under way, and until the next load."""
+  asked = request(10, samples=2, max_tokens=8)
+  before = await ask(engine, asked)
+  waiting = asyncio.create_task(ask(engine, request(11, samples=2, max_tokens=200)))
+  await asyncio.sleep(0)
+  await engine.relabel(C)
+  assert engine.version == C
+  assert {s.version for completion in await waiting for s in completion.segments} == {C}
+  await engine.relabel(D)
+  for old, new in zip(before, await ask(engine, asked), strict=True):
+    assert ([s.version for s in old.segments], [s.version for s in new.segments]) == ([B], [D])
+    assert new.tokens.tolist() == old.tokens.tolist()
+    np.testing.assert_allclose(new.logprobs, old.logprobs, atol=atol)
+  await engine.load(weights_of(model, params, E))
+  assert engine.version == E
+  for completion in await ask(engine, asked):
+    assert [s.version for s in completion.segments] == [E]
+    wanted = forward(model, params, [*asked.prompt, *completion.tokens.tolist()])[len(asked.prompt) :]
+    np.testing.assert_allclose(completion.logprobs, wanted, atol=atol)
 
 
 async def _a_caller_may_leave(engine) -> None:

@@ -17,6 +17,7 @@ from jaxrl_llm.experience.score import Score
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.master.explorer import Explorer, ExplorerConfig
 from jaxrl_llm.master.gate import Gate
+from jaxrl_llm.master.selection import Chosen
 from jaxrl_llm.replay.index import ReplayStore, open_store
 from jaxrl_llm.rewards.api import Attempt, RewardsConfig, ScorerConfig
 from jaxrl_llm.rewards.pool import ScorerPool
@@ -36,7 +37,8 @@ class FakeEngine:
   Attributes:
     delays: its numbers say how many turns of the event loop each sample takes.
     fail_at: the request (counted from 0) that raises `error`.
-    held: requests whose uid is in it never end.
+    hold: requests of which it says so do not end.
+    published: 'load' or 'relabel' with its version, oldest first.
   """
 
   name = 'fake'
@@ -49,6 +51,7 @@ class FakeEngine:
     self.error: Exception = RuntimeError('unset')
     self.hold: Callable[[Request], bool] = lambda request: False
     self.cancelled = 0
+    self.published: list[tuple[str, Version]] = []
 
   @property
   def version(self) -> Version | None:
@@ -86,7 +89,14 @@ class FakeEngine:
     )
 
   async def load(self, weights: Weights) -> None:
-    self._version = weights.version
+    self._publish('load', weights.version)
+
+  async def relabel(self, version: Version) -> None:
+    self._publish('relabel', version)
+
+  def _publish(self, how: str, version: Version) -> None:
+    self._version = version
+    self.published.append((how, version))
 
   def take_metrics(self):
     return {}
@@ -155,14 +165,14 @@ class Exploration:
       gate=self.gate,
     )
 
-  async def batches(self, count: int) -> list[tuple[list, dict[str, int]]]:
+  async def batches(self, count: int) -> list[tuple[list[Chosen], dict[str, int]]]:
     """The first `count` batches; each is trained, and its version served, before the next."""
     found = []
     async with self.explorer.running():
       for step in range(count):
         self.explorer.advance(step, step)
         batch, counts = await self.explorer.collect()
-        uids = [member.sample.uid for member in batch]
+        uids = [*dict.fromkeys(chosen.scored.sample.uid for chosen in batch)]
         self.store.seal(uids, step)
         self.store.trained(uids, step)
         found.append((batch, counts))

@@ -11,14 +11,28 @@ import pytest
 from jaxrl_llm.batching.chunks import Chunks
 from jaxrl_llm.batching.plan import Row
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.learner.algorithm import GrpoConfig, SftConfig, grpo, sft
-from jaxrl_llm.ops.logprobs import TokenLogprobs
+from jaxrl_llm.learner.algorithm import Closed, ReferenceRule, Setting
+from jaxrl_llm.learner.catalogue import ALGORITHMS, OFFLINE, PAIRWISE
+from jaxrl_llm.learner.mix import MixConfig, mix
+from jaxrl_llm.learner.opmd import OpmdConfig, opmd
+from jaxrl_llm.learner.policy_gradient import policy_gradient
+from jaxrl_llm.learner.policy_options import (
+  DapoConfig,
+  GrpoConfig,
+  PolicyGradientConfig,
+  PpoConfig,
+  ReinforcePlusPlusConfig,
+)
+from jaxrl_llm.learner.preference import DpoConfig, RewardModelConfig, dpo, reward_model
+from jaxrl_llm.learner.supervised import SftConfig, sft
+from jaxrl_llm.ops.logprobs import SequenceScores, TokenLogprobs, TokenValues
 
 LN2 = math.log(2.0)
+SETTING = Setting(max_response_length=10)
 
 
-def row(i: int, group: str, reward: float | None) -> Row:
-  return Row(
+def row(i: int, group: str, reward: float | None, **changes) -> Row:
+  plain = Row(
     uid=f's/{i}',
     source='rows.arrayrecord',
     index=i,
@@ -30,6 +44,28 @@ def row(i: int, group: str, reward: float | None) -> Row:
     truncated=False,
     version_step=0,
   )
+  return dataclasses.replace(plain, **changes)
+
+
+def grpo(config: PolicyGradientConfig):
+  return policy_gradient(config, SETTING)
+
+
+def annotated(algorithm, rows, *, step=0, state=None, **tokens):
+  return algorithm.annotate(Closed(rows, step, tokens, state))
+
+
+def lost(config: PolicyGradientConfig, outputs, chunks):
+  """Terms and statistics, with the constants of an annotation."""
+  algorithm = grpo(config)
+  return algorithm.loss(outputs, chunks, annotated(algorithm, [row(0, 'a', 1.0)], **tokens_of(algorithm)).constants)
+
+
+def tokens_of(algorithm, count: int = 1, length: int = 4):
+  """Columns that such an annotation reads; every token but the first is trained."""
+  mask = np.arange(length) > 0
+  values = lambda name: mask if name == 'loss_mask' else np.zeros(length, np.float32)
+  return {name: [values(name)] * count for name in algorithm.on_host}
 
 
 # Two groups: (2, 0) and (3, 1, unscorable). Means 1 and 2, deviations ±1, population std 1: advantages ±1 and ±1.
@@ -41,7 +77,7 @@ RATIOS = [[1.5, 0.5], [0.5, 4.0, 1.0], [1.0], [1.1], [7.0, 7.0]]
 
 def batch(rows=ROWS, ratios=RATIOS, *, config=CONFIG, proximal=-2.0, **fields) -> tuple[TokenLogprobs, Chunks]:
   """One chunk that holds the sequences one after the other and four places of padding, junk where nothing counts."""
-  annotation = grpo(config).annotate(rows)
+  annotation = annotated(grpo(config), rows)
   segments, mask, advantages, logprobs = [], [], [], []
   for i, own in enumerate(ratios):
     segments += [i + 1] * (1 + len(own))
@@ -61,13 +97,21 @@ def batch(rows=ROWS, ratios=RATIOS, *, config=CONFIG, proximal=-2.0, **fields) -
     proximal_logprobs=proximal * everywhere,
     reference_logprobs=fields.get('reference', math.nan) * everywhere,
     advantages=pad(advantages, 0.0),
+    values=fields.get('values', 0.0) * everywhere,
+    returns=fields.get('returns', 0.0) * everywhere,
     temperature=jnp.ones((1, len(ratios)), jnp.float32),
+    pair=jnp.asarray(fields.get('pair', jnp.zeros((1, len(ratios)))), jnp.int32),
+    label=jnp.asarray(fields.get('label', jnp.zeros((1, len(ratios)))), jnp.float32),
   )
   return TokenLogprobs(pad(logprobs, -99.0), fields.get('entropy', 0.5) * everywhere), chunks
 
 
+def sum_of(terms):
+  return sum(t.weight * t.numerator / t.denominator for t in terms.values())
+
+
 def total(terms) -> float:
-  return float(sum(t.weight * t.numerator / t.denominator for t in terms.values()))
+  return float(sum_of(terms))
 
 
 def mean(stat) -> float:
@@ -91,13 +135,13 @@ def mean(stat) -> float:
 )
 def test_hand_worked_grpo_loss(mode, loss):
   config = dataclasses.replace(CONFIG, loss_agg_mode=mode, loss_scale_factor=10.0)
-  terms, _ = grpo(config).loss(*batch(config=config))
+  terms, _ = lost(config, *batch(config=config))
   assert set(terms) == {'actor/pg_loss'}
   assert total(terms) == pytest.approx(loss, rel=1e-5)
 
 
 def test_hand_worked_statistics():
-  _, stats = grpo(CONFIG).loss(*batch())
+  _, stats = lost(CONFIG, *batch())
   assert mean(stats['actor/pg_clipfrac']) == pytest.approx(2 / 7)  # s1's 1.5 and s2's 0.5
   assert mean(stats['actor/pg_clipfrac_lower']) == pytest.approx(1 / 7)  # s2's 4
   # Mean of -ln r over 1.5, 0.5, 0.5, 4, 1, 1, 1.1, whose product is 1.65.
@@ -108,7 +152,7 @@ def test_hand_worked_statistics():
 def test_without_dual_clip_the_bad_token_counts_in_full():
   # s2's token with r = 4 gives 4 instead of 3: 4.2 / 7.
   config = dataclasses.replace(CONFIG, clip_ratio_c=None)
-  terms, stats = grpo(config).loss(*batch())
+  terms, stats = lost(config, *batch())
   assert total(terms) == pytest.approx(4.2 / 7, rel=1e-5)
   assert mean(stats['actor/pg_clipfrac_lower']) == 0.0
 
@@ -116,67 +160,64 @@ def test_without_dual_clip_the_bad_token_counts_in_full():
 def test_clip_range_is_asymmetric():
   # high 0.6 lets s1's 1.5 through (-1.5, not -1.2); low 0.6 lets s2's 0.5 through (0.5, not 0.8): 3.2 - 0.3 - 0.3.
   config = dataclasses.replace(CONFIG, clip_ratio_low=0.6, clip_ratio_high=0.6)
-  assert total(grpo(config).loss(*batch())[0]) == pytest.approx(2.6 / 7, rel=1e-5)
+  assert total(lost(config, *batch())[0]) == pytest.approx(2.6 / 7, rel=1e-5)
   # Only one of them: 2.9.
   config = dataclasses.replace(CONFIG, clip_ratio_high=0.6)
-  assert total(grpo(config).loss(*batch())[0]) == pytest.approx(2.9 / 7, rel=1e-5)
+  assert total(lost(config, *batch())[0]) == pytest.approx(2.9 / 7, rel=1e-5)
 
 
 def test_gradient_flows_only_through_unclipped_tokens_of_scored_rows():
   """d loss / d logprob = -r A where no clip is in force, else 0: over 7 tokens, in the order of RATIOS."""
   outputs, chunks = batch()
-  loss = lambda logprobs: total_of(grpo(CONFIG), outputs._replace(logprobs=logprobs), chunks)
+  loss = lambda logprobs: sum_of(lost(CONFIG, outputs._replace(logprobs=logprobs), chunks)[0])
   found = jax.grad(loss)(outputs.logprobs)[0] * 7
   # s1: 1.5 clipped, 0.5 not; s2: 0.5 clipped, 4 held by the dual clip, 1 not; s3; s4; s5 unscorable.
   expected = [0, 0, -0.5, 0, 0, 0, 1.0, 0, -1.0, 0, 1.1, 0, 0, 0, 0, 0, 0, 0]
   np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def total_of(algorithm, outputs, chunks):
-  terms, _ = algorithm.loss(outputs, chunks)
-  return sum(t.weight * t.numerator / t.denominator for t in terms.values())
-
-
 def test_annotation_of_two_groups():
-  found = grpo(CONFIG).annotate(ROWS)
+  found = annotated(grpo(CONFIG), ROWS)
   np.testing.assert_array_equal(found.advantages, [1, -1, 1, -1, 0])
   np.testing.assert_array_equal(found.in_loss, [True, True, True, True, False])
   assert found.metrics == {'frac_reward_zero_std': (0.0, 2.0), 'num_unscorable': (1.0, 1.0)}
   # Sample std of (2, 0) is sqrt 2; without std only the mean goes: ±1 again, and 2.0 scales it for rewards (4, 0).
   two = [row(0, 'a', 4.0), row(1, 'a', 0.0)]
-  np.testing.assert_allclose(grpo(GrpoConfig(adv_eps=0.0)).annotate(two).advantages, [0.5**0.5, -(0.5**0.5)])
-  np.testing.assert_array_equal(grpo(GrpoConfig(norm_adv_by_std=False)).annotate(two).advantages, [2.0, -2.0])
+  np.testing.assert_allclose(annotated(grpo(GrpoConfig(adv_eps=0.0)), two).advantages, [0.5**0.5, -(0.5**0.5)])
+  np.testing.assert_array_equal(annotated(grpo(GrpoConfig(norm_adv_by_std=False)), two).advantages, [2.0, -2.0])
 
 
 def test_nothing_scorable_divides_by_nothing():
-  found = grpo(CONFIG).annotate([row(0, 'a', None), row(1, 'a', None)])
+  found = annotated(grpo(CONFIG), [row(0, 'a', None), row(1, 'a', None)])
   assert found.metrics == {'frac_reward_zero_std': (0.0, 1.0), 'num_unscorable': (2.0, 1.0)}
   assert not found.in_loss.any() and not found.advantages.any()
 
 
 def test_reference_is_read_only_with_a_coefficient():
-  assert grpo(CONFIG).reads == frozenset()
-  assert sft(SftConfig()).reads == frozenset()
+  assert grpo(CONFIG).reads == {'proximal'}
+  assert grpo(GrpoConfig(bypass_old_logprobs=True)).reads == frozenset()
+  assert sft(SftConfig(), SETTING).reads == frozenset()
   with_kl = dataclasses.replace(CONFIG, kl_loss_coef=1e-3)
-  assert grpo(with_kl).reads == {'reference'}
+  assert grpo(with_kl).reads == {'proximal', 'reference'}
   # The reference is NaN in this batch: it reaches the loss only where it is read.
-  assert np.isfinite(total(grpo(CONFIG).loss(*batch())[0]))
-  assert np.isnan(total(grpo(with_kl).loss(*batch())[0]))
+  assert np.isfinite(total(lost(CONFIG, *batch())[0]))
+  assert np.isnan(total(lost(with_kl, *batch())[0]))
 
 
 def test_k1_in_the_loss_is_refused_unless_asked_for():
   with pytest.raises(UserError, match='allow_zero_gradient_kl'):
     grpo(GrpoConfig(kl_loss_coef=0.1, kl_loss_type='k1'))
-  assert grpo(GrpoConfig(kl_loss_type='k1')).reads == frozenset()  # no coefficient, no harm
+  assert grpo(GrpoConfig(kl_loss_type='k1')).reads == {'proximal'}  # no coefficient, no harm
   allowed = GrpoConfig(kl_loss_coef=0.1, kl_loss_type='k1', allow_zero_gradient_kl=True)
-  assert grpo(allowed).reads == {'reference'}
+  assert grpo(allowed).reads == {'proximal', 'reference'}
 
 
 @pytest.mark.parametrize(
   ('kind', 'unbiased', 'value', 'slope'),
   [
     # One token, d = logprob - reference = ln 2, importance ratio 3/2, coefficient 0.1, advantage 0.
-    ('k2', True, LN2**2 / 2, LN2),
+    ('k2', False, LN2**2 / 2, LN2),
+    ('k2', True, 1.5 * LN2**2 / 2, 1.5 * LN2),  # the ratio is held constant: r d again
     ('k3', False, LN2 - 0.5, 0.5),  # k3 = e^-d + d - 1; its slope is 1 - e^-d
     # r k3 has slope r k3 + r (1 - e^-d) = r d: the gradient of the reverse KL.
     ('k3', True, 1.5 * (LN2 - 0.5), 1.5 * LN2),
@@ -186,25 +227,25 @@ def test_hand_worked_kl_term_and_its_gradient(kind, unbiased, value, slope):
   config = GrpoConfig(kl_loss_coef=0.1, kl_loss_type=kind, kl_unbiased_gradient=unbiased)
   reference = -2.0 + math.log(1.5) - LN2
   outputs, chunks = batch([row(0, 'a', 1.0)], [[1.5]], config=config, reference=reference)
-  terms, stats = grpo(config).loss(outputs, chunks)
+  terms, stats = lost(config, outputs, chunks)
   assert terms['actor/kl_loss'].weight == 0.1
   assert total(terms) == pytest.approx(0.1 * value, rel=1e-4)
   # The metric is the estimate itself, whatever the gradient needs.
-  assert mean(stats['actor/kl']) == pytest.approx(LN2 - 0.5 if kind == 'k3' else value, rel=1e-4)
-  loss = lambda logprobs: total_of(grpo(config), outputs._replace(logprobs=logprobs), chunks)
+  assert mean(stats['actor/kl']) == pytest.approx(LN2 - 0.5 if kind == 'k3' else LN2**2 / 2, rel=1e-4)
+  loss = lambda logprobs: sum_of(lost(config, outputs._replace(logprobs=logprobs), chunks)[0])
   assert float(jax.grad(loss)(outputs.logprobs)[0, 1]) == pytest.approx(0.1 * slope, rel=1e-4)
 
 
 def test_entropy_bonus_lowers_the_loss_of_uncertain_policies():
   config = dataclasses.replace(CONFIG, entropy_coeff=0.01)
-  terms, _ = grpo(config).loss(*batch(entropy=2.0))
+  terms, _ = lost(config, *batch(entropy=2.0))
   assert total(terms) == pytest.approx(3.2 / 7 - 0.01 * 2.0, rel=1e-5)
 
 
 def test_hand_worked_sft_loss():
   # Two demonstrations, -log p: 1, 3 | 2. Token mean 2; sequence means 2 and 2, sums 4 and 2.
   rows = [row(0, 'a', None), row(1, 'b', None)]
-  annotation = sft(SftConfig()).annotate(rows)
+  annotation = annotated(sft(SftConfig(), SETTING), rows)
   assert annotation.in_loss.all()  # a demonstration needs no reward
   outputs, chunks = batch([row(0, 'a', 1.0), row(1, 'b', 1.0)], [[1.0, 1.0], [1.0]])
   outputs = outputs._replace(logprobs=outputs.logprobs.at[0, jnp.array([1, 2, 4])].set(jnp.array([-1.0, -3.0, -2.0])))
@@ -213,13 +254,223 @@ def test_hand_worked_sft_loss():
     'seq-mean-token-mean': (2 + 2) / 2,
     'seq-mean-token-sum': (4 + 2) / 2,
   }.items():
-    terms, _ = sft(SftConfig(loss_agg_mode=mode)).loss(outputs, chunks)
+    terms, _ = sft(SftConfig(loss_agg_mode=mode), SETTING).loss(outputs, chunks, {})
     assert total(terms) == pytest.approx(loss)
 
 
-@pytest.mark.parametrize('algorithm', [grpo(GrpoConfig(kl_loss_coef=0.1, entropy_coeff=0.1)), sft(SftConfig())])
-def test_denominators_depend_on_the_data_alone(algorithm):
-  outputs, chunks = batch(reference=-1.0)
-  zeros = jnp.zeros_like(outputs.logprobs)
-  given, blank = (algorithm.loss(o, chunks)[0] for o in (outputs, TokenLogprobs(zeros, zeros)))
-  assert {n: float(t.denominator) for n, t in given.items()} == {n: float(t.denominator) for n, t in blank.items()}
+@pytest.mark.parametrize('name', ALGORITHMS)
+def test_denominators_depend_on_the_data_alone(name):
+  """Of every algorithm with all its terms: the update computes them from outputs that are 0."""
+  config, make = ALGORITHMS[name]
+  everything = {'kl_loss_coef': 0.1, 'entropy_coeff': 0.1, 'sft_loss_coef': 0.1, 'center_rewards_coefficient': 0.1}
+  known = {field.name for field in dataclasses.fields(config)}
+  algorithm = make(config(**{key: value for key, value in everything.items() if key in known}), SETTING)
+  outputs, chunks = batch(reference=-1.0, pair=[[1, 1, 2, 2, 0]], label=[[1, -1, -1, 1, 0]], values=0.5)
+  chunks = chunks.replace(is_expert=chunks.segment_ids == 2)
+  constants = {'kl_coef': 0.1, 'mu': 0.3}
+  of = {'lm': outputs, 'scalar': SequenceScores(jnp.arange(5.0)[None])}[algorithm.head]
+  checked = [(algorithm.loss, of)]
+  if algorithm.critic_loss is not None:
+    checked.append((algorithm.critic_loss, TokenValues(outputs.logprobs)))
+  for loss, given in checked:
+    blank = jax.tree.map(jnp.zeros_like, given)
+    one, other = (loss(o, chunks, constants)[0] for o in (given, blank))
+    assert {n: float(t.denominator) for n, t in one.items()} == {n: float(t.denominator) for n, t in other.items()}
+    assert all(float(t.denominator) > 0 for t in one.values())
+
+
+def test_the_catalogue_names_what_learns_without_rollouts():
+  assert set(ALGORITHMS) >= OFFLINE >= PAIRWISE
+  for name, (config, make) in ALGORITHMS.items():
+    algorithm = make(config(), SETTING)
+    assert (algorithm.head == 'scalar') == (name == 'reward_model')
+    assert (algorithm.critic_loss is not None) == (name == 'ppo')
+    # Nothing is computed before the update for an algorithm that has no use for it.
+    assert 'reference' not in algorithm.reads or name in ('opmd', 'dpo')
+    assert algorithm.on_host <= {'loss_mask', 'values'}
+
+
+@pytest.mark.parametrize(
+  ('config', 'said'),
+  [
+    (GrpoConfig(adv_estimator='gae'), 'needs a critic; use algorithm ppo'),
+    (PpoConfig(adv_estimator='rloo'), 'makes no use of its critic'),
+    (GrpoConfig(kl_reward_coef=0.1), 'use kl_loss_coef'),
+    (GrpoConfig(kl_target=0.1), 'set kl_loss_coef or kl_reward_coef'),
+    (PpoConfig(kl_target=0.1, kl_loss_coef=0.1, kl_reward_coef=0.1), 'one of them'),
+    (GrpoConfig(rollout_rs_low=0.9), 'set together, or neither'),
+  ],
+)
+def test_settings_that_contradict_each_other_are_one_line(config, said):
+  with pytest.raises(UserError, match=f'^[^\n]*{said}[^\n]*$'):
+    grpo(config)
+
+
+def test_mix_refuses_what_its_policy_gradient_refuses():
+  with pytest.raises(UserError, match='needs a critic'):
+    mix(MixConfig(adv_estimator='gae'), SETTING)
+
+
+@pytest.mark.parametrize('fields', [{'every': 0}, {'ema': 1.0}, {'ema': -0.1}, {'every': 2, 'ema': 0.5}])
+def test_a_reference_rule_says_one_thing(fields):
+  with pytest.raises(UserError, match='reference'):
+    ReferenceRule(**fields)
+
+
+def test_hand_worked_token_returns_of_reinforce_plus_plus():
+  # Tokens 1 and 3 are trained; reward 2 at the last, half of it a token earlier: returns 1 and 2. The other row: 0, 0.
+  # Mean 3/4 and variance (1/16 + 25/16 + 9/16 + 9/16) / 3 = 11/12 of the four.
+  mask = np.array([False, True, False, True])
+  found = annotated(
+    grpo(ReinforcePlusPlusConfig(gamma=0.5)), [row(0, 'a', 2.0), row(1, 'b', 0.0)], loss_mask=[mask, mask]
+  )
+  scale = math.sqrt(11 / 12)
+  np.testing.assert_allclose(found.advantages[0], [0, 0.25 / scale, 0, 1.25 / scale], rtol=1e-7)
+  np.testing.assert_allclose(found.advantages[1], [0, -0.75 / scale, 0, -0.75 / scale], rtol=1e-7)
+
+
+def test_an_unscorable_row_is_in_no_whitening_and_in_no_loss():
+  mask = np.array([False, True, True, True])
+  rows = [row(0, 'a', 2.0), row(1, 'a', 1.0), row(2, 'b', None)]
+  algorithm = grpo(ReinforcePlusPlusConfig())
+  found = annotated(algorithm, rows, loss_mask=[mask] * 3)
+  without = annotated(algorithm, rows[:2], loss_mask=[mask] * 2)
+  assert not found.advantages[2].any() and found.in_loss.tolist() == [True, True, False]
+  np.testing.assert_array_equal(found.advantages[:2], without.advantages)
+
+
+def test_hand_worked_returns_and_value_loss_of_ppo():
+  # Trained tokens 1 and 2 with values 1 and 3, reward 4 at the last; gamma 1/2, lambda 1: returns 2 and 4.
+  config = PpoConfig(gamma=0.5, cliprange_value=0.5)
+  mask, values = np.array([False, True, True, False]), np.array([7.0, 1.0, 3.0, 7.0], np.float32)
+  found = annotated(grpo(config), [row(0, 'a', 4.0)], loss_mask=[mask], values=[values])
+  np.testing.assert_allclose(found.returns[0], [0, 2, 4, 0])
+  # Advantages 1 and 1 are all equal: they teach the policy nothing.
+  np.testing.assert_array_equal(found.advantages[0], np.zeros(4))
+  total_values, count = found.metrics['critic/values/mean']
+  assert total_values / count == 2.0
+  # The critic says 3 where it said 1 and the return is 2: held at 1.5, both miss by more than the clip lets it see.
+  outputs, chunks = batch([row(0, 'a', 1.0)], [[1.0]], values=1.0, returns=2.0)
+  terms, stats = grpo(config).critic_loss(TokenValues(jnp.full_like(outputs.logprobs, 2.75)), chunks, {})
+  assert total(terms) == pytest.approx(0.5 * 0.75**2)  # |2.75 - 2| is more than |1.5 - 2|: not clipped
+  assert mean(stats['critic/vf_clipfrac']) == 0.0
+  terms, stats = grpo(config).critic_loss(TokenValues(jnp.full_like(outputs.logprobs, 2.25)), chunks, {})
+  assert total(terms) == pytest.approx(0.5 * 0.5**2)
+  assert mean(stats['critic/vf_clipfrac']) == 1.0
+
+
+def test_an_adaptive_coefficient_follows_the_measured_divergence_and_survives_in_the_state():
+  config = ReinforcePlusPlusConfig(kl_reward_coef=0.5, kl_target=0.1, kl_horizon=10.0)
+  mask = np.array([False, True, True, False])
+  tokens = dict(
+    loss_mask=[mask],
+    proximal_logprobs=[np.array([9.0, -1.0, -2.0, 9.0], np.float32)],
+    reference_logprobs=[np.array([-9.0, -2.0, -2.0, -9.0], np.float32)],
+  )
+  algorithm = grpo(config)
+  first = annotated(algorithm, [row(0, 'a', 1.0)], **tokens)
+  assert first.metrics['actor/kl_coef'] == (0.5, 1.0)
+  assert first.metrics['actor/reward_kl_penalty'] == (0.5, 1.0)  # of the trained tokens: 1 and 0
+  # Five times the target: the error is held at 0.2, one sample of a horizon of ten.
+  assert first.state == {'kl_coef': pytest.approx(0.5 * (1 + 0.2 / 10))}
+  second = annotated(algorithm, [row(0, 'a', 1.0)], state=first.state, **tokens)
+  assert second.metrics['actor/kl_coef'][0] == first.state['kl_coef']
+  assert second.state['kl_coef'] == pytest.approx(0.5 * (1 + 0.2 / 10) ** 2)
+
+
+def test_the_coefficient_of_the_loss_is_a_constant_of_the_batch():
+  algorithm = grpo(GrpoConfig(kl_loss_coef=0.5, kl_target=0.1))
+  found = annotated(algorithm, [row(0, 'a', 1.0)], state={'kl_coef': 0.25}, **tokens_of(algorithm))
+  assert found.constants == {'kl_coef': 0.25}
+  assert algorithm.constants == {'kl_coef'}
+
+
+def test_overlong_answers_are_punished_before_groups_are_compared():
+  # Responses of 4 and 10 of at most 10 tokens, a buffer of 4: 0 and -1. Equal rewards are not equal any more.
+  rows = [row(0, 'a', 1.0, length=5), row(1, 'a', 1.0, length=11)]
+  found = annotated(grpo(GrpoConfig(overlong_buffer_len=4, adv_ddof=0, adv_eps=0.0)), rows)
+  assert found.rewards == [1.0, 0.0]
+  np.testing.assert_allclose(found.advantages, [1, -1])
+  assert found.in_loss.all()
+  # DAPO asks whether both answers are right, not how long they are: such a group stays out.
+  assert not annotated(grpo(DapoConfig(overlong_buffer_len=4)), rows).in_loss.any()
+
+
+def test_masks_of_unmixed_groups_and_of_truncated_answers():
+  rows = [row(0, 'a', 1.0), row(1, 'a', 1.0), row(2, 'b', 1.0), row(3, 'b', 0.0, truncated=True), row(4, 'c', 1.0)]
+  assert annotated(grpo(DapoConfig()), rows).in_loss.tolist() == [False, False, True, True, False]
+  found = annotated(grpo(GrpoConfig(mask_truncated=True)), rows)
+  assert found.in_loss.tolist() == [True, True, True, False, True]
+  assert found.advantages[2] > 0  # the truncated answer's reward stays in its group's baseline
+
+
+def test_a_length_reward_waits_for_its_warm_up():
+  rows = [row(0, 'a', 1.0, length=3, correct=True), row(1, 'a', 1.0, length=5, correct=True)]
+  algorithm = grpo(GrpoConfig(length_reward_weight=0.5, length_reward_warmup_steps=2))
+  assert annotated(algorithm, rows, step=1).rewards == [1.0, 1.0]
+  assert annotated(algorithm, rows, step=2).rewards == [1.25, 0.75]
+
+
+def test_steps_of_a_trajectory_share_its_advantage():
+  steps = lambda i, name, step, reward: row(i, 'a', reward, trajectory=name, step_index=step)
+  rows = [steps(0, 'x', 0, 0.0), steps(1, 'x', 1, 4.0), steps(2, 'y', 0, 0.0)]
+  found = annotated(grpo(GrpoConfig(norm_adv_by_std=False)), rows)
+  np.testing.assert_array_equal(found.advantages, [2, 2, -2])
+  found = annotated(grpo(GrpoConfig(norm_adv_by_std=False, credit='step')), rows)
+  np.testing.assert_array_equal(found.advantages, [0, 0, 0])  # each step's own baseline: equal rewards, or alone
+
+
+def test_hand_worked_opmd_loss():
+  # s = ln 4 and -ln 2, A = 1/2 and -1/2, tau 1/2: -A s + s² / 4 each.
+  config = OpmdConfig(tau=0.5)
+  rows = [row(0, 'a', 1.0), row(1, 'a', 0.0)]
+  np.testing.assert_array_equal(annotated(opmd(config, SETTING), rows).advantages, [0.5, -0.5])
+  outputs, chunks = batch(
+    rows, [[2.0, 2.0], [0.5]], config=GrpoConfig(norm_adv_by_std=False), reference=-2.0, proximal=-2.0
+  )
+  terms, stats = opmd(config, SETTING).loss(outputs, chunks, {})
+  first, second = -LN2 + LN2**2, -LN2 / 2 + LN2**2 / 4
+  assert total(terms) == pytest.approx((first + second) / 2, rel=1e-5)
+  assert mean(stats['actor/log_ratio_sum']) == pytest.approx(LN2 / 2, rel=1e-5)
+
+
+PAIR = {'pair': [[1, 1]], 'label': [[1, -1]], 'reference': -2.0}
+
+
+def test_hand_worked_dpo_loss():
+  # log π / ref: ln 4 over two tokens, -ln 2 over one. h = ln 8: -log σ(h) = ln 9/8. Averaged over tokens it is ln 4.
+  outputs, chunks = batch([row(0, 'a', 1.0), row(1, 'a', 0.0)], [[2.0, 2.0], [0.5]], **PAIR)
+  terms, stats = dpo(DpoConfig(beta=1.0), SETTING).loss(outputs, chunks, {})
+  assert total(terms) == pytest.approx(math.log(9 / 8), rel=1e-5)
+  assert mean(stats['rewards/chosen']) == pytest.approx(2 * LN2, rel=1e-5)
+  assert mean(stats['rewards/rejected']) == pytest.approx(-LN2, rel=1e-5)
+  assert mean(stats['rewards/margins']) == pytest.approx(3 * LN2, rel=1e-5)
+  assert mean(stats['rewards/accuracies']) == 1.0
+  assert mean(stats['logps/chosen']) == pytest.approx(-4 + 2 * LN2, rel=1e-5)
+  terms, _ = dpo(DpoConfig(beta=1.0, loss_type='ipo'), SETTING).loss(outputs, chunks, {})
+  assert total(terms) == pytest.approx((2 * LN2 - 0.5) ** 2, rel=1e-5)
+  # With the chosen answer's own likelihood: its two tokens are at -2 + ln 2.
+  terms, _ = dpo(DpoConfig(beta=1.0, sft_loss_coef=0.5), SETTING).loss(outputs, chunks, {})
+  assert total(terms) == pytest.approx(math.log(9 / 8) + 0.5 * (2 - LN2), rel=1e-5)
+
+
+def test_a_policy_that_is_its_reference_prefers_neither():
+  outputs, chunks = batch([row(0, 'a', 1.0), row(1, 'a', 0.0)], [[1.0, 1.0], [1.0]], **PAIR)
+  terms, stats = dpo(DpoConfig(), SETTING).loss(outputs, chunks, {})
+  assert total(terms) == pytest.approx(LN2)
+  assert mean(stats['rewards/accuracies']) == 0.5
+
+
+def test_hand_worked_reward_model_loss():
+  # Scores 2 and 2 - ln 3: -log σ(ln 3) = ln 4/3; to win by ln 3 is a coin's toss: ln 2. The third segment is no pair's.
+  _, chunks = batch(
+    [row(i, 'a', float(i)) for i in range(3)], [[1.0, 1.0], [1.0], [1.0]], pair=[[1, 1, 0]], label=[[1, -1, 0]]
+  )
+  scores = SequenceScores(jnp.array([[2.0, 2.0 - math.log(3.0), 50.0]]))
+  terms, stats = reward_model(RewardModelConfig(), SETTING).loss(scores, chunks, {})
+  assert total(terms) == pytest.approx(math.log(4 / 3), rel=1e-5)
+  assert mean(stats['rewards/chosen']) == 2.0 and mean(stats['rewards/accuracies']) == 1.0
+  terms, _ = reward_model(RewardModelConfig(margin=math.log(3.0)), SETTING).loss(scores, chunks, {})
+  assert total(terms) == pytest.approx(LN2, rel=1e-5)
+  terms, _ = reward_model(RewardModelConfig(center_rewards_coefficient=0.1), SETTING).loss(scores, chunks, {})
+  assert total(terms) == pytest.approx(math.log(4 / 3) + 0.1 * (4 - math.log(3.0)) ** 2, rel=1e-5)

@@ -10,187 +10,73 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from learning import (
+  CHUNK,
+  LIMITS,
+  REWARDS,
+  ROLLOUTS,
+  SAMPLES,
+  SETTING,
+  SPECS,
+  VOCAB,
+  WIDTH,
+  Case,
+  Subject,
+  assert_same,
+  bigram,
+  chosen,
+  closed,
+  compute,
+  host_params,
+  log_probabilities,
+  padded,
+  rollouts,
+  write_samples,
+)
 
 from jaxrl_llm.batching.packing import pack
-from jaxrl_llm.batching.plan import Row, StepPlan, plan_shape
+from jaxrl_llm.batching.plan import StepPlan
 from jaxrl_llm.core.trees import flatten, unflatten
-from jaxrl_llm.data.load import RowLoader
-from jaxrl_llm.experience.sample import Sample, Source, encode
-from jaxrl_llm.learner.algorithm import GrpoConfig, SftConfig, grpo, sft
+from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.learner.forward import build_score
 from jaxrl_llm.learner.optimizer import OptimizerConfig, build_optimizer
-from jaxrl_llm.learner.state import init_state, place_params
-from jaxrl_llm.learner.update import build_update, gradients
-from jaxrl_llm.models.api import Model, build_model, stack_layers, unstack_layers
-from jaxrl_llm.models.families import tiny
+from jaxrl_llm.learner.policy_gradient import policy_gradient
+from jaxrl_llm.learner.policy_options import GrpoConfig
+from jaxrl_llm.learner.state import init_state
+from jaxrl_llm.learner.supervised import SftConfig, sft
+from jaxrl_llm.learner.update import build_update
+from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.spec import ModelOptions
-from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh, data_parallel_ranks
-from jaxrl_llm.replay.segments import write_segment
 
-VOCAB, CHUNK, WIDTH = 40, 24, 32
-SPEC = tiny(
-  'qwen3',
-  VOCAB,
-  num_hidden_layers=2,
-  hidden_size=WIDTH,
-  intermediate_size=48,
-  num_attention_heads=2,
-  num_key_value_heads=1,
-)
 MODES = ('token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm')
-ALGORITHMS = {
-  'sft': sft(SftConfig()),
-  **{mode: grpo(GrpoConfig(loss_agg_mode=mode, loss_scale_factor=0.3, entropy_coeff=0.01)) for mode in MODES},
+
+
+def grpo(**fields) -> Algorithm:
+  """Without weights against the sampler, whose logprobs are drawn here."""
+  return policy_gradient(GrpoConfig(rollout_is='none', **fields), SETTING)
+
+
+SUBJECTS = {
+  name: Subject(algorithm, rollouts(), off_policy=False)
+  for name, algorithm in {
+    'sft': sft(SftConfig(), SETTING),
+    **{mode: grpo(loss_agg_mode=mode, loss_scale_factor=0.3, entropy_coeff=0.01) for mode in MODES},
+  }.items()
 }
-LIMITS = {'float32': (1e-5, 1e-6), 'float64': (1e-12, 1e-12)}
-"""The contract: relative norm of a tensor's difference, and difference of losses."""
-
-
-def sample(i: int, rng: np.random.Generator) -> Sample:
-  prompt, answer = int(rng.integers(1, 8)), int(rng.integers(1, 16))
-  sampled = np.r_[np.zeros(prompt, bool), np.ones(answer, bool)]
-  return Sample(
-    uid=f's/{i}',
-    task_id='t',
-    visit=0,
-    sample_index=i,
-    group_id=f'g{i // 4}',
-    trajectory_id=f's/{i}',
-    taskset='x',
-    domain='general',
-    source=Source.ROLLOUT,
-    tokens=rng.integers(0, VOCAB, prompt + answer).astype(np.int32),
-    prompt_len=prompt,
-    role=sampled.astype(np.uint8),
-    loss_mask=sampled,
-    sampled=sampled,
-    behaviour_logprobs=np.where(sampled, -rng.uniform(1, 4, prompt + answer), 0).astype(np.float32),
-    temperature=float(rng.choice([0.7, 1.0, 1.3])),
-  )
-
-
-def samples(count: int) -> list[Sample]:
-  rng = np.random.default_rng(0)
-  return [sample(i, rng) for i in range(count)]
-
-
-SAMPLES = samples(12)
-REWARDS = tuple(float(i % 3 == 0) for i in range(12))
-
-
-def bigram(options: ModelOptions) -> Model:
-  """The least model there is: what comes next depends on the token alone."""
-  matrix = {'kernel': ('vocab', 'embed')}
-
-  def init(key):
-    table, head = 0.5 * jax.random.normal(key, (2, VOCAB, WIDTH), jnp.float32)
-    return {'embed': {'kernel': table}, 'norm': {'scale': jnp.ones(WIDTH, jnp.float32)}, 'head': {'kernel': head}}
-
-  return Model(
-    spec=SPEC,
-    options=options,
-    init=init,
-    apply=lambda params, tokens, positions, segment_ids: params['embed']['kernel'][tokens] * params['norm']['scale'],
-    head_kernel=lambda params: params['head']['kernel'],
-    init_cache=lambda batch, length: (),
-    decode=lambda params, tokens, positions, cache: (params['embed']['kernel'][tokens], cache),
-    axes=lambda: {'embed': matrix, 'norm': {'scale': ('norm',)}, 'head': matrix},
-  )
-
-
-MODELS = {'decoder': lambda options: build_model(SPEC, options), 'bigram': bigram}
-
-
-@functools.cache
-def host_params(model: str):
-  """Float32 numbers, away from the norms' 1 and the biases' 0 that a model starts with."""
-  drawn = jax.device_get(jax.jit(MODELS[model](ModelOptions()).init)(jax.random.key(1)))
-  rng = np.random.default_rng(2)
-  return jax.tree.map(lambda x: x + 0.05 * rng.normal(size=x.shape).astype(np.float32), drawn)
-
-
-class Case:
-  """The rows on a mesh, however they are cut: one model, shape, and precision."""
-
-  def __init__(self, folder, *, model='decoder', dtype='float64', chunks=4, chunk_len=CHUNK, scan=False, remat='none',
-               rewards=REWARDS, order=None, axes=()):  # fmt: skip
-    config = MeshConfig(**{'data': 1, 'fsdp': 1, 'tensor': 1, **dict(axes)})
-    self.mesh = build_mesh(config, jax.devices()[: config.data * config.fsdp * config.tensor])
-    self.model_name, self.dtype = model, dtype
-    self.model = MODELS[model](ModelOptions(scan_layers=scan, remat=remat, dtype=dtype))
-    ranks, order = data_parallel_ranks(self.mesh), order or (tuple(range(len(rewards))),)
-    self.shape = plan_shape(rows=max(map(len, order)), ranks=ranks, chunks=chunks, chunk_len=chunk_len)
-    rows = tuple(planned(i, reward) for i, reward in enumerate(rewards))
-    self.plan = StepPlan(step=0, stage='x', rows=rows, optimizer_steps=order)
-    self.loader = RowLoader(folder, self.mesh)
-
-  def packed(self, algorithm, number=0):
-    annotation = algorithm.annotate(self.plan.rows)
-    return self.loader.load(self.plan, number, self.shape, advantages=annotation.advantages, in_loss=annotation.in_loss)
-
-  def params(self):
-    tree = jax.tree.map(lambda x: x.astype(self.dtype), host_params(self.model_name))
-    return place_params(self.model, self.mesh, stack_layers(tree) if self.model.options.scan_layers else tree)
-
-
-def planned(i: int, reward: float | None) -> Row:
-  return Row(
-    uid=f's/{i}',
-    source='rows.arrayrecord',
-    index=i,
-    length=len(SAMPLES[i].tokens),
-    prompt_len=SAMPLES[i].prompt_len,
-    group=SAMPLES[i].group_id,
-    reward=reward,
-    is_expert=False,
-    truncated=False,
-    version_step=0,
-  )
+"""The policy's own logprobs are the proximal ones."""
 
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
   path = tmp_path_factory.mktemp('rows')
-  write_segment(path, 'rows.arrayrecord', [encode(s) for s in SAMPLES])
+  write_samples(path)
   return path
-
-
-@functools.cache
-def program(model: str, options: ModelOptions, algorithm: str, token_chunk: int):
-  function = functools.partial(
-    gradients, MODELS[model](options), ALGORITHMS[algorithm], token_chunk=token_chunk, on_policy=True
-  )
-  # Compiling takes longer than running: LLVM may do less.
-  return jax.jit(function, compiler_options={'xla_backend_optimization_level': 0})
-
-
-@functools.cache
-def compute(folder, algorithm, *, token_chunk=None, **cut):
-  """Gradients of one optimizer step of the rows, cut in some way; layers unrolled again."""
-  with jax.enable_x64(cut.get('dtype', 'float64') == 'float64'):
-    case = Case(folder, **cut)
-    packed = case.packed(ALGORITHMS[algorithm])
-    function = program(case.model_name, case.model.options, algorithm, token_chunk or case.shape.chunk_len)
-    found = jax.device_get(function(case.params(), packed.chunks, packed.used))
-  return found._replace(grads=unstack_layers(found.grads)) if case.model.options.scan_layers else found
-
-
-def log_probabilities(model: Model, tree, tokens, temperature):
-  """Of one sequence alone: entry t speaks of token t + 1. Attention is causal, so padding at the end is not seen."""
-  ids = tokens[None]
-  hidden = model.apply(tree, ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids))
-  return jax.nn.log_softmax((hidden @ model.head_kernel(tree).T)[0, :-1] / temperature)
-
-
-def chosen(table, tokens):
-  return table[jnp.arange(len(tokens) - 1), tokens[1:]]
 
 
 def host_row(i: int, advantage: float):
   """Tokens, mask, temperature and advantage as the batch holds them: in float32, here padded to one length."""
   s = SAMPLES[i]
-  tokens, mask = (np.pad(values, (0, CHUNK - len(values))) for values in (s.tokens, s.loss_mask))
-  return tokens, mask, float(np.float32(s.temperature)), float(np.float32(advantage))
+  return padded(s.tokens), padded(s.loss_mask), float(np.float32(s.temperature)), float(np.float32(advantage))
 
 
 def total(parts):
@@ -200,7 +86,8 @@ def total(parts):
 @functools.cache
 def unpacked():
   """Loss and gradient of token-mean GRPO, one sequence at a time, summed on the host."""
-  model, tokens = build_model(SPEC, ModelOptions(dtype='float64')), sum(int(s.loss_mask.sum()) for s in SAMPLES)
+  model = build_model(SPECS['lm'], ModelOptions(dtype='float64'))
+  tokens = sum(int(SAMPLES[i].loss_mask.sum()) for i in ROLLOUTS)
 
   def loss(tree, ids, mask, temperature, advantage):
     table = log_probabilities(model, tree, ids, temperature)
@@ -210,25 +97,15 @@ def unpacked():
 
   with jax.enable_x64(True):
     tree = jax.tree.map(lambda x: x.astype(np.float64), host_params('decoder'))
-    advantages = ALGORITHMS['token-mean'].annotate([planned(i, r) for i, r in enumerate(REWARDS)]).advantages
+    algorithm = SUBJECTS['token-mean'].algorithm
+    advantages = algorithm.annotate(closed(algorithm, rollouts())).advantages
     function = jax.jit(jax.value_and_grad(loss))
     return total([function(tree, *host_row(i, advantage)) for i, advantage in enumerate(advantages)])
 
 
-def assert_same(found, wanted, precision='float64'):
-  per_tensor, of_loss = LIMITS[precision]
-  assert abs(found.loss - wanted.loss) <= of_loss * max(1.0, abs(wanted.loss))
-  grads, wanted_grads = flatten(found.grads), flatten(wanted.grads)
-  assert grads.keys() == wanted_grads.keys()
-  for name, tensor in wanted_grads.items():
-    scale = np.linalg.norm(tensor)
-    assert scale > 1e-7, name
-    assert np.linalg.norm(grads[name] - tensor) <= per_tensor * scale, name
-
-
 @pytest.mark.parametrize('precision', LIMITS)
 def test_loss_and_gradient_are_those_of_unpacked_sequences(folder, precision):
-  found = compute(folder, 'token-mean', dtype=precision)
+  found = compute(folder, SUBJECTS['token-mean'], dtype=precision)
   loss, grads = unpacked()
   assert abs(loss) > 1e-3
   assert_same(found, found._replace(loss=loss, grads=grads), precision)
@@ -237,44 +114,44 @@ def test_loss_and_gradient_are_those_of_unpacked_sequences(folder, precision):
 CUTS = [{'chunks': 1}, {'chunks': 12}, {'chunks': 3, 'chunk_len': 48, 'token_chunk': 8}]
 
 
-@pytest.mark.parametrize('name', ALGORITHMS)
+@pytest.mark.parametrize('name', SUBJECTS)
 def test_micro_batches_chunks_and_padding_change_nothing(folder, name):
-  first, second = (compute(folder, name, model='bigram', **cut) for cut in (CUTS[0], CUTS[2]))
+  first, second = (compute(folder, SUBJECTS[name], model='bigram', **cut) for cut in (CUTS[0], CUTS[2]))
   assert first.loss != 0.0
   assert_same(first, second)
 
 
 def test_packing_changes_nothing_in_the_decoder(folder):
-  assert_same(compute(folder, 'token-mean', **CUTS[2]), compute(folder, 'token-mean'))
+  assert_same(compute(folder, SUBJECTS['token-mean'], **CUTS[2]), compute(folder, SUBJECTS['token-mean']))
 
 
 def test_order_changes_nothing(folder):
-  found = compute(folder, 'token-mean', order=(tuple(np.random.default_rng(1).permutation(12).tolist()),))
-  assert_same(found, compute(folder, 'token-mean'))
+  found = compute(folder, SUBJECTS['token-mean'], order=(tuple(np.random.default_rng(1).permutation(12).tolist()),))
+  assert_same(found, compute(folder, SUBJECTS['token-mean']))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize('cut', CUTS, ids=str)
-@pytest.mark.parametrize('name', ALGORITHMS)
+@pytest.mark.parametrize('name', SUBJECTS)
 def test_packing_changes_nothing_in_the_decoder_under_any_loss(folder, name, cut):
   for precision in LIMITS:
-    whole = compute(folder, name, dtype=precision)
-    assert_same(compute(folder, name, dtype=precision, **cut), whole, precision)
+    whole = compute(folder, SUBJECTS[name], dtype=precision)
+    assert_same(compute(folder, SUBJECTS[name], dtype=precision, **cut), whole, precision)
 
 
 def on_mesh(folder, axes, **options):
-  return compute(folder, 'seq-mean-token-mean', chunks=2, axes=tuple(axes.items()), **options)
+  return compute(folder, SUBJECTS['seq-mean-token-mean'], chunks=2, axes=tuple(axes.items()), **options)
 
 
 @pytest.mark.parametrize('axes', [{'fsdp': 8}, {'data': 2, 'fsdp': 2, 'tensor': 2}], ids=str)
 def test_the_mesh_changes_nothing(folder, axes):
-  whole = compute(folder, 'seq-mean-token-mean', model='bigram')
+  whole = compute(folder, SUBJECTS['seq-mean-token-mean'], model='bigram')
   assert_same(on_mesh(folder, axes, model='bigram'), whole)
 
 
 def test_a_sharded_decoder_has_the_same_gradient(folder):
-  whole = compute(folder, 'token-mean')
-  assert_same(compute(folder, 'token-mean', chunks=2, axes=(('fsdp', 2), ('tensor', 2))), whole)
+  whole = compute(folder, SUBJECTS['token-mean'])
+  assert_same(compute(folder, SUBJECTS['token-mean'], chunks=2, axes=(('fsdp', 2), ('tensor', 2))), whole)
 
 
 @pytest.mark.full
@@ -283,50 +160,53 @@ def test_a_sharded_decoder_has_the_same_gradient(folder):
   'axes', [{'data': 2}, {'fsdp': 8}, {'tensor': 2}, {'data': 2, 'fsdp': 2, 'tensor': 2}], ids=str
 )
 def test_no_mesh_changes_the_decoders_gradient(folder, axes, precision):
-  whole = compute(folder, 'seq-mean-token-mean', dtype=precision)
+  whole = compute(folder, SUBJECTS['seq-mean-token-mean'], dtype=precision)
   assert_same(on_mesh(folder, axes, dtype=precision), whole, precision)
 
 
 @pytest.mark.parametrize('options', [{'scan': True}, {'remat': 'full'}], ids=str)
 def test_scan_and_remat_change_nothing(folder, options):
-  assert_same(compute(folder, 'token-mean', **options), compute(folder, 'token-mean'))
+  assert_same(compute(folder, SUBJECTS['token-mean'], **options), compute(folder, SUBJECTS['token-mean']))
 
 
 @pytest.mark.full
 def test_scan_and_remat_together_change_nothing_on_a_mesh(folder):
   found = on_mesh(folder, {'data': 2, 'fsdp': 2, 'tensor': 2}, scan=True, remat='full')
-  assert_same(found, compute(folder, 'seq-mean-token-mean'))
+  assert_same(found, compute(folder, SUBJECTS['seq-mean-token-mean']))
 
 
 CONFIG = OptimizerConfig(peak_lr=1e-2)
-GRPO, SFT = grpo(GrpoConfig()), sft(SftConfig())
+GRPO, SFT = grpo(), sft(SftConfig(), SETTING)
 
 
 @functools.cache
-def prepared(folder, algorithm, config, *, on_policy=True, **options):
+def prepared(folder, algorithm, config, *, on_policy=('proximal_logprobs',), **options):
   """A case, its update, and what makes a fresh state for it; compiled once for all tests."""
-  case = Case(folder, **{'model': 'bigram', 'dtype': 'float32', **options})
+  case = Case(folder, rows=rollouts(), **{'model': 'bigram', 'dtype': 'float32', **options})
   optimizer = build_optimizer(config, 10)
 
   def fresh(params=None):
     return init_state(params or case.params(), optimizer, case.mesh)
 
   update = build_update(
-    case.model, algorithm, optimizer, config, case.mesh, fresh(), updates=10, token_chunk=CHUNK, on_policy=on_policy
+    case.model,
+    algorithm.loss,
+    optimizer,
+    config,
+    case.mesh,
+    fresh(),
+    updates=10,
+    token_chunk=CHUNK,
+    on_policy=on_policy,
   )
   return case, update, fresh
 
 
 def step(folder, *, algorithm=GRPO, config=CONFIG, rewards=REWARDS, state=None, **options):
   case, update, fresh = prepared(folder, algorithm, config, **options)
-  case.plan = StepPlan(
-    step=0,
-    stage='x',
-    rows=tuple(planned(i, reward) for i, reward in enumerate(rewards)),
-    optimizer_steps=case.plan.optimizer_steps,
-  )
-  packed = case.packed(algorithm)
-  return update(state or fresh(), packed.chunks, packed.used)
+  case.plan = StepPlan(step=0, stage='x', rows=rollouts(rewards), optimizer_steps=case.plan.optimizer_steps)
+  packed, constants = case.packed(algorithm)
+  return update(state or fresh(), packed.chunks, packed.used, constants)
 
 
 @pytest.mark.parametrize('model', ['bigram', pytest.param('decoder', marks=pytest.mark.full)])
@@ -343,12 +223,12 @@ def test_no_mixed_group_changes_no_bit_even_with_momentum(folder, model):
 def test_unusable_gradients_are_skipped_and_counted_in_a_row(folder):
   config = OptimizerConfig(peak_lr=1e-2, skip_grad_norm=1e-9)
   state, report = step(folder, config=config)
-  assert bool(report.skipped) and (int(state.skipped), int(state.updates)) == (1, 0)
+  assert bool(report.skipped) and (int(report.in_a_row), int(state.skipped), int(state.updates)) == (1, 1, 0)
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), host_params('bigram'))
-  state, _ = step(folder, config=config, state=state)
-  assert int(state.skipped) == 2
+  state, report = step(folder, config=config, state=state)
+  assert int(report.in_a_row) == int(state.skipped) == 2
   state, report = step(folder, state=state)
-  assert not bool(report.skipped) and (int(state.skipped), int(state.updates)) == (0, 1)
+  assert not bool(report.skipped) and (int(report.in_a_row), int(state.skipped), int(state.updates)) == (0, 0, 1)
 
 
 def test_nan_parameters_never_reach_the_optimizer(folder):
@@ -386,10 +266,11 @@ def test_a_sharded_update_keeps_its_shardings_and_its_result(folder):
 
 
 def test_packing_used_by_the_loader_is_the_planned_one(folder):
-  packed = Case(folder, axes=(('fsdp', 2),), chunks=2).packed(SFT)
-  planned_packing = pack([len(s.tokens) for s in SAMPLES], units=None, ranks=2, chunks=2, chunk_len=CHUNK)
+  packed, _ = Case(folder, rows=rollouts(), axes=(('fsdp', 2),), chunks=2).packed(SFT)
+  own = [SAMPLES[i] for i in ROLLOUTS]
+  planned_packing = pack([len(s.tokens) for s in own], units=None, ranks=2, chunks=2, chunk_len=CHUNK)
   tokens = np.asarray(packed.chunks.tokens)
-  for i, s in enumerate(SAMPLES):
+  for i, s in enumerate(own):
     start = planned_packing.offset[i]
     at = (planned_packing.micro_batch[i], planned_packing.chunk[i], slice(start, start + len(s.tokens)))
     np.testing.assert_array_equal(tokens[at], s.tokens)
@@ -442,22 +323,20 @@ class NaiveLearner:
 
 def test_two_optimizer_steps_on_one_batch_are_two_naive_updates(folder):
   """The second step's ratios are against the policy before the batch, not against the first step's result."""
-  algorithm, config = GrpoConfig(), OptimizerConfig(peak_lr=0.05, weight_decay=0.1, max_grad_norm=0.05)
+  algorithm, config = grpo(), OptimizerConfig(peak_lr=0.05, weight_decay=0.1, max_grad_norm=0.05)
   order = ((0, 3, 5, 6, 9, 10), (1, 2, 4, 7, 8, 11), (0, 1, 2, 3, 4, 5), (6, 7, 8, 9, 10, 11))
   with jax.enable_x64(True):
-    case, update, fresh = prepared(
-      folder, grpo(algorithm), config, dtype='float64', order=order, on_policy=False, chunks=2
-    )
+    case, update, fresh = prepared(folder, algorithm, config, dtype='float64', order=order, on_policy=(), chunks=2)
     score = build_score(case.model, case.mesh, token_chunk=8)
-    packed = [case.packed(grpo(algorithm), number) for number in range(len(order))]
+    packed = [case.packed(algorithm, number)[0] for number in range(len(order))]
     old = [score(case.params(), p.chunks, p.used) for p in packed]
     state, reports = fresh(), []
     for p, proximal in zip(packed, old, strict=True):
-      state, report = update(state, p.chunks.replace(proximal_logprobs=proximal), p.used)
+      state, report = update(state, p.chunks.replace(proximal_logprobs=proximal), p.used, {})
       reports.append(jax.device_get(report))
-    naive = NaiveLearner(config, algorithm)
+    naive = NaiveLearner(config, GrpoConfig())
     before = [np.asarray(naive.logprobs(naive.params, *host_row(i, 0.0)[::2])) for i in range(12)]
-    advantages = grpo(algorithm).annotate(case.plan.rows).advantages
+    advantages = case.annotation(algorithm).advantages
     for rows in order:
       naive.step(rows, before, advantages)
   # The case is worth something: most later ratios are away from 1, and both clips hold some tokens.

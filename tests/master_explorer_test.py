@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.waits import WaitExpired
+from jaxrl_llm.master.selection import SelectionConfig
 from jaxrl_llm.replay.audit import audit
 
 
@@ -33,6 +34,10 @@ def uid(task, i, *, visit=0):
   return f'grpo/{task.uid}/{visit}/{i}'
 
 
+def uids(batch):
+  return [chosen.scored.sample.uid for chosen in batch]
+
+
 @pytest.mark.parametrize('bound', [0, 1, 3])
 def test_a_batch_depends_on_which_groups_started_and_never_on_which_ended_first(tokenizer, tmp_path, bound):
   """Task 1 has one scorable sample of two, tasks 2 and 5 none. Whatever ends first, the batches take the other groups
@@ -49,7 +54,8 @@ def test_a_batch_depends_on_which_groups_started_and_never_on_which_ended_first(
     store = exploring.new_store(tmp_path / f'{delays}')
     exploration = exploring.Exploration(tokenizer, store, judge, delays=delays, bound=bound)
     batches = run(exploration.batches(3))
-    found.add(tuple((m.sample.uid, m.completion, m.reward.value) for batch, _ in batches for m in batch))
+    members = [chosen.scored for batch, _ in batches for chosen in batch]
+    found.add(tuple((m.sample.uid, m.completion, m.reward.value) for m in members))
     store.close()
   (only,) = found
   whole = lambda *numbers: [uid(tasks[n], i) for n in numbers for i in range(2)]
@@ -72,7 +78,7 @@ def test_a_slow_first_group_is_waited_for_however_many_later_ones_have_ended(tok
       assert not (await asyncio.wait({collecting}, timeout=0.02))[0]
       slow = False
       batch, _ = await collecting
-    assert [m.sample.uid for m in batch] == [uid(t, i) for t in exploration.tasks[:2] for i in range(2)]
+    assert uids(batch) == [uid(t, i) for t in exploration.tasks[:2] for i in range(2)]
 
   run(main())
 
@@ -87,9 +93,9 @@ def test_unscorable_samples_are_dropped_and_counted_and_an_unscorable_group_is_r
   exploration = exploring.Exploration(tokenizer, store, judge, group_size=3)
   (first, counts), (second, more) = run(exploration.batches(2))
   tasks = exploration.tasks
-  assert [m.sample.uid for m in first] == [uid(tasks[0], 0), uid(tasks[0], 1), *(uid(tasks[2], i) for i in range(3))]
-  assert {m.task.uid for m in second} == {tasks[3].uid, tasks[4].uid}
-  assert counts == {'dropped/unscorable': 1 + 3, 'dropped/groups': 1}
+  assert uids(first) == [uid(tasks[0], 0), uid(tasks[0], 1), *(uid(tasks[2], i) for i in range(3))]
+  assert {chosen.scored.task.uid for chosen in second} == {tasks[3].uid, tasks[4].uid}
+  assert counts == {'dropped/unscorable': 1 + 3, 'dropped/not_selected': 0, 'dropped/groups': 1}
   assert not any(more.values())
   assert len(exploration.engine.requests) == 5
   report = audit(store)
@@ -100,8 +106,8 @@ def test_unscorable_samples_are_dropped_and_counted_and_an_unscorable_group_is_r
 def test_a_member_carries_what_was_said_and_its_scores_and_the_store_has_the_same(tokenizer, store):
   exploration = exploring.Exploration(tokenizer, store, lambda attempt: float(len(attempt.completion)))
   ((batch, _),) = run(exploration.batches(1))
-  for member, stored in zip(batch, store.read([m.sample.uid for m in batch]), strict=True):
-    sample = member.sample
+  for chosen, stored in zip(batch, store.read(uids(batch)), strict=True):
+    member, sample = chosen.scored, chosen.scored.sample
     prompt = tokenizer.render_prompt(member.task.prompt)
     assert sample.tokens[: sample.prompt_len].tolist() == prompt
     assert tokenizer.decode(sample.tokens[sample.prompt_len :].tolist()) == member.completion
@@ -128,6 +134,103 @@ def test_as_many_unscorable_groups_as_permitted_do_not_and_each_batch_counts_ane
   )
   batches = run(exploration.batches(3))
   assert [counts['dropped/groups'] for _, counts in batches] == [3, 3, 3]
+
+
+def by_task(tasks, values):
+  """A judge: `values[number of the task][sample index]`, of tasks that are not named 0 and 1."""
+  return lambda attempt: values.get(tasks.index(attempt.task), (0.0, 1.0))[int(attempt.uid.rpartition('/')[2])]
+
+
+def states(report):
+  return {state: count for state, count in report.states.items() if count}
+
+
+def test_a_group_of_which_nothing_is_chosen_is_dropped_and_replaced(tokenizer, store):
+  """Mixed groups alone: tasks 0 and 2 are unmixed (0 has but one scorable sample), so that batch 0 is tasks 1 and 3."""
+  tasks = exploring.make_tasks(24)
+  judge = by_task(tasks, {0: (None, 1.0), 2: (0.5, 0.5)})
+  selection = SelectionConfig(kind='mixed')
+  exploration = exploring.Exploration(tokenizer, store, judge, tasks=tasks, selection=selection)
+  (first, counts), (second, more) = run(exploration.batches(2))
+  assert uids(first) == [uid(tasks[n], i) for n in (1, 3) for i in range(2)]
+  assert uids(second) == [uid(tasks[n], i) for n in (4, 5) for i in range(2)]
+  assert counts == {'dropped/unscorable': 1, 'dropped/not_selected': 1 + 2, 'dropped/groups': 2}
+  assert not any(more.values())
+  report = audit(store)
+  assert report.ok and report.live == ()
+  assert report.reasons == {'dropped(unscorable)': 1, 'dropped(not selected)': 3}
+  assert (report.issued, states(report)) == (6 * 2, {'trained': 8, 'dropped': 4})
+
+
+def test_of_a_group_only_the_shortest_correct_sample_is_admitted(tokenizer, store):
+  """Whatever is longer, wrong or unscorable leaves the store with its reason."""
+  tasks = exploring.make_tasks(24)
+  judge = by_task(tasks, {0: (1.0, 1.0, 0.0, None), 1: (0.0, 0.0, 0.0, 0.0), 2: (0.0, 1.0, 1.0, 1.0)})
+  selection = SelectionConfig(kind='shortest_correct')
+  exploration = exploring.Exploration(tokenizer, store, judge, tasks=tasks, group_size=4, selection=selection)
+  ((batch, counts),) = run(exploration.batches(1))
+  engine, best = exploration.engine, []
+  for task, request, correct in ((tasks[0], engine.requests[0], (0, 1)), (tasks[2], engine.requests[2], (1, 2, 3))):
+    lengths = {uid(task, i): engine.complete(request, i).tokens.size for i in correct}
+    best.append(min(lengths, key=lengths.get))
+  assert uids(batch) == best and all(chosen.imitated for chosen in batch)
+  assert counts == {'dropped/unscorable': 1, 'dropped/not_selected': 2 + 4 + 3, 'dropped/groups': 1}
+  report = audit(store)
+  assert report.ok and report.live == ()
+  assert (report.issued, states(report)) == (3 * 4, {'trained': 2, 'dropped': 10})
+
+
+def test_a_sample_in_several_pairs_is_admitted_and_trained_once(tokenizer, store):
+  """Three wrong ones against the one correct one, in each of two groups: twelve rows of eight samples."""
+  tasks = exploring.make_tasks(24)
+  judge = by_task(tasks, dict.fromkeys(range(24), (0.0, 0.0, 1.0, 0.0)))
+  selection = SelectionConfig(kind='pairs', pairs_per_group=3)
+  exploration = exploring.Exploration(tokenizer, store, judge, tasks=tasks, group_size=4, selection=selection)
+  ((batch, counts),) = run(exploration.batches(1))
+  assert uids(batch) == [uid(task, i) for task in tasks[:2] for wrong in (0, 1, 3) for i in (2, wrong)]
+  assert len({chosen.pair for chosen in batch}) == 6
+  assert not any(counts.values())
+  report = audit(store)
+  assert report.ok and states(report) == {'trained': 8}
+
+
+def test_too_many_groups_of_which_nothing_is_chosen_end_the_run_with_one_line(tokenizer, store):
+  selection = SelectionConfig(kind='mixed')
+  exploration = exploring.Exploration(tokenizer, store, lambda attempt: 0.25, selection=selection, max_dropped_groups=3)
+  with pytest.raises(RunError) as caught:
+    run(exploration.batches(1))
+  message = str(caught.value)
+  assert '\n' not in message
+  for word in ('stage grpo', 'of 4 groups', 'max_dropped_groups is 3', '[0.25, 0.25]', "'mixed'", 'easy'):
+    assert word in message
+  report = audit(store)
+  assert report.ok and report.live == ()
+
+
+def test_the_last_of_too_many_groups_is_told_as_it_was(tokenizer, store):
+  """One sample unscorable, the other alone: what is to be looked at is the selection, not the scorer."""
+  judge = lambda attempt: None if attempt.uid.endswith('/0') else 1.0
+  selection = SelectionConfig(kind='mixed')
+  exploration = exploring.Exploration(tokenizer, store, judge, selection=selection, max_dropped_groups=0)
+  with pytest.raises(RunError, match=r"rewards \[None, 1\.0\], of which selection 'mixed' takes none"):
+    run(exploration.batches(1))
+
+
+@pytest.mark.parametrize('bound', [0, 2])
+def test_with_a_selection_a_batch_depends_on_which_groups_started_alone(tokenizer, tmp_path, bound):
+  """Tasks 1, 2 and 5 are unmixed."""
+  tasks = exploring.make_tasks(24)
+  judge = by_task(tasks, {1: (1.0, 1.0), 2: (0.0, 0.0), 5: (None, None)})
+  found = set()
+  for delays in range(4):
+    store = exploring.new_store(tmp_path / f'{delays}')
+    selection = SelectionConfig(kind='mixed')
+    exploration = exploring.Exploration(
+      tokenizer, store, judge, tasks=tasks, delays=delays, bound=bound, selection=selection
+    )
+    found.add(tuple(name for batch, _ in run(exploration.batches(3)) for name in uids(batch)))
+    store.close()
+  assert found == {tuple(uid(tasks[n], i) for n in (0, 3, 4, 6, 7, 8) for i in range(2))}
 
 
 class EngineBroke(RunError):
@@ -205,9 +308,8 @@ def test_leaving_cancels_what_is_in_flight_and_every_sample_ends_in_one_state(to
     async with exploration.explorer.running():
       exploration.explorer.advance(0, 0)
       batch, _ = await exploration.explorer.collect()
-      uids = [m.sample.uid for m in batch]
-      store.seal(uids, 0)
-      store.trained(uids, 0)
+      store.seal(uids(batch), 0)
+      store.trained(uids(batch), 0)
       exploration.explorer.advance(1, 1)
       while len(exploration.engine.requests) < 8 or store.counts()['admitted'] < 3 * 2:
         await asyncio.sleep(0.001)

@@ -17,9 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.batching.plan import Row, StepPlan, pack_step, plan_shape
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.data.load import PackedStep
-from jaxrl_llm.learner.algorithm import SftConfig, sft
+from jaxrl_llm.learner.algorithm import Setting, plain
 from jaxrl_llm.learner.optimizer import OptimizerConfig
-from jaxrl_llm.learner.state import TrainState
+from jaxrl_llm.learner.state import Learned, TrainState
+from jaxrl_llm.learner.supervised import SftConfig, sft
 from jaxrl_llm.master import loop
 from jaxrl_llm.master.evaluation import Evaluator, SuiteConfig
 from jaxrl_llm.master.keeper import Logs, RunKeeper
@@ -40,12 +41,12 @@ SUITES = ('one', 'two')
 TASKS = exploring.make_tasks(4, 'eval')
 
 
-def stages():
+def stages(*, explores=False):
   make = lambda name, start: Stage(
     name=name,
     start=start,
     end=start + 2,
-    algorithm=sft(SftConfig()),
+    algorithm=sft(SftConfig(), Setting(max_response_length=8)),
     optimizer=optax.sgd(1.0),
     optimizer_config=OptimizerConfig(peak_lr=1.0),
     keep_optimizer=False,
@@ -54,7 +55,7 @@ def stages():
     minibatches=1,
     epochs=1,
     evaluate_every=None,
-    explores=False,
+    explores=explores,
   )
   return make('first', 0), make('second', 2)
 
@@ -63,6 +64,7 @@ class Rows:
   """Implements `Batches`: the same two rows at each step; its state is the number of batches trained."""
 
   explores = False
+  held_out = ()
 
   def __init__(self):
     self.count = 0
@@ -91,30 +93,49 @@ class Rows:
 
 
 class Trainer:
-  """Adds one to the parameter at each step."""
+  """Adds one to the parameter at each step that `moves`."""
 
-  async def annotate(self, state, plan):
-    packed = PackedStep(chunks=None, used=None, packing=pack_step(plan, 0, SHAPE), rows=plan.optimizer_steps[0])
-    return Batch(plan, sft(SftConfig()).annotate(plan.rows), [packed])
+  def __init__(self, moves):
+    self._moves = moves
 
-  async def update(self, state, batch):
-    return state.replace(params=jax.tree.map(lambda x: x + 1, state.params)), Updated({}, {})
+  async def annotate(self, learned, plan):
+    packing = pack_step(plan, 0, SHAPE)
+    packed = PackedStep(None, None, packing=packing, rows=plan.optimizer_steps[0], grid=None, loss_mask=None)
+    return Batch(plan, plain(plan.rows), [packed])
+
+  async def update(self, learned, batch):
+    moved, policy = self._moves(batch.plan.step), learned.policy
+    if moved:
+      policy = policy.replace(params=jax.tree.map(lambda x: x + 1, policy.params))
+    return learned._replace(policy=policy), Updated({}, {}, moved)
 
 
 class Run:
   """One start of a run of two stages of two steps, in `workdir`, from its newest commit.
 
-  `interrupt` says of an evaluation (step, suite) whether the signal comes while it runs.
+  `interrupt` says of an evaluation (step, suite) whether the signal comes while it runs; `moves`, of a batch, whether
+  it changes the policy.
   """
 
-  def __init__(self, workdir, tokenizer, *, interrupt=lambda step, suite: False, judge=lambda attempt: 1.0):
+  def __init__(
+    self,
+    workdir,
+    tokenizer,
+    *,
+    interrupt=lambda step, suite: False,
+    judge=lambda attempt: 1.0,
+    moves=lambda step: True,
+    suites=SUITES,
+    explores=False,
+  ):
     self.workdir, self.tokenizer, self.interrupt, self.judge = workdir, tokenizer, interrupt, judge
+    self.moves, self.suites, self.stages = moves, suites, stages(explores=explores)
     self.entered = []
 
   async def main(self):
     device, phases = DeviceThread(), PhaseManager()
     stop = asyncio.get_running_loop().create_future()
-    engine = exploring.FakeEngine(self.tokenizer)
+    self.engine = engine = exploring.FakeEngine(self.tokenizer)
 
     def hold(request):
       step = engine.version.step
@@ -132,12 +153,12 @@ class Run:
     store.recover(step)
     params = {'w': jax.device_put(jnp.full(2, step, jnp.float32), NamedSharding(mesh, PartitionSpec()))}
     train = TrainState(params=params, opt_state=(), updates=jnp.zeros((), jnp.int32), skipped=jnp.zeros((), jnp.int32))
-    batches = {stage.name: Rows() for stage in stages()}
+    batches = {stage.name: Rows() for stage in self.stages}
     logs = Logs(
       metrics=MetricsWriter(self.workdir, committed=host['metrics_offset'] if host else 0, tensorboard=False),
       rollouts=RolloutsWriter(self.workdir),
       evals=EvalsWriter(self.workdir),
-      progress=ProgressDisplay({stage.name: 2 for stage in stages()}),
+      progress=ProgressDisplay({stage.name: 2 for stage in self.stages}),
       store=store,
       batches=batches,
       evaluator=Evaluator(
@@ -145,7 +166,7 @@ class Run:
         scorers=exploring.FakeScorers(self.judge),
         rewards=exploring.REWARDS,
       ),
-      suites=[(SuiteConfig(name=name, taskset=name), TASKS) for name in SUITES],
+      suites=[(SuiteConfig(name=name, taskset=name), TASKS) for name in self.suites],
       token_text=str,
       machine_metrics=dict,
     )
@@ -158,15 +179,16 @@ class Run:
       attempt=store.attempt,
       stop=stop,
       logs=logs,
+      generates=bool(self.suites),
       best=tuple(host['best']) if host and host['best'] else None,
     )
 
     async def enter(stage, state):
       self.entered.append((stage.name, state.step))
-      return Trainer(), state
+      return Trainer(self.moves), state
 
     parts = loop.Parts(
-      stages=stages(),
+      stages=self.stages,
       coordinator=coordinator,
       phases=phases,
       publisher=publisher,
@@ -176,7 +198,7 @@ class Run:
       batches=batches,
       attempt=store.attempt,
     )
-    state = loop.LoopState(train, step, evaluated=bool(host and host['evaluated']))
+    state = loop.LoopState(Learned(train), step, evaluated=bool(host and host['evaluated']))
     with logs.progress:
       outcome = await asyncio.wait_for(loop.run(parts, state), 30)
     logs.metrics.close()
@@ -240,7 +262,7 @@ def test_an_evaluation_cut_short_by_a_signal_is_made_whole_at_the_next_start(tmp
   assert step == 0 or left.commits[step]['evaluated'] is False
   outcome = Run(tmp_path, tokenizer).start()
   assert (outcome.stop, outcome.state.step) == (0, 4)
-  assert outcome.state.train.params['w'].tolist() == [4.0, 4.0]
+  assert outcome.state.learned.policy.params['w'].tolist() == [4.0, 4.0]
   assert written(tmp_path) == WHOLE
 
 
@@ -270,6 +292,41 @@ def test_an_accuracy_of_nothing_scorable_is_null_and_never_the_best(tmp_path, to
   assert [row['val-core/one/acc/greedy'] for row in measured] == [None] * 3
   assert [row['val-aux/one/unscorable'] for row in measured] == [4.0] * 3
   assert not any(isinstance(v, float) and math.isnan(v) for row in rows for v in row.values())
+
+
+def published(run):
+  return [(how, (version.attempt, version.step)) for how, version in run.engine.published]
+
+
+def test_weights_that_no_batch_moved_are_published_by_name_alone(tmp_path, tokenizer):
+  """Evaluated at 0, 2 and 4; batch 1 of the second stage moves the policy, those of the first do not."""
+  whole = Run(tmp_path / 'whole', tokenizer, moves=lambda step: step == 3)
+  outcome = whole.start()
+  assert (outcome.state.moved, outcome.state.learned.policy.params['w'].tolist()) == (4, [1.0, 1.0])
+  assert published(whole) == [('load', (1, 0)), ('relabel', (1, 2)), ('load', (1, 4))]
+  assert whole.engine.version.step == 4
+
+
+def test_a_stage_that_explores_names_the_weights_before_each_batch(tmp_path, tokenizer):
+  """Batches 0 to 3, of which 1 alone moves the policy; a version that an evaluation has published is not again."""
+  run = Run(tmp_path, tokenizer, moves=lambda step: step == 1, explores=True)
+  assert run.start().state.moved == 2
+  kinds = ['load', 'relabel', 'load', 'relabel', 'relabel']
+  assert published(run) == [(kind, (1, step)) for step, kind in enumerate(kinds)]
+
+
+def test_a_new_attempt_publishes_its_weights_whoever_moved_them(tmp_path, tokenizer):
+  Run(tmp_path, tokenizer, moves=lambda step: False, interrupt=lambda at, name: at == 2).start()
+  again = Run(tmp_path, tokenizer, moves=lambda step: False)
+  assert again.start().stop == 0
+  assert published(again) == [('load', (2, 2)), ('relabel', (2, 4))]
+
+
+def test_without_suites_nothing_is_published_and_evaluations_count_as_made(tmp_path, tokenizer):
+  run = Run(tmp_path, tokenizer, suites=())
+  outcome = run.start()
+  assert (outcome.state.step, outcome.state.evaluated) == (4, True)
+  assert published(run) == [] and [host['evaluated'] for host in run.commits.values()] == [True, True]
 
 
 def test_a_failing_scorer_in_an_evaluation_ends_the_run(tmp_path, tokenizer):

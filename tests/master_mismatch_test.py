@@ -18,18 +18,21 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.data.load import PackedStep, RowLoader
 from jaxrl_llm.experience.sample import Sample, Segment, Source, encode
-from jaxrl_llm.learner.algorithm import Annotation, GrpoConfig, grpo
+from jaxrl_llm.learner.algorithm import Annotation, Setting
 from jaxrl_llm.learner.optimizer import OptimizerConfig, build_optimizer
-from jaxrl_llm.learner.state import TrainState, init_state, place_params
+from jaxrl_llm.learner.policy_gradient import policy_gradient
+from jaxrl_llm.learner.policy_options import GrpoConfig
+from jaxrl_llm.learner.state import Learned, TrainState, init_state, place_params
 from jaxrl_llm.master.evaluation import Evaluator
-from jaxrl_llm.master.explorer import Scored
 from jaxrl_llm.master.keeper import Logs, RunKeeper
 from jaxrl_llm.master.loop import LoopState
 from jaxrl_llm.master.mismatch import MismatchConfig, mismatch_metrics, over_budget
+from jaxrl_llm.master.selection import Chosen, Scored
 from jaxrl_llm.master.stage import rollout_row
-from jaxrl_llm.master.trainer import Batch, Stage, StageTrainer, Updated
+from jaxrl_llm.master.trainer import Batch, Roles, Stage, StageTrainer, Updated
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.models.families import tiny
+from jaxrl_llm.models.heads import with_head
 from jaxrl_llm.models.spec import ModelOptions
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
@@ -193,7 +196,7 @@ TAKEN = {
   s.uid: Scored(sample=s, task=TASK, completion='', scores=(), reward=Reward(value=float(i % 2), parts={}))
   for i, s in enumerate(SAMPLES)
 }
-ROWS = tuple(rollout_row(scored, ('rows.arrayrecord', i)) for i, scored in enumerate(TAKEN.values()))
+ROWS = tuple(rollout_row(Chosen(scored=scored), ('rows.arrayrecord', i)) for i, scored in enumerate(TAKEN.values()))
 ROWS = tuple(dataclasses.replace(row, source='rows.arrayrecord') for row in ROWS)
 
 
@@ -203,7 +206,7 @@ def make_stage(**fields) -> Stage:
     name='grpo',
     start=0,
     end=100,
-    algorithm=grpo(GrpoConfig()),
+    algorithm=policy_gradient(GrpoConfig(), Setting(max_response_length=8)),
     optimizer=build_optimizer(config, 100),
     optimizer_config=config,
     keep_optimizer=False,
@@ -217,15 +220,15 @@ def make_stage(**fields) -> Stage:
   return Stage(**{**defaults, **fields})
 
 
-def bigram() -> Model:
-  """The least model there is: what comes next depends on the token alone."""
-  matrix = {'kernel': ('vocab', 'embed')}
+def bigram(head: str = 'lm') -> Model:
+  """The least model there is: what comes next, or what it is worth, depends on the token alone."""
+  matrix, outputs = {'kernel': ('vocab', 'embed')}, VOCAB if head == 'lm' else 1
   return Model(
-    spec=tiny('qwen3', VOCAB, num_hidden_layers=1),
+    spec=with_head(tiny('qwen3', VOCAB, num_hidden_layers=1), head),
     options=ModelOptions(),
     init=lambda key: {
-      name: {'kernel': jax.random.normal(k, (VOCAB, 8), jnp.float32)}
-      for name, k in zip(('embed', 'head'), jax.random.split(key))
+      name: {'kernel': jax.random.normal(k, (rows, 8), jnp.float32)}
+      for (name, rows), k in zip({'embed': VOCAB, 'head': outputs}.items(), jax.random.split(key))
     },
     apply=lambda params, tokens, positions, segment_ids: params['embed']['kernel'][tokens],
     head_kernel=lambda params: params['head']['kernel'],
@@ -254,21 +257,20 @@ def test_logprobs_are_of_the_policy_before_the_batch_in_every_minibatch(tmp_path
 
   async def main():
     device = DeviceThread()
-    state = init_state(place_params(model, mesh, start), stage.optimizer, mesh)
+    learned = Learned(init_state(place_params(model, mesh, start), stage.optimizer, mesh))
     trainer = StageTrainer(
       stage,
-      model=model,
+      roles=Roles(model, None),
       mesh=mesh,
       loader=RowLoader(tmp_path, mesh),
       device=device,
       phases=PhaseManager(),
-      state=state,
-      reference=None,
+      learned=learned,
     )
-    batch = await trainer.annotate(state, plan)
-    state, updated = await trainer.update(state, batch)
+    batch = await trainer.annotate(learned, plan)
+    learned, updated = await trainer.update(learned, batch)
     device.close()
-    return jax.device_get(state.params), updated
+    return jax.device_get(learned.policy.params), updated
 
   after, updated = asyncio.run(main())
   assert sorted(updated.logprobs) == list(range(8))
@@ -288,6 +290,7 @@ class Taken:
   """Implements `Batches`: what `TAKEN` holds, or of a stage of demonstrations nothing."""
 
   explores = True
+  held_out = ()
 
   def __init__(self, taken):
     self._taken = taken
@@ -310,7 +313,8 @@ def kept(workdir, tokenizer, differences, config, *, taken=TAKEN):
   console = Console(file=io.StringIO(), width=400)
   plan = StepPlan(step=0, stage='grpo', rows=ROWS, optimizer_steps=(tuple(range(8)),))
   stage = make_stage(minibatches=1, epochs=1, shape=plan_shape(rows=8, ranks=2, chunks=2, chunk_len=16))
-  packed = PackedStep(chunks=None, used=None, packing=pack_step(plan, 0, stage.shape), rows=plan.optimizer_steps[0])
+  packing = pack_step(plan, 0, stage.shape)
+  packed = PackedStep(None, None, packing=packing, rows=plan.optimizer_steps[0], grid=None, loss_mask=None)
   batch = Batch(plan, Annotation(np.zeros(8), np.ones(8, bool), {}), [packed])
   store, phases = exploring.new_store(workdir / 'replay'), PhaseManager()
   engine = exploring.FakeEngine(tokenizer)
@@ -343,6 +347,7 @@ def kept(workdir, tokenizer, differences, config, *, taken=TAKEN):
       attempt=0,
       stop=asyncio.get_running_loop().create_future(),
       logs=logs,
+      generates=False,
       best=None,
     )
     train = TrainState(params={}, opt_state=(), updates=jnp.zeros((), jnp.int32), skipped=jnp.zeros((), jnp.int32))
@@ -350,7 +355,7 @@ def kept(workdir, tokenizer, differences, config, *, taken=TAKEN):
       with phases.timed('step'), phases.timed('gen'), phases.timed('update_weights'):
         trainer = {i: s.behaviour_logprobs + np.float32(difference) for i, s in enumerate(SAMPLES)}
       done = batch._replace(plan=dataclasses.replace(plan, step=step - 1))
-      await keeper.after_step(LoopState(train, step), stage, done, Updated({}, trainer))
+      await keeper.after_step(LoopState(Learned(train), step), stage, done, Updated({}, trainer, True))
     device.close()
 
   asyncio.run(main())

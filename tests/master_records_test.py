@@ -13,8 +13,8 @@ from jaxrl_llm.experience.sample import Finish, Sample, Segment, Source
 from jaxrl_llm.experience.score import Score
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.learner.algorithm import Annotation
-from jaxrl_llm.master.explorer import Scored
 from jaxrl_llm.master.records import batch_metrics, logprob_pairs, rollout_rows
+from jaxrl_llm.master.selection import Chosen, Scored
 from jaxrl_llm.master.stage import rollout_row
 from jaxrl_llm.master.trainer import Batch, Updated
 from jaxrl_llm.rewards.api import Reward
@@ -67,18 +67,21 @@ def member(i: int) -> Scored:
 def closed():
   """(batch, what it was made from): four rows in one optimizer step, the second not in the loss; chunks of 16."""
   members = [member(i) for i in range(4)]
-  rows = tuple(rollout_row(m, ('00000005.arrayrecord', i)) for i, m in enumerate(members))
+  rows = tuple(rollout_row(Chosen(scored=m), ('00000005.arrayrecord', i)) for i, m in enumerate(members))
   plan = StepPlan(
     step=5,
     stage='grpo',
     rows=rows,
     optimizer_steps=((3, 1, 0, 2),),
-    counts={'dropped/unscorable': 3, 'dropped/groups': 1},
+    counts={'dropped/unscorable': 3, 'dropped/not_selected': 2, 'dropped/groups': 1},
   )
   annotation = Annotation(np.array([1.0, 0.0, -2.0, 0.5]), np.array([True, False, True, True]), {})
-  packing = pack_step(plan, 0, plan_shape(rows=4, ranks=1, chunks=2, chunk_len=16))
-  step = PackedStep(chunks=None, used=None, packing=packing, rows=plan.optimizer_steps[0])
-  return Batch(plan, annotation, [step]), {m.sample.uid: m for m in members}
+  return Batch(plan, annotation, [packed(plan)]), {m.sample.uid: m for m in members}
+
+
+def packed(plan: StepPlan) -> PackedStep:
+  packing = pack_step(plan, 0, plan_shape(rows=8, ranks=1, chunks=2, chunk_len=16))
+  return PackedStep(None, None, packing=packing, rows=plan.optimizer_steps[0], grid=None, loss_mask=None)
 
 
 def test_metrics_of_a_batch_of_rollouts_by_hand(closed):
@@ -111,6 +114,7 @@ def test_metrics_of_a_batch_of_rollouts_by_hand(closed):
       'rewards/format/mean': 1.0,
       'num_unscorable': 3.0,
       'run/dropped/unscorable': 3.0,
+      'run/dropped/not_selected': 2.0,
       'run/dropped/groups': 1.0,
     }
   )
@@ -136,7 +140,7 @@ def test_rollouts_carry_each_completion_tokens_numbers_in_the_order_of_the_plan(
   batch, taken = closed
   # The trainer's logprobs are per token of the whole sequence: -0.1, -0.2, ... plus the row's number.
   logprobs = {i: -0.1 * np.arange(1, 3 + RESPONSES[i]) - i for i in range(4)}
-  rows = rollout_rows(batch, Updated({}, logprobs), taken, token_text=lambda t: f'<{t}>')
+  rows = rollout_rows(batch, Updated({}, logprobs, True), taken, token_text=lambda t: f'<{t}>')
   assert [row['uid'] for row in rows] == ['g0/0', 'g0/1', 'g1/0', 'g1/1']
   third = rows[2]
   assert third['token_ids'].tolist() == [22, 23, 24, 25]
@@ -162,11 +166,79 @@ def test_trainer_and_sampler_are_compared_on_trained_and_sampled_tokens_alone(cl
   sample = dataclasses.replace(sample, sampled=sampled, loss_mask=trained, behaviour_logprobs=behaviour)
   taken = {**taken, 'g1/0': dataclasses.replace(taken['g1/0'], sample=sample)}
   logprobs = {i: -0.1 * np.arange(1, 3 + RESPONSES[i]) - i for i in range(4)}
-  pairs = logprob_pairs(batch, Updated({}, logprobs), taken)
+  pairs = logprob_pairs(batch, Updated({}, logprobs, True), taken)
   assert [len(trainer) for trainer, _ in pairs] == [1, 3, 2, 2]
   trainer, sampler = pairs[2]
   assert trainer == pytest.approx([-2.3, -2.5]) and sampler.tolist() == [-1.0, -3.0]
   assert pairs[3][0] == pytest.approx([-3.3, -3.4]) and pairs[3][1].tolist() == [-1.5, -1.5]
+
+
+def replanned(batch: Batch, rows, **annotation) -> Batch:
+  """The batch of other rows, in one optimizer step."""
+  plan = dataclasses.replace(batch.plan, rows=tuple(rows), optimizer_steps=(tuple(range(len(rows))),))
+  return Batch(plan, batch.annotation._replace(**annotation), [packed(plan)])
+
+
+def test_advantages_per_token_count_token_by_token(closed):
+  """A row's array is of the whole sequence; what stands at the prompt, or in a row outside the loss, is nothing."""
+  batch, taken = closed
+  own = [[9, 9, 2.0], [9] * 5, [9, 9, -1.0, 0.0, 1.0, 4.0], [9, 9, 0.5, -3.0]]
+  batch = batch._replace(annotation=batch.annotation._replace(advantages=[np.array(a, np.float64) for a in own]))
+  found = resolve(batch_metrics(batch, taken))
+  # Rows 0, 2 and 3: 2;  -1 0 1 4;  0.5 -3.
+  assert found['critic/advantages/mean'] == pytest.approx(3.5 / 7)
+  assert (found['critic/advantages/max'], found['critic/advantages/min']) == (4.0, -3.0)
+  logprobs = {i: np.zeros(2 + RESPONSES[i]) for i in range(4)}
+  rows = rollout_rows(batch, Updated({}, logprobs, True), taken, token_text=str)
+  assert [row['advantages'].tolist() for row in rows] == [a[2:] for a in own]
+
+
+def test_shaped_rewards_are_told_apart_from_scores(closed):
+  batch, taken = closed
+  batch = batch._replace(annotation=batch.annotation._replace(rewards=[0.5, None, -1.0, 2.0]))
+  found = resolve(batch_metrics(batch, taken))
+  assert found['critic/score/mean'] == 0.625
+  assert [found[f'critic/rewards/{kind}'] for kind in ('mean', 'max', 'min')] == [0.5, 2.0, -1.0]
+
+
+def test_expert_rows_count_as_tokens_and_nowhere_else(closed):
+  batch, taken = closed
+  plain = resolve(batch_metrics(batch, taken))
+  experts = [
+    Row(
+      uid=f'e{i}', source='x', index=i, length=16, prompt_len=1, group='e', reward=None, is_expert=True,
+      truncated=True, version_step=-1,
+    )
+    for i in range(2)
+  ]  # fmt: skip
+  mixed = replanned(
+    batch,
+    [*batch.plan.rows, *experts],
+    advantages=[*batch.annotation.advantages, 7.0, 7.0],
+    in_loss=np.array([*batch.annotation.in_loss, True, True]),
+    rewards=[1.0, 0.0, 0.5, 1.0, None, None],
+  )
+  found = resolve(batch_metrics(mixed, taken))
+  assert found.pop('perf/total_num_tokens') == plain.pop('perf/total_num_tokens') + 32
+  # 18 + 32 tokens in four chunks of 16: two micro-batches of 32.
+  assert found.pop('perf/packing_utilisation') == 50 / 64 and plain.pop('perf/packing_utilisation')
+  assert found == pytest.approx(plain)
+  logprobs = {i: np.zeros(row.length) for i, row in enumerate(mixed.plan.rows)}
+  updated = Updated({}, logprobs, True)
+  assert len(logprob_pairs(mixed, updated, taken)) == 4
+  assert [row['uid'] for row in rollout_rows(mixed, updated, taken, str)] == ['g0/0', 'g0/1', 'g1/0', 'g1/1']
+
+
+def test_a_sample_of_several_pairs_is_written_down_once(closed):
+  """0 against 1 and 3, and 2 alone: row 2 is sample 0 again."""
+  batch, taken = closed
+  rows = [batch.plan.rows[i] for i in (0, 1, 0, 3, 2)]
+  again = replanned(batch, rows, advantages=np.arange(5.0), in_loss=np.ones(5, bool))
+  logprobs = {i: np.full(row.length, -float(i)) for i, row in enumerate(rows)}
+  written = rollout_rows(again, Updated({}, logprobs, True), taken, token_text=str)
+  assert [row['uid'] for row in written] == ['g0/0', 'g0/1', 'g1/1', 'g1/0']
+  assert [row['trainer_logprobs'][0] for row in written] == [0.0, -1.0, -3.0, -4.0]
+  assert len(logprob_pairs(again, Updated({}, logprobs, True), taken)) == 4
 
 
 def test_a_rows_version_is_the_oldest_of_its_tokens(closed):

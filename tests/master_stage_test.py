@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import signal
 
@@ -12,12 +13,24 @@ import pytest
 from jaxrl_llm.batching.plan import Row, StepPlan, plan_shape
 from jaxrl_llm.data.streams import RowStream
 from jaxrl_llm.experience.sample import encode
-from jaxrl_llm.learner.algorithm import SftConfig, sft
+from jaxrl_llm.learner.algorithm import Algorithm, ReferenceRule, Setting
+from jaxrl_llm.learner.mix import MixConfig, mix
+from jaxrl_llm.learner.opmd import OpmdConfig, opmd
 from jaxrl_llm.learner.optimizer import OptimizerConfig
-from jaxrl_llm.master.stage import Planner, RolloutBatches, StreamBatches
+from jaxrl_llm.learner.policy_gradient import policy_gradient
+from jaxrl_llm.learner.policy_options import GrpoConfig, PpoConfig, ReinforcePlusPlusConfig
+from jaxrl_llm.learner.preference import DpoConfig, dpo
+from jaxrl_llm.learner.supervised import SftConfig, sft
+from jaxrl_llm.master.selection import SelectionConfig
+from jaxrl_llm.master.stage import Batches, MixedBatches, Planner, RolloutBatches, StreamBatches
 from jaxrl_llm.master.trainer import Stage
+from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.segments import SegmentReader, write_segment
 from jaxrl_llm.rollout.workflow import demonstration_sample
+
+SETTING = Setting(max_response_length=16)
+GRPO = policy_gradient(GrpoConfig(), SETTING)
+SFT = sft(SftConfig(), SETTING)
 
 
 def make_stage(**fields) -> Stage:
@@ -25,7 +38,7 @@ def make_stage(**fields) -> Stage:
     name='grpo',
     start=10,
     end=20,
-    algorithm=sft(SftConfig()),
+    algorithm=GRPO,
     optimizer=optax.sgd(1.0),
     optimizer_config=OptimizerConfig(peak_lr=1.0),
     keep_optimizer=False,
@@ -52,6 +65,7 @@ class FakeBatches:
   explores = True
 
   def __init__(self):
+    self.held_out = ()
     self.ready, self.cancelled, self.error = asyncio.Event(), False, None
 
   @contextlib.asynccontextmanager
@@ -84,12 +98,14 @@ class FakeBatches:
     pass
 
 
-def close(step, stage=None, *, every_steps=100, every_minutes=1e6, ready=True, stop=None, error=None, seed=0):
+def close(
+  step, stage=None, *, every_steps=100, every_minutes=1e6, ready=True, stop=None, error=None, seed=0, held_out=()
+):
   """The plan of one step, and the batches it was asked from."""
 
   async def main():
     batches, stopped = FakeBatches(), asyncio.get_running_loop().create_future()
-    batches.error = error
+    batches.error, batches.held_out = error, held_out
     planner = Planner(seed=seed, every_steps=every_steps, every_minutes=every_minutes, stop=stopped)
     if ready:
       batches.ready.set()
@@ -180,7 +196,66 @@ def test_minibatches_and_epochs_deal_every_row_once_per_epoch_and_ask_for_the_pr
     assert sorted(first + second) == [0, 1, 2, 3]
   assert plan.proximal and '6 optimizer steps' in plan.proximal_reason
   assert not close(12)[0].proximal
-  assert not close(12, make_stage(minibatches=2, explores=False))[0].proximal, 'demonstrations have no ratio'
+  assert not close(12, make_stage(minibatches=2, algorithm=SFT))[0].proximal, 'demonstrations have no ratio'
+
+
+def family(config=GrpoConfig, **fields) -> Algorithm:
+  return policy_gradient(config(**fields), SETTING)
+
+
+EVERY, FIXED = ReferenceRule(every=1), ReferenceRule()
+WARMUP = 'the policy is not updated'
+ON_HOST = 'annotation reads'
+
+
+@pytest.mark.parametrize(
+  ('algorithm', 'steps', 'reason'),
+  [
+    # One optimizer step finds the policy as it was before the batch: its own logprobs serve.
+    (GRPO, 1, ''),
+    (GRPO, 2, '2 optimizer steps'),
+    (mix(MixConfig(), SETTING), 3, '3 optimizer steps'),
+    # Not where the sampler's logprobs are the proximal ones; nor where there is no ratio.
+    (family(bypass_old_logprobs=True), 4, ''),
+    (SFT, 4, ''),
+    (dpo(DpoConfig(), SETTING), 4, ''),
+    # The reference is the policy before the batch, or a copy of its own.
+    (opmd(OpmdConfig(), SETTING), 1, ''),
+    (opmd(OpmdConfig(), SETTING), 2, '2 optimizer steps'),
+    (opmd(OpmdConfig(reference=FIXED), SETTING), 2, ''),
+    (family(bypass_old_logprobs=True, kl_loss_coef=0.1, reference=EVERY), 1, ''),
+    (family(bypass_old_logprobs=True, kl_loss_coef=0.1, reference=EVERY), 2, '2 optimizer steps'),
+    (family(bypass_old_logprobs=True, kl_loss_coef=0.1, reference=FIXED), 2, ''),
+    # Rewards and coefficients are made on the host, before there is any update.
+    (family(ReinforcePlusPlusConfig, kl_reward_coef=0.1), 1, ON_HOST),
+    (family(kl_loss_coef=0.1, kl_target=0.05), 1, ON_HOST),
+    (family(ReinforcePlusPlusConfig, kl_reward_coef=0.1, bypass_old_logprobs=True), 1, ''),
+    (family(ReinforcePlusPlusConfig, kl_reward_coef=0.1, bypass_old_logprobs=True, reference=EVERY), 1, ON_HOST),
+    (family(kl_loss_coef=0.1, kl_target=0.05, bypass_old_logprobs=True, reference=EVERY), 1, ON_HOST),
+    # A critic's values are a pass of their own.
+    (family(PpoConfig), 1, ''),
+    (family(PpoConfig), 2, '2 optimizer steps'),
+    (family(PpoConfig, critic_warmup=2), 1, ''),
+  ],
+)
+def test_the_proximal_pass_is_made_where_no_update_could_serve(algorithm, steps, reason):
+  plan, _ = close(12, make_stage(algorithm=algorithm, minibatches=steps))
+  assert len(plan.optimizer_steps) == steps
+  assert plan.proximal == bool(reason) and reason in plan.proximal_reason and (reason or not plan.proximal_reason)
+
+
+def test_while_the_critic_warms_up_a_pass_gives_the_logprobs():
+  stage = make_stage(algorithm=family(PpoConfig, critic_warmup=2))
+  reasons = [close(step, stage)[0].proximal_reason for step in range(10, 14)]
+  assert [WARMUP in reason for reason in reasons] == [True, True, False, False] and reasons[2:] == ['', '']
+
+
+def test_what_is_held_out_is_named_where_the_step_ends_with_an_evaluation():
+  held_out = tuple(make_row(i) for i in range(7, 9))
+  plans = {step: close(step, make_stage(evaluate_every=4), held_out=held_out)[0] for step in range(10, 20)}
+  assert {step for step, plan in plans.items() if plan.held_out} == {13, 17, 19}
+  assert plans[13].held_out == held_out and not {row.uid for row in held_out} & {row.uid for row in plans[13].rows}
+  assert StepPlan.from_json(json.loads(json.dumps(plans[13].to_json()))) == plans[13]
 
 
 def test_the_deal_is_a_function_of_seed_and_step():
@@ -219,6 +294,10 @@ def test_a_streams_state_is_of_the_last_completed_batch(tmp_path, tokenizer):
   asyncio.run(main())
 
 
+def rollouts_of(exploration) -> RolloutBatches:
+  return RolloutBatches(exploration.explorer, exploration.store, exploration.sampler, exploration.gate)
+
+
 def test_rollouts_state_is_of_the_last_completed_batch_and_draws_the_same_again(tmp_path, tokenizer):
   """Task 1 is unscorable, so that the gate has a drop to remember."""
   stores = iter(exploring.new_store(tmp_path / str(i) / 'replay') for i in range(10))
@@ -226,7 +305,7 @@ def test_rollouts_state_is_of_the_last_completed_batch_and_draws_the_same_again(
   def make():
     judge = lambda attempt: None if exploration.number(attempt) == 1 else 1.0
     exploration = exploring.Exploration(tokenizer, next(stores), judge)
-    return RolloutBatches(exploration.explorer, exploration.store, exploration.sampler, exploration.gate)
+    return rollouts_of(exploration)
 
   async def step(batches, number):
     batches.advance(number, number)
@@ -259,6 +338,108 @@ def test_rollouts_state_is_of_the_last_completed_batch_and_draws_the_same_again(
     assert (sample.uid, len(sample.tokens), sample.prompt_len) == (row.uid, row.length, row.prompt_len)
     assert row.truncated == (sample.finish_reason == 'length') and row.group == sample.group_id
     assert (row.reward, row.version_step, row.is_expert) == (1.0, 0, False)
+
+
+def experts_file(workdir, tokenizer, count=7) -> str:
+  samples = [demonstration_sample(t, 'ab', tokenizer, number=i) for i, t in enumerate(exploring.make_tasks(count))]
+  write_segment(workdir, 'experts.arrayrecord', [encode(sample) for sample in samples])
+  return 'experts.arrayrecord'
+
+
+def test_a_mixed_batch_has_fixed_numbers_of_both_and_resumes_exactly(tmp_path, tokenizer):
+  """Four rollouts and three experts a step, which go round seven experts in an order of their own."""
+  source, stores = experts_file(tmp_path, tokenizer), itertools.count()
+
+  def make():
+    store = exploring.new_store(tmp_path / str(next(stores)) / 'replay')
+    judge = lambda attempt: None if exploration.number(attempt) == 1 else 1.0
+    exploration = exploring.Exploration(tokenizer, store, judge)
+    experts = StreamBatches(RowStream(tmp_path, source, rows=3, seed=5))
+    return MixedBatches(rollouts_of(exploration), experts), store
+
+  async def step(batches, number):
+    batches.advance(number, number)
+    before = json.dumps(batches.state())
+    rows, counts = await batches.next(number)
+    assert json.dumps(batches.state()) == before, 'drawn, not trained'
+    assert [row.is_expert for row in rows] == [False] * 4 + [True] * 3
+    assert list(batches.taken()) == [row.uid for row in rows[:4]], 'what the experts wrote was not sampled'
+    assert all(row.version_step == -1 and row.reward is None for row in rows[4:])
+    batches.trained(StepPlan(step=number, stage='mix', rows=tuple(rows)))
+    return before, [row.uid for row in rows], counts
+
+  async def main():
+    batches, store = make()
+    assert isinstance(batches, Batches) and batches.explores and batches.held_out == ()
+    async with batches.running():
+      steps = [await step(batches, number) for number in range(4)]
+    report = audit(store)
+    assert report.ok and report.live == (), report.lines
+    assert report.states['trained'] == 4 * 4 and report.reasons == {'dropped(unscorable)': 2}
+    assert steps[0][2]['dropped/groups'] == 1
+    store.close()
+    for number in (1, 2, 3):
+      resumed, store = make()
+      resumed.restore(json.loads(steps[number][0]))
+      async with resumed.running():
+        assert (await step(resumed, number))[:2] == steps[number][:2]
+      store.close()
+    return [uids for _, uids, _ in steps]
+
+  batches = asyncio.run(main())
+  experts = [uid for uids in batches for uid in uids[4:]]
+  assert len(set(experts[:7])) == 7 and experts[7:] != experts[:5], 'each epoch once, shuffled anew'
+
+
+@pytest.mark.parametrize('minibatches', [1, 2])
+def test_each_minibatch_has_its_share_of_both_kinds(tmp_path, tokenizer, minibatches):
+  async def main():
+    store = exploring.new_store(tmp_path / 'replay')
+    exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0)
+    experts = StreamBatches(RowStream(tmp_path, experts_file(tmp_path, tokenizer), rows=2, seed=5))
+    batches = MixedBatches(rollouts_of(exploration), experts)
+    planner = Planner(seed=0, every_steps=9, every_minutes=1e6, stop=asyncio.get_running_loop().create_future())
+    async with batches.running():
+      batches.advance(0, 0)
+      plan = await planner.close(make_stage(start=0, minibatches=minibatches), 0, batches)
+      batches.trained(plan)
+    store.close()
+    return plan
+
+  plan = asyncio.run(main())
+  shares = [[plan.rows[i].is_expert for i in numbers] for numbers in plan.optimizer_steps]
+  assert [(kinds.count(False), kinds.count(True)) for kinds in shares] == [
+    (4 // minibatches, 2 // minibatches)
+  ] * minibatches
+
+
+def test_rows_of_one_sample_share_its_place_and_its_pairs_stay_together(tmp_path, tokenizer):
+  """Pairs of rollouts: the correct sample 2 of each group against both wrong ones, two pairs in each minibatch."""
+
+  async def main():
+    store = exploring.new_store(tmp_path / 'replay')
+    judge = lambda attempt: float(attempt.uid.endswith('/2'))
+    selection = SelectionConfig(kind='pairs', pairs_per_group=2)
+    batches = rollouts_of(exploring.Exploration(tokenizer, store, judge, group_size=3, selection=selection))
+    planner = Planner(seed=0, every_steps=9, every_minutes=1e6, stop=asyncio.get_running_loop().create_future())
+    async with batches.running():
+      batches.advance(0, 0)
+      plan = await planner.close(make_stage(start=0, minibatches=2), 0, batches)
+      assert len(plan.rows) == 8 and len(batches.taken()) == 6
+      batches.trained(plan)
+    report = audit(store)
+    assert report.ok and report.states['trained'] == 6, report.lines
+    store.close()
+    return plan
+
+  plan = asyncio.run(main())
+  by_uid = {}
+  for row in plan.rows:
+    by_uid.setdefault(row.uid, set()).add((row.source, row.index))
+  assert all(len(places) == 1 for places in by_uid.values())
+  for numbers in plan.optimizer_steps:
+    pairs = [plan.rows[i].pair for i in numbers]
+    assert len(numbers) == 4 and sorted(pairs) == sorted(2 * sorted(set(pairs)))
 
 
 def test_updates_of_a_stage_are_counted_over_minibatches_and_epochs():

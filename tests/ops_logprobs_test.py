@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.ops.logprobs import plan_token_chunk, token_logprobs
+from jaxrl_llm.ops.logprobs import plan_token_chunk, sequence_scores, token_logprobs, token_values
 
 ROWS, TIME, EMBED, VOCAB = 3, 12, 8, 17
 
@@ -91,3 +91,55 @@ def test_plan_fits_the_budget_and_divides():
 def test_chunk_that_does_not_divide_is_refused(batch):
   with pytest.raises(ValueError, match='does not divide'):
     token_logprobs(**batch, token_chunk=5)
+
+
+# Hidden states of two numbers, (1, 2, ... in reading order) and a second that the kernel (1, 0) does not read, so that
+# the output at a place is its own number. The first chunk holds two adjacent segments and padding, the second one that
+# ends where the chunk ends, after one of a single token.
+PLACES = np.arange(1.0, 13.0).reshape(2, 6)
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 0], [1, 2, 2, 2, 2, 2]])
+
+
+def read(function, **options):
+  hidden = jnp.asarray(np.stack([PLACES, np.full((2, 6), 99.0)], axis=-1), jnp.float32)
+  return function(hidden, jnp.array([[1.0, 0.0]]), jnp.asarray(SEGMENTS, jnp.int32), **options)
+
+
+def test_a_value_is_of_the_state_before_its_token():
+  # Entry t is what the place before t says; the first token of a segment has no state before it.
+  wanted = [[0, 1, 2, 0, 4, 0], [0, 0, 8, 9, 10, 11]]
+  np.testing.assert_array_equal(read(token_values).values, wanted)
+
+
+def test_a_score_is_read_at_the_last_token_of_each_segment():
+  # Segment 1 ends at place 3, 2 at 5; in the second chunk at 7 and, with the chunk, at 12. The third is not there.
+  np.testing.assert_array_equal(read(sequence_scores, segments=3).scores, [[3, 5, 0], [7, 12, 0]])
+
+
+def test_a_chunk_of_one_segment_or_of_none_has_its_score_or_none():
+  hidden, kernel = jnp.asarray(PLACES[..., None], jnp.float32), jnp.ones((1, 1))
+  ids = jnp.array([[1] * 6, [0] * 6], jnp.int32)
+  np.testing.assert_array_equal(sequence_scores(hidden, kernel, ids, segments=2).scores, [[6, 0], [0, 0]])
+  np.testing.assert_array_equal(token_values(hidden, kernel, ids).values, [[0, 1, 2, 3, 4, 5], [0] * 6])
+
+
+@pytest.mark.parametrize(
+  ('function', 'options', 'wanted'),
+  [
+    # d of the sum over outputs: places whose number is read somewhere, once each.
+    (token_values, {}, [[1, 1, 0, 1, 0, 0], [0, 1, 1, 1, 1, 0]]),
+    (sequence_scores, {'segments': 2}, [[0, 0, 1, 0, 1, 0], [1, 0, 0, 0, 0, 1]]),
+  ],
+)
+def test_gradients_go_to_the_places_that_are_read_and_to_no_padding(function, options, wanted):
+  kernel, ids = jnp.array([[1.0, 0.0]]), jnp.asarray(SEGMENTS, jnp.int32)
+  hidden = jnp.asarray(np.stack([PLACES, np.full((2, 6), 99.0)], axis=-1), jnp.float32)
+  found = jax.grad(lambda h: function(h, kernel, ids, **options)[0].sum())(hidden)
+  np.testing.assert_array_equal(found[..., 0], wanted)
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
+def test_values_and_scores_are_at_least_float32(dtype):
+  hidden, kernel, ids = jnp.ones((1, 4, 8), dtype), jnp.ones((1, 8), dtype), jnp.ones((1, 4), jnp.int32)
+  assert token_values(hidden, kernel, ids).values.dtype == jnp.float32
+  assert sequence_scores(hidden, kernel, ids, segments=1).scores.dtype == jnp.float32

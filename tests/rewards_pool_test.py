@@ -16,7 +16,7 @@ from fixtures.rewards_scorers import attempt
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.experience.score import Status
 from jaxrl_llm.rewards.answer import answer_scorer
-from jaxrl_llm.rewards.api import OverrunIsZero, RewardsConfig, ScorerConfig, combine
+from jaxrl_llm.rewards.api import Attempt, OverrunIsZero, RewardsConfig, ScorerConfig, Verdict, combine
 from jaxrl_llm.rewards.pool import ScorerPool
 
 OWNER = Path(__file__).parent / 'fixtures' / 'rewards_owner.py'
@@ -85,8 +85,27 @@ def test_an_attempt_is_judged_by_the_scorers_of_its_domain_in_their_order():
 
   math, code, other = asyncio.run(main())
   assert [[s.scorer for s in scores] for scores in (math, code, other)] == [['b', 'a'], ['b', 'a', 'c'], ['a']]
-  assert combine(math, configs).value == 2.0 * 4 + 0.5 * 4
-  assert combine(math, configs).parts == {'b': 4.0, 'b/half': 2.0, 'a': 4.0, 'a/half': 2.0}
+  reward = combine(math, RewardsConfig(scorers=configs))
+  assert reward.value == 2.0 * 4 + 0.5 * 4
+  assert reward.parts == {'b': 4.0, 'b/half': 2.0, 'a': 4.0, 'a/half': 2.0}
+
+
+def per_turn(a: Attempt) -> Verdict:
+  return Verdict(value=1.0, turn_values=(0, 0.5))
+
+
+def unbounded_turn(a: Attempt) -> Verdict:
+  return Verdict(value=1.0, turn_values=(0.0, float('inf')))
+
+
+def test_turn_values_come_through_as_numbers_or_are_an_error():
+  async def use(pool):
+    return [(await pool.score(attempt('x', domain=name)))[0] for name in ('turns', 'unbounded')]
+
+  turns, unbounded = with_pool({'turns': per_turn, 'unbounded': unbounded_turn}, use)
+  assert (turns.value, turns.turn_values) == (1.0, (0.0, 0.5))
+  assert [type(value) for value in turns.turn_values] == [float, float]
+  assert (unbounded.status, unbounded.value) == (Status.ERROR, None) and 'inf' in unbounded.evidence['error']
 
 
 @pytest.mark.parametrize('spin', [rewards_scorers.spin_in_python, rewards_scorers.spin_in_c])

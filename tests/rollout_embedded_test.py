@@ -357,6 +357,44 @@ def test_loads_in_quick_succession_leave_no_empty_segment(runner, opened, engine
   assert completion.segments[0].version == V1 and completion.segments[-1].version == V2
 
 
+def test_weights_by_another_name_change_the_name_alone(runner, opened, engine, params):
+  """What is running when the name changes goes by the new one from its first token under these weights."""
+  requests = [request(i, max_tokens=24, samples=3) for i in range(4)]
+  old = runner.run(ask_all(engine, requests))
+  prefilled = engine.counts['prefilled_prompts']
+  relabel = lambda: engine.relabel(V2)
+  found = runner.run(load_between(engine, opened[1], requests, relabel, after_calls=2))
+  assert engine.version == V2
+  assert engine.counts['prefilled_prompts'] == prefilled + 4, 'what is cached stays'
+  for completions, before in zip(found, old):
+    assert_same(completions, before)
+    for completion in completions:
+      assert [(s.version, s.start, s.end) for s in completion.segments] == [(V2, 0, len(completion.tokens))]
+
+
+def test_a_new_name_is_not_that_of_the_weights_before(runner, opened, engine, params):
+  """Cut by a load, then renamed, and cut again by a load of the first weights: three segments, two sets of weights."""
+  named, last = Version(0, 3), Version(0, 4)
+
+  async def change():
+    calls = engine.counts['decode_calls']
+    await engine.load(Weights.of(params[V2], V2))
+    while engine.counts['decode_calls'] < calls + 2:
+      await asyncio.sleep(0)
+    await engine.relabel(named)
+    assert engine.version == named
+    await engine.load(Weights.of(params[V1], last))
+
+  asked = request(1, max_tokens=34)
+  ((completion,),) = runner.run(load_between(engine, opened[1], [asked], change, after_calls=1))
+  assert [s.version for s in completion.segments] == [V1, named, last]
+  assert all(s.end > s.start for s in completion.segments)
+  drawn_by = dict(zip([V1, named, last], [V1, V2, V1]))
+  versions = [drawn_by[s.version] for s in completion.segments for _ in range(s.start, s.end)]
+  wanted = stepwise_logprobs(params, versions, asked.prompt, completion.tokens)
+  np.testing.assert_allclose(completion.logprobs, wanted, atol=1e-4)
+
+
 def test_the_engine_keeps_its_own_copy_of_weights(runner, engine, params):
   asked = request(1)
   wanted = runner.run(ask(engine, asked))

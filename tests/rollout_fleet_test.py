@@ -741,6 +741,81 @@ def test_a_completion_under_way_goes_on_under_the_next_version(tmp_path):
   run(main)
 
 
+# Weights by another name.
+
+
+def test_servers_are_not_told_of_a_name_and_all_that_is_handed_out_carries_it(tmp_path):
+  async def main():
+    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path) as fleet:
+      assert versions(await wave(fleet)) == {A}
+      requests = [place.server.requests.copy() for place in made]
+      await fleet.relabel(B)
+      assert fleet.version == B and fleet.counts['publications'] == 1
+      assert [place.server.requests for place in made] == requests, 'no server was asked anything'
+      asked = [request(i, samples=2, max_tokens=8) for i in range(3)]
+      found = await asyncio.gather(*(ask(fleet, one) for one in asked))
+      assert versions(found) == {B} and {place.policy.used == {A.step} for place in made} == {True}
+      await fleet.relabel(C)
+      assert versions([await ask(fleet, asked[0])]) == {C}
+      for place in made:
+        assert place.server.label.startswith(f'{A}-')
+      assert fleet.counts['void'] == fleet.counts['retries'] == 0
+
+  run(main)
+
+
+def test_a_completion_under_way_gets_the_new_names_of_both_its_versions(tmp_path):
+  """Begun under A, which becomes B; cut by C, which becomes D before it ends."""
+  D = Version(0, 4)
+
+  async def main():
+    async with places(tmp_path, 1) as made, fleet_over(made, tmp_path) as fleet:
+      made[0].faults.stall_at = 5
+      waiting = asyncio.create_task(ask(fleet, request(1, samples=2)))
+      await until(lambda: made[0].server.running == 2 and made[0].server.tokens >= 10)
+      await fleet.relabel(B)
+      await fleet.load(weights(C))
+      assert fleet.version == C
+      await fleet.relabel(D)
+      made[0].faults.stall_at = None
+      for completion in await waiting:
+        assert [(s.version, s.start, s.end) for s in completion.segments] == [(B, 0, 5), (D, 5, 24)]
+        steps = (-completion.logprobs / SCALE).astype(np.int64) % 128
+        assert steps.tolist() == [A.step] * 5 + [C.step] * 19, 'drawn from what was published'
+      assert fleet.counts['void'] == fleet.counts['retries'] == 0
+
+  run(main)
+
+
+def test_a_load_after_a_new_name_is_served_under_its_own(tmp_path):
+  async def main():
+    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path) as fleet:
+      await fleet.relabel(B)
+      await fleet.load(weights(C))
+      assert versions(await wave(fleet)) == {C} and fleet.version == C
+      for place in made:
+        await back(fleet, place, C)
+
+  run(main)
+
+
+def test_a_server_that_was_away_comes_back_to_weights_that_have_a_new_name(tmp_path):
+  """What it is brought to is what was published; what it draws goes by the name of now."""
+
+  async def main():
+    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path, **PERSISTENT) as fleet:
+      await fleet.relabel(B)
+      await made[1].restart()
+      asked = [request(i, samples=3, max_tokens=8) for i in range(6)]
+      assert versions(await asyncio.gather(*(ask(fleet, one) for one in asked))) == {B}
+      await back(fleet, made[1], A)
+      found = await asyncio.gather(*(ask(fleet, one) for one in asked))
+      assert versions(found) == {B}
+      assert {engine for completions in found for engine in engines(completions)} == {'vllm-0', 'vllm-1'}
+
+  run(main)
+
+
 def test_tokens_are_not_handed_out_before_the_probe_has_passed(tmp_path):
   async def main():
     async with places(tmp_path, 1) as made, fleet_over(made, tmp_path) as fleet:

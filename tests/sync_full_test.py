@@ -1,4 +1,4 @@
-"""Published weights are whole, own copies; a version that is served is not sent again."""
+"""Published weights are whole, own copies; neither a version that is served is sent again nor weights that are."""
 
 import asyncio
 
@@ -20,12 +20,12 @@ class RecordingEngine:
   name = 'recording'
 
   def __init__(self):
-    self.loaded = []
+    self.loaded, self.relabelled, self.acknowledged = [], [], []
     self.refuse = False
 
   @property
   def version(self):
-    return self.loaded[-1][1] if self.loaded else None
+    return self.acknowledged[-1] if self.acknowledged else None
 
   def generate(self, request):
     raise RuntimeError('generates nothing')
@@ -34,6 +34,13 @@ class RecordingEngine:
     if self.refuse:
       raise RuntimeError('refused')
     self.loaded.append(({name: array.copy() for name, array in weights.leaves}, weights.version))
+    self.acknowledged.append(weights.version)
+
+  async def relabel(self, version):
+    if self.refuse:
+      raise RuntimeError('refused')
+    self.relabelled.append(version)
+    self.acknowledged.append(version)
 
   def take_metrics(self):
     return {}
@@ -79,13 +86,72 @@ def test_each_version_is_sent_once_and_again_after_another_one(mesh):
   async def main():
     engine, device = RecordingEngine(), DeviceThread()
     publisher = Publisher(engine, Gatherer(mesh), device)
-    await publisher.publish(params_on(mesh, 1), Version(0, 0))
-    await publisher.publish(params_on(mesh, 1), Version(0, 0))
+    await publisher.publish(params_on(mesh, 1), Version(0, 0), moved=0)
+    await publisher.publish(params_on(mesh, 1), Version(0, 0), moved=0)
     assert [version for _, version in engine.loaded] == [Version(0, 0)]
-    await publisher.publish(params_on(mesh, 2), Version(0, 1))
-    await publisher.publish(params_on(mesh, 3), Version(1, 1))  # another attempt's step 1 is another version
+    await publisher.publish(params_on(mesh, 2), Version(0, 1), moved=1)
+    # Another attempt's step 1 is another version.
+    await publisher.publish(params_on(mesh, 3), Version(1, 1), moved=2)
     assert [version for _, version in engine.loaded] == [Version(0, 0), Version(0, 1), Version(1, 1)]
-    assert [params['norm/scale'][0] for params, _ in engine.loaded] == [1, 2, 3]
+    assert [params['norm/scale'][0] for params, _ in engine.loaded] == [1, 2, 3] and not engine.relabelled
+    device.close()
+
+  asyncio.run(main())
+
+
+class CountingGatherer(Gatherer):
+  """Counts how often all processes are asked to go through the parameters."""
+
+  gathered = 0
+
+  def leaves(self, params):
+    self.gathered += 1
+    return super().leaves(params)
+
+
+def test_weights_that_did_not_move_go_by_the_new_version_without_being_sent(mesh):
+  """Versions 1 and 2 are 0's weights; 3 is another's, and 4 is 3's."""
+
+  async def main():
+    engine, device = RecordingEngine(), DeviceThread()
+    gatherer = CountingGatherer(mesh)
+    publisher = Publisher(engine, gatherer, device)
+    for step, moved in enumerate([0, 0, 0, 3, 3]):
+      await publisher.publish(params_on(mesh, moved + 1), Version(0, step), moved=moved)
+      assert engine.version == Version(0, step)
+    assert [version.step for _, version in engine.loaded] == [0, 3]
+    assert [params['norm/scale'][0] for params, _ in engine.loaded] == [1, 4]
+    assert [version.step for version in engine.relabelled] == [1, 2, 4]
+    assert gatherer.gathered == 2
+    device.close()
+
+  asyncio.run(main())
+
+
+def test_a_new_attempts_first_weights_are_sent_although_none_of_its_steps_moved_them(mesh):
+  async def main():
+    device = DeviceThread()
+    for attempt in range(2):
+      engine = RecordingEngine()
+      publisher = Publisher(engine, Gatherer(mesh), device)
+      await publisher.publish(params_on(mesh), Version(attempt, 7), moved=0)
+      await publisher.publish(params_on(mesh), Version(attempt, 8), moved=0)
+      assert [version for _, version in engine.loaded] == [Version(attempt, 7)]
+      assert engine.relabelled == [Version(attempt, 8)]
+    device.close()
+
+  asyncio.run(main())
+
+
+def test_processes_without_an_engine_take_part_in_what_is_sent_and_in_nothing_else(mesh):
+  """All processes decide alike: one that gathered alone would wait for ever."""
+
+  async def main():
+    device, gatherer = DeviceThread(), CountingGatherer(mesh)
+    publisher = Publisher(None, gatherer, device)
+    for step, moved in enumerate([0, 0, 2, 2, 5]):
+      await publisher.publish(params_on(mesh), Version(0, step), moved=moved)
+    assert gatherer.gathered == 3
     device.close()
 
   asyncio.run(main())
@@ -97,10 +163,19 @@ def test_a_version_that_the_engine_did_not_take_is_not_taken_for_served(mesh):
     publisher = Publisher(engine, Gatherer(mesh), device)
     engine.refuse = True
     with pytest.raises(RuntimeError, match='refused'):
-      await publisher.publish(params_on(mesh), Version(0, 0))
+      await publisher.publish(params_on(mesh), Version(0, 0), moved=0)
     engine.refuse = False
-    await publisher.publish(params_on(mesh), Version(0, 0))
+    await publisher.publish(params_on(mesh), Version(0, 0), moved=0)
     assert [version for _, version in engine.loaded] == [Version(0, 0)]
+    engine.refuse = True
+    with pytest.raises(RuntimeError, match='refused'):
+      await publisher.publish(params_on(mesh), Version(0, 1), moved=0)
+    with pytest.raises(RuntimeError, match='refused'):
+      await publisher.publish(params_on(mesh), Version(0, 2), moved=2)
+    engine.refuse = False
+    # What was refused had moved; the engine still has the weights of 0.
+    await publisher.publish(params_on(mesh), Version(0, 2), moved=2)
+    assert [version for _, version in engine.loaded] == [Version(0, 0), Version(0, 2)] and not engine.relabelled
     device.close()
 
   asyncio.run(main())
@@ -109,7 +184,7 @@ def test_a_version_that_the_engine_did_not_take_is_not_taken_for_served(mesh):
 def test_a_process_without_an_engine_takes_part_and_keeps_nothing(mesh):
   async def main():
     device = DeviceThread()
-    await Publisher(None, Gatherer(mesh), device).publish(params_on(mesh), Version(0, 0))
+    await Publisher(None, Gatherer(mesh), device).publish(params_on(mesh), Version(0, 0), moved=0)
     device.close()
 
   asyncio.run(main())

@@ -1,13 +1,18 @@
 """config.json: published files by hand, both forms, and every setting that would change the numbers refused."""
 
+import contextlib
 import json
+import logging
 
+import absl.logging
 import pytest
 import transformers
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.models.families import FAMILIES, tiny
+from jaxrl_llm.models.heads import with_head
 from jaxrl_llm.models.spec import ModelSpec, RopeScaling
+from jaxrl_llm.weights import hf_config
 from jaxrl_llm.weights.hf_config import read_spec, write_config
 
 # The published files of Qwen2.5-0.5B-Instruct, Llama-3.2-1B and Qwen3-0.6B, in their v4 form.
@@ -211,7 +216,29 @@ def test_biases_follow_the_family(tmp_path):
 REFUSED = {
   'model_type': (QWEN2, {'model_type': 'mamba'}, 'model_type is "mamba", wanted one of qwen2, qwen3, llama'),
   'no model_type': (QWEN2, {'model_type': 'absent'}, 'model_type is null'),
-  'class': (QWEN2, {'architectures': ['Qwen2ForTokenClassification']}, 'wanted ["Qwen2ForCausalLM"]'),
+  'class': (
+    QWEN2,
+    {'architectures': ['Qwen2ForQuestionAnswering']},
+    'wanted one of Qwen2ForCausalLM, Qwen2ForSequenceClassification, Qwen2ForTokenClassification',
+  ),
+  "another family's class": (QWEN2, {'architectures': ['LlamaForSequenceClassification']}, 'wanted one of Qwen2'),
+  'two classes': (QWEN2, {'architectures': ['Qwen2ForCausalLM', 'Qwen2ForTokenClassification']}, 'wanted one of'),
+  'labels by default': (LLAMA, {'architectures': ['LlamaForSequenceClassification']}, 'num_labels is null, wanted 1'),
+  'labels by number': (
+    LLAMA,
+    {'architectures': ['LlamaForTokenClassification'], 'num_labels': 3},
+    'num_labels is 3, wanted 1',
+  ),
+  'labels by name': (
+    LLAMA,
+    {'architectures': ['LlamaForSequenceClassification'], 'id2label': {'0': 'a', '1': 'b'}, 'num_labels': 1},
+    'id2label is {"0": "a", "1": "b"}, wanted one label',
+  ),
+  'labels that disagree': (
+    LLAMA,
+    {'architectures': ['LlamaForSequenceClassification'], 'id2label': {'0': 'a'}, 'num_labels': 2},
+    'num_labels is 2, wanted 1',
+  ),
   'activation': (LLAMA, {'hidden_act': 'gelu'}, 'hidden_act is "gelu"'),
   'window': (QWEN2, {'use_sliding_window': True}, 'sliding window'),
   'window layers': (QWEN3, {'layer_types': ['full_attention', 'sliding_attention']}, 'sliding window'),
@@ -309,10 +336,92 @@ def test_transformers_reads_what_is_written(tmp_path, family):
     ('llama', {'qk_norm': True}),
     ('qwen3', {'qk_norm': False}),
     ('llama', {'hidden_size': 66}),
-    ('llama', {'head': 'value'}),
   ],
 )
 def test_what_hugging_face_cannot_express_is_not_written(tmp_path, family, fields):
   with pytest.raises(UserError, match='Hugging Face'):
     write_config(tmp_path, tiny(family, 50, **fields), dtype='float32')
   assert not list(tmp_path.iterdir())
+
+
+LABELS = ({'id2label': {'0': 'LABEL_0'}}, {'num_labels': 1}, {'id2label': {'0': 'quality'}, 'num_labels': 1})
+CLASSES = {'lm': 'ForCausalLM', 'scalar': 'ForSequenceClassification', 'value': 'ForTokenClassification'}
+
+
+@pytest.mark.parametrize('head', CLASSES)
+@pytest.mark.parametrize('labels', LABELS, ids=str)
+def test_the_class_says_which_head(tmp_path, head, labels):
+  spec = read_spec(write(tmp_path, QWEN3, architectures=[f'Qwen3{CLASSES[head]}'], **labels))
+  # A file of the class of one output may say that embeddings are tied; there is nothing that they could be tied to.
+  assert (spec.head, spec.tie_word_embeddings) == (head, head == 'lm')
+
+
+def test_without_a_class_it_is_a_language_model(tmp_path):
+  for nothing in ('absent', None, []):
+    assert read_spec(write(tmp_path, QWEN2, architectures=nothing)).head == 'lm'
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('head', CLASSES)
+@pytest.mark.parametrize('tied', [True, False])
+def test_heads_are_written_and_read(tmp_path, family, head, tied):
+  spec = with_head(tiny(family, 50, tie_word_embeddings=tied), head)
+  write_config(tmp_path, spec, dtype='float32', eos_ids=(2,), pad_id=0)
+  assert read_spec(tmp_path) == spec
+  values = json.loads((tmp_path / 'config.json').read_text())
+  (name,) = values['architectures']
+  assert name.endswith(CLASSES[head]) and getattr(transformers, name).config_class.model_type == family
+  config = transformers.AutoConfig.from_pretrained(tmp_path)
+  assert config.num_labels == (2 if head == 'lm' else 1)
+  assert config.problem_type == (None if head == 'lm' else 'regression')
+  assert getattr(config, 'classifier_dropout', None) == (0 if head == 'value' else None)
+  config.save_pretrained(tmp_path / 'again')
+  assert read_spec(tmp_path / 'again') == spec
+
+
+@pytest.mark.parametrize('head', ['scalar', 'value'])
+def test_a_family_without_the_class_is_refused(tmp_path, monkeypatch, head):
+  others = {name: classes for name, classes in hf_config._CLASSIFIERS.items() if name != 'llama'}
+  monkeypatch.setattr(hf_config, '_CLASSIFIERS', others)
+  with pytest.raises(UserError, match=f'no class for a llama model with a {head} head; those of qwen2, qwen3 have one'):
+    write_config(tmp_path, with_head(tiny('llama', 50), head), dtype='float32', pad_id=0)
+  assert not list(tmp_path.iterdir())
+
+
+@contextlib.contextmanager
+def absl_lines():
+  """What absl logs meanwhile."""
+  said = []
+  handler = logging.Handler()
+  handler.emit = lambda record: said.append(record.getMessage())
+  logger = absl.logging.get_absl_logger()
+  logger.addHandler(handler)
+  yield said
+  logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize(
+  ('tokens', 'pad', 'said'),
+  [
+    ({'pad_id': 0, 'bos_id': 1, 'eos_ids': (2,)}, 0, []),
+    ({'bos_id': 1, 'eos_ids': (2,)}, 1, ['names token 1']),
+    ({'bos_id': 0, 'eos_ids': (2,)}, 0, ['names token 0']),
+    ({'eos_ids': (2, 3)}, 2, ['names token 2', 'token 2 is both padding and an end of text']),
+    ({'pad_id': 3, 'eos_ids': (2, 3)}, 3, ['token 3 is both padding and an end of text']),
+  ],
+  ids=str,
+)
+def test_a_reward_model_always_has_a_padding_token(tmp_path, tokens, pad, said):
+  with absl_lines() as lines:
+    write_config(tmp_path, with_head(tiny('qwen2', 50), 'scalar'), dtype='float32', **tokens)
+  assert json.loads((tmp_path / 'config.json').read_text())['pad_token_id'] == pad
+  assert len(lines) == len(said) and all(part in line for part, line in zip(said, lines, strict=True)), lines
+
+
+def test_a_reward_model_without_any_special_token_is_refused(tmp_path):
+  with pytest.raises(UserError, match='name a padding token'):
+    write_config(tmp_path, with_head(tiny('qwen2', 50), 'scalar'), dtype='float32')
+  assert not list(tmp_path.iterdir())
+  for head in ('lm', 'value'):
+    write_config(tmp_path, with_head(tiny('qwen2', 50), head), dtype='float32')
+    assert json.loads((tmp_path / 'config.json').read_text())['pad_token_id'] is None

@@ -1,13 +1,10 @@
 """Against transformers: the same logits both ways, the same bits, and directories that load unchanged."""
 
-import contextlib
-import logging
 import os
 import pathlib
 import subprocess
 import sys
 
-import absl.logging
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +12,11 @@ import pytest
 import transformers
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
+from weights_hf_config_test import absl_lines
 from weights_layout_test import assert_same_bits, random_params
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.models import heads
 from jaxrl_llm.models.api import build_model, stack_layers
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import ModelOptions, RopeScaling
@@ -193,6 +192,102 @@ def test_transformers_loads_an_export_unchanged(tmp_path, family, shard_bytes):
   assert (loaded.eos_token_id, loaded.pad_token_id, len(loaded)) == (1, 0, len(tokenizer))
 
 
+AUTO = {
+  'scalar': transformers.AutoModelForSequenceClassification,
+  'value': transformers.AutoModelForTokenClassification,
+}
+PAD = 0
+
+
+def padded(lengths):
+  """Sequences on the left, padding (which occurs nowhere else) on the right: tokens, and 1 where they are."""
+  tokens = np.random.default_rng(1).integers(1, SIZES['vocab_size'], (len(lengths), max(lengths)))
+  within = np.arange(max(lengths)) < np.asarray(lengths)[:, None]
+  return np.where(within, tokens, PAD), within.astype(np.int64)
+
+
+def our_outputs(params, spec, tokens, within, *, scan_layers=False):
+  """A value per token."""
+  model = build_model(spec, ModelOptions(scan_layers=scan_layers))
+  params = jax.tree.map(jnp.asarray, params)
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+  hidden = jax.jit(model.apply)(params, jnp.asarray(tokens, jnp.int32), positions, jnp.asarray(within, jnp.int32))
+  return np.asarray(heads.outputs(hidden, model.head_kernel(params))[..., 0])
+
+
+def assert_same_outputs(peer, ours, tokens, within):
+  """`peer`, a classifier of transformers, on one padded batch: scores of sequences, or values of their tokens."""
+  with torch.no_grad():
+    got = peer.eval()(torch.from_numpy(tokens), attention_mask=torch.from_numpy(within)).logits[..., 0].numpy()
+  if got.ndim == 1:
+    wanted = ours[np.arange(len(tokens)), within.sum(1) - 1]
+  else:
+    got, wanted = got[within > 0], ours[within > 0]
+  assert wanted.std() > 0.1, 'outputs that hardly differ show nothing'
+  np.testing.assert_allclose(got, wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize('family', EXPORTS)
+@pytest.mark.parametrize('head', AUTO)
+@pytest.mark.parametrize('scan_layers', [False, True])
+def test_transformers_loads_reward_models_and_critics_unchanged(tmp_path, family, head, scan_layers):
+  spec = heads.with_head(tiny(family, **SIZES, **EXPORTS[family]), head)
+  params = random_params(spec)
+  lay = stack_layers if scan_layers else lambda params: params
+  hf.export(tmp_path, lay(params), spec, tokenizer_dir=None, eos_ids=(1,), pad_id=PAD, shard_bytes=100_000)
+  assert not (tmp_path / 'generation_config.json').exists()
+  assert hf.read_special_tokens(tmp_path) == hf.SpecialTokens(bos_id=None, eos_ids=(1,), pad_id=PAD)
+  peer, report = AUTO[head].from_pretrained(tmp_path, attn_implementation='eager', output_loading_info=True)
+  assert not any(report[kind] for kind in ('missing_keys', 'unexpected_keys', 'mismatched_keys', 'error_msgs')), report
+  assert peer.config.num_labels == 1 and peer.dtype == torch.float32
+  tokens, within = padded((17, 60, 1, 41))
+  ours = our_outputs(lay(params), spec, tokens, within, scan_layers=scan_layers)
+  assert_same_outputs(peer, ours, tokens, within)
+
+  assert hf.read_spec(tmp_path) == spec
+  assert_same_bits(hf.load_params(tmp_path, spec, scan_layers=scan_layers), lay(params))
+
+
+@pytest.mark.parametrize('family', EXPORTS)
+@pytest.mark.parametrize('head', AUTO)
+@pytest.mark.parametrize('tied', [False, True])
+def test_reward_models_and_critics_of_transformers_are_read(tmp_path, family, head, tied):
+  config = CONFIGS[family](**SIZES, num_labels=1, pad_token_id=PAD, tie_word_embeddings=tied)
+  peer = AUTO[head].from_config(config, attn_implementation='eager')
+  with torch.no_grad():
+    for name, parameter in peer.named_parameters():
+      if name != 'score.bias':
+        parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if 'norm' in name else 0.0))
+  peer.save_pretrained(tmp_path / 'peer')
+  spec = hf.read_spec(tmp_path / 'peer')
+  assert spec.head == head
+  params = hf.load_params(tmp_path / 'peer', spec)
+  tokens, within = padded((17, 60, 1, 41))
+  assert_same_outputs(peer, our_outputs(params, spec, tokens, within), tokens, within)
+  hf.export(tmp_path / 'ours', params, spec, tokenizer_dir=None, eos_ids=(1,), pad_id=PAD)
+  assert_same_bits(
+    load_file(tmp_path / 'peer' / 'model.safetensors'), load_file(tmp_path / 'ours' / 'model.safetensors')
+  )
+
+  if head == 'value':
+    with torch.no_grad():
+      peer.score.bias.fill_(0.5)
+    peer.save_pretrained(tmp_path / 'peer')
+    error = refusal(hf.load_params, tmp_path / 'peer', spec)
+    assert error.startswith(f'{tmp_path}/peer: score.bias is 0.5, wanted 0') and 'off by it' in error
+
+
+def test_a_reward_model_over_a_language_model_leaves_nothing_of_it(tmp_path):
+  spec = tiny('qwen2', 50, tie_word_embeddings=False)
+  hf.export(tmp_path, random_params(spec), spec, tokenizer_dir=None, eos_ids=(1,), pad_id=3)
+  scorer = heads.with_head(spec, 'scalar')
+  params = heads.replace_head(random_params(spec), scorer, heads.fresh_head(scorer, jax.random.key(0)))
+  hf.export(tmp_path, params, scorer, tokenizer_dir=None, eos_ids=(1,), pad_id=0)
+  assert hf.read_spec(tmp_path) == scorer
+  assert_same_bits(hf.load_params(tmp_path, scorer), params)
+  assert hf.read_special_tokens(tmp_path).pad_id == 0
+
+
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('scan_layers', [False, True])
 def test_files_round_trip_to_the_bit(tmp_path, peer_directory, dtype, scan_layers):
@@ -217,18 +312,6 @@ def test_a_tokenizer_that_transformers_would_misread_is_told(tmp_path, family):
   loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / 'x')
   misread = loaded.encode('w5 w6') != [5, 6]
   assert misread == (family == 'qwen2') == any('Qwen2Tokenizer' in line for line in said)
-
-
-@contextlib.contextmanager
-def absl_lines():
-  """What absl logs meanwhile."""
-  said = []
-  handler = logging.Handler()
-  handler.emit = lambda record: said.append(record.getMessage())
-  logger = absl.logging.get_absl_logger()
-  logger.addHandler(handler)
-  yield said
-  logger.removeHandler(handler)
 
 
 def refusal(call, *args, kind=UserError, **kwargs):

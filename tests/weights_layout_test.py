@@ -107,6 +107,23 @@ def test_arrays_are_let_go_one_by_one():
   assert log == wanted
 
 
+@pytest.mark.parametrize('head', ['value', 'scalar'])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_heads_of_one_output_round_trip_to_the_bit(head, dtype):
+  spec = tiny('qwen2', 11, head=head)
+  kind = {'float32': np.float32, 'bfloat16': ml_dtypes.bfloat16}[dtype]
+  params = random_params(spec, dtype=kind)
+  tensors = dict(to_hf(stack_layers(params), spec))
+  assert tensors['score.weight'] is params['head']['kernel'] and 'lm_head.weight' not in tensors
+  assert ('score.bias' in tensors) == (head == 'value')
+  assert_same_bits(from_hf(tensors.items(), spec, scan_layers=False, dtype=dtype), params)
+  tensors['score.bias'] = np.zeros(1, kind)
+  assert_same_bits(from_hf(tensors.items(), spec, scan_layers=True, dtype=dtype), stack_layers(params))
+  tensors['score.bias'] = np.full(1, 0.5, kind)
+  with pytest.raises(UserError, match=r'tensors: score\.bias is 0\.5, wanted 0'):
+    from_hf(tensors.items(), spec, scan_layers=False, dtype=dtype)
+
+
 def misfit(params, spec):
   with pytest.raises(UserError) as caught:
     list(to_hf(params, spec))

@@ -1,6 +1,7 @@
 """The tables: their names against lists written by hand, their paths against the model's own tree."""
 
 import jax
+import numpy as np
 import pytest
 
 from jaxrl_llm.core.errors import UserError
@@ -8,7 +9,7 @@ from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.families import FAMILIES, tiny
 from jaxrl_llm.models.spec import ModelOptions
-from jaxrl_llm.weights.tables import TABLES, Inventory, entries
+from jaxrl_llm.weights.tables import TABLES, Inventory, entries, zeros
 
 LAYER = [
   'input_layernorm.weight',
@@ -74,10 +75,14 @@ def test_shapes_by_hand():
   assert shapes['mlp.down_proj.weight'] == (64, 80)
 
 
+def unread():
+  raise AssertionError('read though no value of it matters')
+
+
 def inventory_error(names_to_shapes, spec):
   inventory = Inventory(spec, 'here')
   for name, shape in names_to_shapes:
-    inventory.see(name, shape)
+    inventory.see(name, shape, unread)
   with pytest.raises(UserError) as caught:
     inventory.finish()
   assert '\n' not in str(caught.value)
@@ -104,9 +109,9 @@ def test_tied_unembedding_and_old_buffers_are_tolerated_only_in_their_shape():
   held = [(entry.hf, entry.shape) for entry in entries(spec)]
   inventory = Inventory(spec, 'here')
   for name, shape in held:
-    assert inventory.see(name, shape).hf == name
-  assert inventory.see('lm_head.weight', (7, 64)) is None
-  assert inventory.see('model.layers.0.self_attn.rotary_emb.inv_freq', (16,)) is None
+    assert inventory.see(name, shape, unread).hf == name
+  assert inventory.see('lm_head.weight', (7, 64), unread) is None
+  assert inventory.see('model.layers.0.self_attn.rotary_emb.inv_freq', (16,), unread) is None
   inventory.finish()
   assert 'lm_head.weight has (8, 64), wanted (7, 64)' in inventory_error([*held, ('lm_head.weight', (8, 64))], spec)
 
@@ -115,3 +120,23 @@ def test_untied_model_needs_its_unembedding():
   spec = tiny('llama', 7, num_hidden_layers=1, tie_word_embeddings=False)
   held = [(entry.hf, entry.shape) for entry in entries(spec) if entry.hf != 'lm_head.weight']
   assert 'missing: lm_head.weight' in inventory_error(held, spec)
+
+
+@pytest.mark.parametrize('head', ['lm', 'scalar', 'value'])
+def test_a_bias_of_the_output_must_be_zero(head):
+  spec = tiny('llama', 7, num_hidden_layers=1, head=head)
+  # Files of the class of a value per token have it; those of a score may, and no language model's.
+  assert [(entry.hf, entry.shape) for entry in zeros(spec)] == ([('score.bias', (1,))] if head == 'value' else [])
+  held = [(entry.hf, entry.shape) for entry in entries(spec)]
+  if head == 'lm':
+    assert 'no such parameter: score.bias' in inventory_error([*held, ('score.bias', (1,))], spec)
+    return
+  inventory = Inventory(spec, 'here')
+  for name, shape in held:
+    assert inventory.see(name, shape, unread).hf == name
+  assert inventory.see('score.bias', (1,), lambda: np.zeros(1, np.float32)) is None
+  inventory.finish()
+  assert 'score.bias has (2,), wanted (1,)' in inventory_error([*held, ('score.bias', (2,))], spec)
+  for value in (0.5, float('nan')):
+    with pytest.raises(UserError, match=rf'^here: score\.bias is {value}, wanted 0: .* off by it'):
+      Inventory(spec, 'here').see('score.bias', (1,), lambda value=value: np.array([value], np.float32))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float64
+
+from jaxrl_llm.core.errors import UserError
 
 
 class GroupAdvantages(NamedTuple):
@@ -31,8 +33,9 @@ def group_advantages(
 ) -> GroupAdvantages:
   """A_i = (r_i - mean(r)) / (std(r) + eps) within each group.
 
-  GRPO (arXiv:2402.03300); without the division Dr.GRPO (arXiv:2503.20783). Equality of rewards is tested before any
-  division (max = min): a mean in floating point is not exact, and identical rewards would give a signal.
+  GRPO (arXiv:2402.03300); without the division Dr.GRPO (arXiv:2503.20783), which is also the group baseline that
+  REINFORCE++-baseline and OPMD start from. Equality of rewards is tested before any division (max = min): a mean in
+  floating point is not exact, and identical rewards would give a signal.
 
   Args:
     rewards: one per sample; None = unscorable.
@@ -41,6 +44,104 @@ def group_advantages(
     ddof: 1 for the sample estimator (the field's default), 0 for the population's.
     eps: added to the standard deviation.
   """
+
+  def rule(values: np.ndarray) -> np.ndarray:
+    centred = values - values.mean()
+    return centred / (values.std(ddof=ddof) + eps) if normalize_by_std else centred
+
+  return _within_groups(rewards, groups, rule)
+
+
+def leave_one_out(rewards: Sequence[float | None], groups: Sequence[str]) -> GroupAdvantages:
+  """RLOO: A_i = r_i - mean of the group's other rewards = n/(n-1) · (r_i - mean(r)).
+
+  Source: Ahmadian et al. 2024 (arXiv:2402.14740), after Kool et al. 2019. A group of one has no others: 0.
+  """
+  return _within_groups(rewards, groups, lambda values: (values - values.mean()) * len(values) / (len(values) - 1))
+
+
+def log_partition_baseline(rewards: Sequence[float | None], groups: Sequence[str], *, tau: float) -> GroupAdvantages:
+  """A_i = r_i - τ log(1/n Σ_j exp(r_j / τ)), the soft value of the group as the baseline.
+
+  Source: Kimi k1.5 (arXiv:2501.12599), section 2.3.2, with log Z estimated from the group's n samples. The baseline
+  lies between the mean (τ → ∞) and the maximum (τ → 0), so these advantages do not sum to zero.
+
+  Raises:
+    UserError: tau is not above 0.
+  """
+  if not tau > 0:
+    raise UserError(f'log-partition baseline: tau {tau}, wanted above 0 (a small tau is close to the group maximum)')
+
+  def rule(values: np.ndarray) -> np.ndarray:
+    below = values - values.max()
+    # expm1 and log1p: for a large tau all exponents are close to 0, and 1 + x would round x away.
+    return below - tau * np.log1p(np.expm1(below / tau).mean())
+
+  return _within_groups(rewards, groups, rule)
+
+
+def step_credit(
+  rewards: Sequence[float | None],
+  groups: Sequence[str],
+  trajectories: Sequence[str],
+  steps: Sequence[int],
+  *,
+  credit: Literal['trajectory', 'step'],
+  advantages: Callable[[Sequence[float | None], Sequence[str]], GroupAdvantages] = group_advantages,
+) -> GroupAdvantages:
+  """Advantages of rows that are steps of trajectories, several rows to a trajectory.
+
+  'trajectory': the reward of a trajectory is that of its last step. It gives one advantage per trajectory within its
+  group, which each of its steps gets; a trajectory counts once in the baseline, however many steps it has. The counts
+  are of groups.
+  'step': rows of equal (group, step index) form a baseline, each with its own reward. The counts are of such
+  baselines; where only one trajectory is long enough to have a step, that step has no baseline and gets 0. (GiGPO,
+  arXiv:2505.10978, compares steps that start from equal states; the step index stands for the state here.)
+
+  A trajectory whose last step is unscorable is unscorable as a whole, in both. With 'step', any other unscorable row
+  is so for itself alone.
+
+  Args:
+    rewards: one per row; None = unscorable.
+    groups: the group id of each row, the same in all rows of a trajectory.
+    trajectories: the trajectory id of each row; empty = the row is a trajectory of its own.
+    steps: the step index of each row within its trajectory; the largest is the last.
+    credit: see above.
+    advantages: rule within a group; `functools.partial` gives it its options.
+
+  Raises:
+    ValueError: a trajectory lies in two groups, or has two rows of one step.
+  """
+  members = _trajectories(groups, trajectories, steps)
+  outcomes = [rewards[rows[-1]] for rows in members]
+  if credit == 'trajectory':
+    result = advantages(outcomes, [groups[rows[-1]] for rows in members])
+    owner = np.zeros(len(rewards), np.int64)
+    for i, rows in enumerate(members):
+      owner[rows] = i
+    return result._replace(advantages=result.advantages[owner], scored=result.scored[owner])
+  lost = {row for rows, outcome in zip(members, outcomes, strict=True) if outcome is None for row in rows}
+  own = [None if row in lost else reward for row, reward in enumerate(rewards)]
+  return advantages(own, [f'{group} step {step}' for group, step in zip(groups, steps, strict=True)])
+
+
+def _trajectories(groups: Sequence[str], trajectories: Sequence[str], steps: Sequence[int]) -> list[list[int]]:
+  """Row numbers of each trajectory, by step."""
+  members: dict[str | int, dict[int, int]] = {}
+  for row, (group, trajectory, step) in enumerate(zip(groups, trajectories, steps, strict=True)):
+    rows = members.setdefault(trajectory or row, {})
+    if rows and groups[next(iter(rows.values()))] != group:
+      raise ValueError(f'trajectory {trajectory} has rows in group {group} and in another one')
+    if step in rows:
+      raise ValueError(f'trajectory {trajectory} of group {group} has two rows of step {step}')
+    rows[step] = row
+  return [[rows[step] for step in sorted(rows)] for rows in members.values()]
+
+
+def _within_groups(
+  rewards: Sequence[float | None], groups: Sequence[str], rule: Callable[[np.ndarray], np.ndarray]
+) -> GroupAdvantages:
+  """Applies `rule` to the scored rewards of each group that has two different ones."""
   members: dict[str, list[int]] = {}
   for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
     if reward is not None:
@@ -51,10 +152,9 @@ def group_advantages(
   zero_std = 0
   for indices in members.values():
     values = np.array([rewards[i] for i in indices], np.float64)
-    if len(values) == 1 or values.max() == values.min():
+    if values.max() == values.min():
       zero_std += 1
-      continue
-    centred = values - values.mean()
-    advantages[indices] = centred / (values.std(ddof=ddof) + eps) if normalize_by_std else centred
+    else:
+      advantages[indices] = rule(values)
   scored = np.array([reward is not None for reward in rewards], bool)
   return GroupAdvantages(advantages, scored, len(members), zero_std)

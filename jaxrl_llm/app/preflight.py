@@ -12,19 +12,14 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jaxrl_llm.app.build import (
-  ALGORITHMS,
-  SCORERS,
-  build_scorers,
-  build_stages,
-  mesh_of,
-  policy_options,
-)
+from jaxrl_llm.app.build import SCORERS, build_scorers
 from jaxrl_llm.app.engines import ENGINES, owned_commands
 from jaxrl_llm.app.prepare import prepare
 from jaxrl_llm.app.schema import Config
+from jaxrl_llm.app.stages import build_stages, mesh_of, model_spec, policy_options
 from jaxrl_llm.batching.chunks import Chunks
 from jaxrl_llm.config.values import to_json
+from jaxrl_llm.learner.catalogue import ALGORITHMS
 from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.learner.update import build_update
 from jaxrl_llm.master.trainer import Stage
@@ -39,7 +34,7 @@ def print_list() -> None:
   console = Console(markup=False, highlight=False, soft_wrap=True)
   first = lambda value: (value.__doc__ or '').strip().splitlines()[0]
   lines = [('family', name, family.description) for name, family in FAMILIES.items()]
-  lines += [('algorithm', name, first(make)) for name, (_, make) in ALGORITHMS.items()]
+  lines += [('algorithm', name, first(options)) for name, (options, _) in ALGORITHMS.items()]
   lines += [('engine', name, description) for name, description in ENGINES.items()]
   lines += [('tasks', name, description) for name, description in SOURCES.items()]
   lines += [('scorer', name, first(make)) for name, make in SCORERS.items()]
@@ -56,7 +51,7 @@ def print_plan(config: Config, workdir: pathlib.Path) -> None:
     prepared = prepare(config, pathlib.Path(scratch))
   mesh = mesh_of(config)
   stages = build_stages(config, mesh, prepared.spec.vocab_size)
-  model = build_model(prepared.spec, policy_options(config))
+  model = build_model(model_spec(config, prepared.spec), policy_options(config))
   shapes = jax.eval_shape(model.init, jax.random.key(0))
   parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
   console.print(f'run directory: {workdir}')
@@ -87,9 +82,12 @@ def _print_servers(config: Config, console: Console, workdir: pathlib.Path) -> N
 
 def _sequences(config: Config, stage: Stage) -> str:
   plan = next(s for s in config.stages if s.name == stage.name)
-  if stage.explores:
-    return f'{plan.groups_per_batch} tasks × {plan.group_size} = {plan.groups_per_batch * plan.group_size}'
-  return str(plan.sequences_per_batch)
+  if not stage.explores:
+    return str(plan.sequences)
+  usual = plan.groups_per_batch * plan.selection.most(plan.group_size)
+  experts = f' + {plan.sequences - usual} of experts' if plan.experts is not None else ''
+  most = '' if plan.selection.kind == 'all' else f', of which at most {usual} are learned from,'
+  return f'{plan.groups_per_batch} tasks × {plan.group_size} = {plan.groups_per_batch * plan.group_size}{most}{experts}'
 
 
 def _arrays(stage: Stage) -> str:
@@ -111,26 +109,28 @@ def _print_memory(config: Config, console: Console, stages: tuple[Stage, ...], m
   if rollout.engine == 'embedded':
     cache = jax.eval_shape(lambda: model.init_cache(rollout.embedded.slots, length))
     engine = f', engine weights {params_mb:.1f}, engine cache {_megabytes(cache):.1f}'
-  reference = params_mb if any('reference' in stage.algorithm.reads for stage in stages) else 0.0
+  keeps = lambda algorithm: 'reference' in algorithm.reads and algorithm.reference.every != 1
+  reference = params_mb if any(keeps(stage.algorithm) for stage in stages) else 0.0
+  critic = params_mb if any(stage.algorithm.critic_loss is not None for stage in stages) else 0.0
   console.print(
-    f'memory (MB, whole): policy {params_mb:.1f}, gradients {params_mb:.1f}, reference {reference:.1f}'
-    f'{engine}'
+    f'memory (MB, whole): policy {params_mb:.1f}, gradients {params_mb:.1f}, reference {reference:.1f}, '
+    f'critic {critic:.1f}{engine}'
   )
   for stage in stages:
     state = abstract_state(model, stage.optimizer, mesh)
     update = build_update(
       model,
-      stage.algorithm,
+      stage.algorithm.loss,
       stage.optimizer,
       stage.optimizer_config,
       mesh,
       state,
       updates=stage.updates,
       token_chunk=stage.token_chunk,
-      on_policy=stage.minibatches * stage.epochs == 1,
     )
     used = jax.ShapeDtypeStruct((), np.int32)
-    compiled = update.lower(state, _batch_shapes(stage, mesh), used).compile()
+    constants = {name: jax.ShapeDtypeStruct((), np.float32) for name in stage.algorithm.constants}
+    compiled = update.lower(state, _batch_shapes(stage, mesh), used, constants).compile()
     memory = compiled.memory_analysis()
     console.print(
       f'update of {stage.name}, per device: arguments {memory.argument_size_in_bytes / 1e6:.1f} MB, '
@@ -142,7 +142,8 @@ def _batch_shapes(stage: Stage, mesh) -> Chunks:
   shape = stage.shape
   rows = (shape.micro_batches, shape.ranks * shape.chunks)
   kinds = {'tokens': np.int32, 'positions': np.int32, 'segment_ids': np.int32, 'loss_mask': bool, 'is_expert': bool}
-  names = [field for field in Chunks.__dataclass_fields__ if field != 'temperature']
+  per_segment = {'temperature': np.float32, 'pair': np.int32, 'label': np.float32}
+  names = [field for field in Chunks.__dataclass_fields__ if field not in per_segment]
   of = lambda columns, kind: jax.ShapeDtypeStruct((*rows, columns), kind, sharding=sharding_of_batch(mesh))
   arrays = {name: of(shape.chunk_len, kinds.get(name, np.float32)) for name in names}
-  return Chunks(**arrays, temperature=of(shape.segments, np.float32))
+  return Chunks(**arrays, **{name: of(shape.segments, kind) for name, kind in per_segment.items()})

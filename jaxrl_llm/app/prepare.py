@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from absl import logging
 
-from jaxrl_llm.app.schema import Config, StageConfig
+from jaxrl_llm.app.schema import Config, PreferenceSource
 from jaxrl_llm.app.workdir import DATA, TOKENIZER
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.experience.sample import encode
@@ -21,7 +21,15 @@ from jaxrl_llm.replay.segments import write_segment
 from jaxrl_llm.rewards.api import in_force
 from jaxrl_llm.rollout.workflow import demonstration_sample
 from jaxrl_llm.runtime.writers import METRICS_FILE
-from jaxrl_llm.tasks.taskset import Taskset, check_disjoint, demonstrations, drop_long, load_taskset
+from jaxrl_llm.tasks.preferences import Preferences, load_preferences, pairs_of_tasks, preference_samples
+from jaxrl_llm.tasks.taskset import (
+  DemonstrationsConfig,
+  Taskset,
+  check_disjoint,
+  demonstrations,
+  drop_long,
+  load_taskset,
+)
 from jaxrl_llm.tasks.tokenizer import Tokenizer, build_tokenizer, task_texts
 from jaxrl_llm.weights.hf import read_spec, resolve
 
@@ -37,10 +45,12 @@ class Prepared:
 
 
 def checkpoint_directory(config: Config) -> pathlib.Path | None:
-  """Where the policy's initial weights are; None for random ones. A run directory stands for its export."""
-  source = config.policy.init_from
-  if source is None:
-    return None
+  """Where the trained model's initial weights are; None for random ones."""
+  return None if config.policy.init_from is None else model_directory(config.policy.init_from)
+
+
+def model_directory(source: str) -> pathlib.Path:
+  """Of a directory, a hub id or a run; a run directory stands for its export."""
   directory = resolve(source)
   if (directory / 'hf' / 'config.json').exists():
     return directory / 'hf'
@@ -54,13 +64,17 @@ def prepare(config: Config, workdir: pathlib.Path) -> Prepared:
   tasksets = {c.name: load_taskset(c) for c in config.tasksets}
   suites = [(suite, _suite_tasks(suite, tasksets)) for suite in config.evaluation]
   _check_names(config, tasksets)
-  for domain in sorted({task.domain for taskset in tasksets.values() for task in taskset.tasks}):
-    in_force(config.rewards.scorers, domain)
+  scored = {suite.taskset for suite in config.evaluation}
+  scored |= {name for stage in config.stages if stage.explores for name in stage.tasksets}
+  for name in sorted(scored):
+    for domain in sorted({task.domain for task in tasksets[name].tasks}):
+      in_force(config.rewards.scorers, domain, name)
+  preferences = {source.name: _preferences(source, tasksets) for source in config.preferences}
   checkpoint = checkpoint_directory(config)
   if checkpoint is not None:
     tokenizer, spec = Tokenizer.from_directory(checkpoint), read_spec(checkpoint)
   else:
-    tokenizer = _tokenizer(config, tasksets, workdir)
+    tokenizer = _tokenizer(config, tasksets, preferences, workdir)
     overrides = {'max_position_embeddings': _longest(config), **config.policy.model}
     spec = tiny(config.policy.family, tokenizer.vocab_size, **overrides)
   limit = config.rollout.max_prompt_length
@@ -74,9 +88,19 @@ def prepare(config: Config, workdir: pathlib.Path) -> Prepared:
   for taskset in tasksets.values():
     if taskset.counts['too_long']:
       logging.info('taskset %s: %d prompts longer than %d tokens', taskset.name, taskset.counts['too_long'], limit)
+  longest = _longest(config)
   for stage in config.stages:
     if stage.demonstrations is not None:
-      _write_demonstrations(stage, tasksets, tokenizer, workdir, _longest(config))
+      file, count = demonstrations_file(stage.name), stage.sequences_per_batch
+      _write_demonstrations(stage.tasksets, stage.demonstrations, file, count, tasksets, tokenizer, workdir, longest)
+    if stage.experts is not None:
+      file, count = demonstrations_file(stage.name), stage.sequences - stage.groups_per_batch * stage.group_size
+      experts = stage.experts
+      _write_demonstrations(
+        experts.tasksets, experts.demonstrations, file, count, tasksets, tokenizer, workdir, longest
+      )
+  for source in config.preferences:
+    _write_pairs(source, preferences[source.name], tokenizer, workdir, longest)
   return Prepared(tasksets=tasksets, tokenizer=tokenizer, spec=spec, suites=suites)
 
 
@@ -88,8 +112,13 @@ def _longest(config: Config) -> int:
 def _check_names(config: Config, tasksets: Mapping[str, Taskset]) -> None:
   """Every taskset that is named exists, and no task is trained on and measured."""
   measured = [suite.taskset for suite in config.evaluation]
+  known = [source.name for source in config.preferences]
   for stage in config.stages:
-    for name in stage.tasksets:
+    pairs = stage.preferences
+    for name in (pairs.train, pairs.held_out) if pairs is not None else ():
+      if name is not None and name not in known:
+        raise UserError(f'stages.{stage.name}.preferences: no preferences {name!r}; configured are {sorted(known)}')
+    for name in (*stage.tasksets, *(stage.experts.tasksets if stage.experts is not None else ())):
       if name not in tasksets:
         raise UserError(f'stages.{stage.name}.tasksets: no taskset {name!r}; configured are {sorted(tasksets)}')
       for evaluation in measured:
@@ -108,13 +137,17 @@ def _suite_tasks(suite: SuiteConfig, tasksets: Mapping[str, Taskset]) -> Sequenc
   return tasks[: suite.tasks]
 
 
-def _tokenizer(config: Config, tasksets: Mapping[str, Taskset], workdir: pathlib.Path) -> Tokenizer:
+def _tokenizer(
+  config: Config, tasksets: Mapping[str, Taskset], preferences: Mapping[str, Preferences], workdir: pathlib.Path
+) -> Tokenizer:
   directory = workdir / TOKENIZER
   if not directory.exists():
     # There whole or not at all, whenever this process is killed.
     unfinished = workdir / f'{TOKENIZER}.tmp'
     shutil.rmtree(unfinished, ignore_errors=True)
     texts = [text for taskset in tasksets.values() for text in task_texts(taskset.tasks)]
+    for pair in (pair for one in preferences.values() for pair in one.pairs):
+      texts += [*task_texts([pair.task]), pair.chosen, pair.rejected]
     build_tokenizer(config.policy.tokenizer, texts, unfinished)
     unfinished.rename(directory)
   return Tokenizer.from_directory(directory)
@@ -126,19 +159,64 @@ def demonstrations_file(stage: str) -> str:
 
 
 def _write_demonstrations(
-  stage: StageConfig, tasksets: Mapping[str, Taskset], tokenizer: Tokenizer, workdir: pathlib.Path, longest: int
+  names: Sequence[str],
+  how: DemonstrationsConfig,
+  file: str,
+  batch: int,
+  tasksets: Mapping[str, Taskset],
+  tokenizer: Tokenizer,
+  workdir: pathlib.Path,
+  longest: int,
 ) -> None:
-  file = workdir / demonstrations_file(stage.name)
-  if file.exists():
+  """Samples of all demonstrations that fit; `batch` of them have to."""
+  path = workdir / file
+  if path.exists():
     return
-  pairs = [pair for name in stage.tasksets for pair in demonstrations(tasksets[name], stage.demonstrations)]
+  pairs = [pair for name in names for pair in demonstrations(tasksets[name], how)]
   samples = [demonstration_sample(task, answer, tokenizer, number=i) for i, (task, answer) in enumerate(pairs)]
   fitting = [sample for sample in samples if len(sample.tokens) <= longest]
-  logging.info('stage %s: %d demonstrations, %d too long', stage.name, len(fitting), len(samples) - len(fitting))
-  if len(fitting) < stage.sequences_per_batch:
+  logging.info('%s: %d demonstrations, %d too long', file, len(fitting), len(samples) - len(fitting))
+  if len(fitting) < batch:
     raise UserError(
-      f'stages.{stage.name}: {len(fitting)} demonstrations of at most {longest} tokens do not fill a batch of '
-      f'{stage.sequences_per_batch} sequences; draw more tasks, lower sequences_per_batch, or raise the lengths'
+      f'demonstrations of {", ".join(names)}: {len(fitting)} of at most {longest} tokens do not fill a batch of '
+      f'{batch} sequences; draw more tasks, lower the batch, or raise the lengths'
     )
-  file.parent.mkdir(parents=True, exist_ok=True)
-  write_segment(file.parent, file.name, [encode(sample) for sample in fitting])
+  path.parent.mkdir(parents=True, exist_ok=True)
+  write_segment(path.parent, path.name, [encode(sample) for sample in fitting])
+
+
+def preferences_file(name: str) -> str:
+  """Of preferences, relative to the run directory: chosen and rejected by turns."""
+  return f'{DATA}/{name}.pairs.arrayrecord'
+
+
+def _preferences(source: PreferenceSource, tasksets: Mapping[str, Taskset]) -> Preferences:
+  if not source.source.startswith('taskset:'):
+    return load_preferences(source)
+  name = source.source.removeprefix('taskset:')
+  if name not in tasksets:
+    raise UserError(f'preferences.{source.name}.source: no taskset {name!r}; configured are {sorted(tasksets)}')
+  if source.chosen is None or not source.wrong:
+    raise UserError(f'preferences.{source.name}: pairs of a taskset want the templates chosen and wrong')
+  for field in ('prompt', 'rejected', 'group', 'split', 'holdout', 'fold', 'options', 'on_corrupt'):
+    default = next(f for f in dataclasses.fields(source) if f.name == field)
+    if getattr(source, field) != (default.default if default.default is not dataclasses.MISSING else {}):
+      raise UserError(f'preferences.{source.name}.{field}: has no meaning for pairs of a taskset, which has its own')
+  return pairs_of_tasks(
+    tasksets[name], chosen=source.chosen, rejected=source.wrong, count=source.size, name=source.name
+  )
+
+
+def _write_pairs(
+  source: PreferenceSource, preferences: Preferences, tokenizer: Tokenizer, workdir: pathlib.Path, longest: int
+) -> None:
+  path = workdir / preferences_file(source.name)
+  if path.exists():
+    return
+  samples = [preference_samples(pair, tokenizer) for pair in preferences.pairs]
+  fitting = [both for both in samples if max(len(one.tokens) for one in both) <= longest]
+  logging.info('preferences %s: %d pairs, %d too long', source.name, len(fitting), len(samples) - len(fitting))
+  if not fitting:
+    raise UserError(f'preferences.{source.name}: no pair has at most {longest} tokens a side; raise the lengths')
+  path.parent.mkdir(parents=True, exist_ok=True)
+  write_segment(path.parent, path.name, [encode(one) for both in fitting for one in both])

@@ -14,25 +14,20 @@ from typing import Any
 import jax
 from absl import logging
 
-from jaxrl_llm.app.build import (
-  Host,
-  build_parts,
-  build_stages,
-  initial_params,
-  mesh_of,
-  open_host,
-  policy_options,
-  restore_state,
-)
+from jaxrl_llm.app.build import Host, build_parts, open_host
 from jaxrl_llm.app.prepare import Prepared, checkpoint_directory, prepare
 from jaxrl_llm.app.schema import Config
+from jaxrl_llm.app.stages import build_stages, mesh_of, model_spec, policy_options
+from jaxrl_llm.app.state import initial_params, restore_state
 from jaxrl_llm.app.summary import print_summary
 from jaxrl_llm.app.workdir import Workdir
-from jaxrl_llm.learner.state import TrainState
+from jaxrl_llm.core.types import Params
+from jaxrl_llm.learner.state import Learned, TrainState
 from jaxrl_llm.master import loop
 from jaxrl_llm.master.loop import LoopState, Outcome
 from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.models.api import Model, build_model
+from jaxrl_llm.models.heads import with_head
 from jaxrl_llm.models.spec import ModelSpec, RopeScaling
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
@@ -76,7 +71,7 @@ async def run(config: Config, path: pathlib.Path) -> int:
   setting = _setting(await coordinator.broadcast(set_up() if coordinator.leads else None))
   mesh = mesh_of(config)
   stages = build_stages(config, mesh, setting.spec.vocab_size)
-  model = build_model(setting.spec, policy_options(config))
+  model = build_model(model_spec(config, setting.spec), policy_options(config))
   committed = checkpoints.host(setting.step) if setting.step else None
   state = await device.run(_initial_state, config, setting, stages, checkpoints, model, mesh)
   host = open_host(config, path, prepared, stages, device, committed) if coordinator.leads else None
@@ -102,9 +97,13 @@ async def run(config: Config, path: pathlib.Path) -> int:
     outcome = await loop.run(parts, state)
   if outcome.stop:
     return _stopped(outcome, path, leads=coordinator.leads)
-  host_params = await device.run(Gatherer(mesh).gather, outcome.state.train.params)
+  learned, gatherer = outcome.state.learned, Gatherer(mesh)
+  host_params = await device.run(gatherer.gather, learned.policy.params)
+  critic = None
+  if learned.critic is not None:
+    critic = await device.run(gatherer.gather, learned.critic.params)
   if coordinator.leads:
-    await asyncio.to_thread(_finish, config, path, prepared, host_params)
+    await asyncio.to_thread(_finish, config, path, prepared, model.spec, host_params, critic)
   device.close()
   return 0
 
@@ -169,7 +168,7 @@ def _initial_state(
 ) -> LoopState:
   if setting.step == 0:
     params = initial_params(config, model, mesh)
-    return LoopState(TrainState(params=params, opt_state=None, updates=None, skipped=None), 0)
+    return LoopState(Learned(TrainState(params=params, opt_state=None, updates=None, skipped=None)), 0)
   stage = next(s for s in stages if s.name == checkpoints.host(setting.step)['stage'])
   return restore_state(stage, setting.step, checkpoints, model, mesh)
 
@@ -200,18 +199,23 @@ def _stopped(outcome: Outcome, path: pathlib.Path, *, leads: bool) -> int:
   return 128 + outcome.stop
 
 
-def _finish(config: Config, path: pathlib.Path, prepared: Prepared, params: Any) -> None:
-  """The export and the report of a finished run, and what a person reads first."""
-  checkpoint = checkpoint_directory(config)
-  export(
-    path / 'hf',
-    params,
-    prepared.spec,
-    dtype=config.policy.param_dtype,
-    tokenizer_dir=checkpoint or path / 'tokenizer',
-    eos_ids=prepared.tokenizer.stop_ids,
-    pad_id=prepared.tokenizer.pad_id,
-  )
+def _finish(
+  config: Config, path: pathlib.Path, prepared: Prepared, spec: ModelSpec, params: Params, critic: Params | None
+) -> None:
+  """The exports and the report of a finished run, and what a person reads first."""
+  exports = [(path / 'hf', params, spec)]
+  if critic is not None:
+    exports.append((path / 'critic', critic, with_head(spec, 'value')))
+  for directory, weights, of in exports:
+    export(
+      directory,
+      weights,
+      of,
+      dtype=config.policy.param_dtype,
+      tokenizer_dir=checkpoint_directory(config) or path / 'tokenizer',
+      eos_ids=prepared.tokenizer.stop_ids,
+      pad_id=prepared.tokenizer.pad_id,
+    )
   report = build_report(path)
   logging.info('exported %s, wrote %s', path / 'hf', report)
   print_summary(path, [stage.name for stage in config.stages], report)

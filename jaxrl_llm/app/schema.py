@@ -7,6 +7,7 @@ Batch sizes say their unit: tasks, sequences or tokens. Numbers that follow from
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -14,11 +15,13 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.optimizer import OptimizerConfig
 from jaxrl_llm.master.evaluation import SuiteConfig
 from jaxrl_llm.master.mismatch import MismatchConfig
+from jaxrl_llm.master.selection import SelectionConfig
 from jaxrl_llm.parallel.mesh import MeshConfig
 from jaxrl_llm.rewards.api import RewardsConfig
 from jaxrl_llm.rollout.embedded import EmbeddedConfig
 from jaxrl_llm.rollout.server import VllmConfig
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig
+from jaxrl_llm.tasks.preferences import PreferencesConfig
 from jaxrl_llm.tasks.taskset import DemonstrationsConfig, TasksetConfig
 from jaxrl_llm.tasks.tokenizer import TokenizerConfig
 
@@ -56,29 +59,87 @@ class PolicyConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
   name: str
-  """One of the dictionary in app/build.py (`launch/train.py --list`)."""
+  """One of `learner.catalogue.ALGORITHMS` (`launch/train.py --list`), or your own as 'module:attribute'."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Fields of the algorithm's own configuration."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+  """PPO's critic: a network of its own, of the policy's shape with one output."""
+
+  init_from: str | None = None
+  """Reward model or critic to begin from (directory, hub id, or a run directory); None: the policy."""
+  optimizer: OptimizerConfig | None = None
+  """None = the policy's."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+  """Expert rows that join each batch of rollouts."""
+
+  tasksets: tuple[str, ...]
+  demonstrations: DemonstrationsConfig
+  """How they are written."""
+  ratio: float = 0.25
+  """Share of the batch's sequences, so many as to be at least it."""
+
+  def __post_init__(self):
+    if not 0 < self.ratio < 1:
+      raise UserError(f'experts.ratio: {self.ratio}, wanted a share between 0 and 1')
+
+  def rows(self, usual: int) -> int:
+    """Expert sequences beside `usual` rollouts."""
+    return math.ceil(usual * self.ratio / (1 - self.ratio) - 1e-9)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairsConfig:
+  """Preference pairs to learn from, and those that are held out."""
+
+  train: str
+  """Name of configured preferences."""
+  held_out: str | None = None
+  """Measured at each evaluation: `val-core/<name>/rewards/accuracies`. None: nothing is."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreferenceSource(PreferencesConfig):
+  """Preferences of a run: from a file, or made of a taskset's tasks by templates (`source='taskset:<name>'`)."""
+
+  wrong: tuple[str, ...] = ()
+  """Of tasks: templates of the worse answer, of which each task gets one; `chosen` is that of the better one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StageConfig:
-  """One stage: an algorithm, its tasks, its steps."""
+  """One stage: an algorithm, its data, its steps.
+
+  It learns from demonstrations, from preference pairs, or, where neither is given, from the policy's own rollouts.
+  """
 
   name: str
   algorithm: AlgorithmConfig
   steps: int
   """Batches."""
-  tasksets: tuple[str, ...]
-  """Names of configured tasksets."""
+  tasksets: tuple[str, ...] = ()
+  """Names of configured tasksets: what is attempted, or demonstrated."""
   optimizer: OptimizerConfig | None = None
   """None = `learner.optimizer`."""
   keep_optimizer: bool = False
   """Go on with the state of the stage before; else it starts afresh."""
   demonstrations: DemonstrationsConfig | None = None
   """Offline stages (sft): how the tasks' demonstrations are written."""
+  preferences: PairsConfig | None = None
+  """Offline stages (dpo, reward_model): the pairs."""
+  experts: ExpertsConfig | None = None
+  """Rollout stages (mix): expert rows beside the rollouts."""
+  selection: SelectionConfig = SelectionConfig()
+  """Rollout stages: what of a finished group is learned from."""
+  critic: CriticConfig = CriticConfig()
+  """Of algorithms that have one."""
   sequences_per_batch: int = 64
-  """Offline stages: sequences of a batch."""
+  """Offline stages: sequences of a batch; a pair is two."""
   groups_per_batch: int = 16
   """Rollout stages: tasks of a batch."""
   group_size: int = 8
@@ -94,9 +155,31 @@ class StageConfig:
   evaluate_every: int | None = None
   """Steps; None = only after the stage."""
   max_dropped_groups: int = 100
-  """Groups without a scorable sample, while one batch is collected; one more ends the run."""
+  """Groups of which nothing is scorable or selected, while one batch is collected; one more ends the run."""
+
+  @property
+  def explores(self) -> bool:
+    """Whether its batches are the policy's own rollouts."""
+    return self.demonstrations is None and self.preferences is None
+
+  @property
+  def unit(self) -> int:
+    """Sequences that may not be separated."""
+    return 2 if self.preferences is not None else self.selection.unit
+
+  @property
+  def sequences(self) -> int:
+    """Of a batch, at most."""
+    if not self.explores:
+      return self.sequences_per_batch
+    usual = self.groups_per_batch * self.selection.most(self.group_size)
+    return usual + (self.experts.rows(usual) if self.experts is not None else 0)
 
   def __post_init__(self):
+    if self.demonstrations is not None and self.preferences is not None:
+      raise UserError(f'stages.{self.name}: demonstrations and preferences exclude each other; give one of them')
+    if self.explores and not self.tasksets:
+      raise UserError(f'stages.{self.name}.tasksets: empty, and rollouts want tasks; name a configured taskset')
     batch = dict(sequences_per_batch=1, groups_per_batch=1, group_size=1, minibatches=1, epochs=1)
     _at_least(f'stages.{self.name}.', self, steps=1, evaluate_every=1, max_dropped_groups=0, **batch)
 
@@ -149,8 +232,9 @@ class Config:
   name: str
   seed: int = 0
   policy: PolicyConfig
-  tasksets: tuple[TasksetConfig, ...]
-  rewards: RewardsConfig
+  tasksets: tuple[TasksetConfig, ...] = ()
+  preferences: tuple[PreferenceSource, ...] = ()
+  rewards: RewardsConfig = RewardsConfig(scorers=())
   rollout: RolloutConfig
   learner: LearnerConfig
   stages: tuple[StageConfig, ...]
@@ -159,10 +243,15 @@ class Config:
   compilation_cache: str | None = None
   """Directory of JAX's persistent compilation cache; None = none."""
 
+  @property
+  def generates(self) -> bool:
+    """Whether anything is sampled at all, so that an engine is needed."""
+    return bool(self.evaluation) or any(stage.explores for stage in self.stages)
+
   def __post_init__(self):
     if not self.stages:
       raise UserError('stages: empty, wanted at least one')
-    for part in ('tasksets', 'stages', 'evaluation'):
+    for part in ('tasksets', 'preferences', 'stages', 'evaluation'):
       names = [item.name for item in getattr(self, part)]
       for name in names:
         if names.count(name) > 1:

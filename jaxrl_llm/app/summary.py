@@ -20,14 +20,16 @@ def print_summary(workdir: pathlib.Path, stages: Sequence[str], report: pathlib.
   """Prints each evaluation's accuracy, answers before and after the last stage, and where report and weights are."""
   console = Console()
   rows, _ = read_jsonl(workdir / METRICS_FILE)
-  # Not their standard errors, nor what stands beside an accuracy that is null.
-  columns = sorted({key for row in rows for key in row if re.fullmatch(r'val-core/.+/acc/[^/]+', key)})
+  # Accuracies of tasks and of pairs: not their standard errors, nor what stands beside an accuracy that is null.
+  accuracy = re.compile(r'val-core/.+/(acc/[^/]+|rewards/accuracies)')
+  columns = sorted({key for row in rows for key in row if accuracy.fullmatch(key)})
   table = Table('stage', 'step', *columns)
   for row in rows:
     if any(key in row for key in columns):
       values = ['' if row.get(key) is None else f'{row[key]:.3f}' for key in columns]
       table.add_row(row[STAGE], str(row[STEP]), *values)
-  console.print(table)
+  if columns:
+    console.print(table)
   files = _evaluation_files(workdir, stages)
   same = [file for file in files if file.name.partition('-')[2] == files[-1].name.partition('-')[2]]
   if len(same) > 1:

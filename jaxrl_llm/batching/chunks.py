@@ -32,5 +32,13 @@ class Chunks:
   """f32[chunks, time], 0 where no reference is read"""
   advantages: Leaf
   """f32[chunks, time]"""
+  values: Leaf
+  """f32[chunks, time], the critic's before the batch; 0 where there is none"""
+  returns: Leaf
+  """f32[chunks, time], what the critic learns; 0 where there is none"""
   temperature: Leaf
   """f32[chunks, segments]"""
+  pair: Leaf
+  """i32[chunks, segments], 1.. in each micro-batch for sequences of a preference pair, else 0"""
+  label: Leaf
+  """f32[chunks, segments], 1 chosen, -1 rejected, 0 neither"""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl_llm.batching.packing import Packing, deal, pack
+from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
 
 
@@ -33,6 +34,18 @@ class Row:
   """Ended by the length limit."""
   version_step: int
   """Step of the oldest version that wrote a token of it; -1 for rows that no version wrote."""
+  correct: bool | None = None
+  """What the taskset's own measure of correctness says; None = unknown, or not a rollout."""
+  turn_rewards: tuple[float, ...] = ()
+  """Rewards of single turns, on top of `reward`; each counts at its turn's last token."""
+  trajectory: str = ''
+  """Rows of one trajectory that was recorded step by step share it; empty: the row is a trajectory of its own."""
+  step_index: int = 0
+  """Which step of its trajectory the row is."""
+  pair: str = ''
+  """Preference pair that the row belongs to; empty: none."""
+  label: int = 0
+  """In its pair: 1 chosen, -1 rejected."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +61,9 @@ class StepPlan:
   proximal: bool = False
   """Whether a forward pass computes the proximal logprobs before the update."""
   proximal_reason: str = ''
+  """Why; empty where none is made."""
+  held_out: tuple[Row, ...] = ()
+  """Rows that the policy is measured on after the update, where the step ends with an evaluation."""
   evaluate: bool = False
   commit: bool = False
   commit_by_clock: bool = False
@@ -61,9 +77,12 @@ class StepPlan:
 
   @classmethod
   def from_json(cls, value: Any) -> StepPlan:
-    rows = tuple(Row(**row) for row in value['rows'])
+    rows, held_out = (
+      tuple(Row(**{**row, 'turn_rewards': tuple(row['turn_rewards'])}) for row in value[name])
+      for name in ('rows', 'held_out')
+    )
     steps = tuple(tuple(step) for step in value['optimizer_steps'])
-    return cls(**{**value, 'rows': rows, 'optimizer_steps': steps})
+    return cls(**{**value, 'rows': rows, 'optimizer_steps': steps, 'held_out': held_out})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,30 +101,59 @@ class Shape:
   """Upper bound of sequences in a chunk."""
 
 
-def plan_shape(*, rows: int, ranks: int, chunks: int, chunk_len: int) -> Shape:
-  """The shape that holds any `rows` sequences of at most `chunk_len` tokens, in the worst case one in a chunk."""
-  per_rank = -(-rows // ranks)
+def plan_shape(*, rows: int, ranks: int, chunks: int, chunk_len: int, unit: int = 1) -> Shape:
+  """The shape that holds any `rows` sequences of at most `chunk_len` tokens, in the worst case one in a chunk.
+
+  Args:
+    unit: sequences that may not be separated (2 for pairs).
+  """
+  if chunks < unit:
+    raise UserError(
+      f'learner.chunks_per_rank: {chunks} chunks of a micro-batch cannot hold {unit} sequences that belong together; '
+      f'wanted at least {unit}'
+    )
+  units = -(-rows // unit // ranks)
   return Shape(
     ranks=ranks,
     chunks=chunks,
     chunk_len=chunk_len,
-    micro_batches=-(-per_rank // chunks),
-    segments=max(1, min(chunk_len, per_rank)),
+    micro_batches=-(-units // (chunks // unit)),
+    segments=max(1, min(chunk_len, units * unit)),
   )
 
 
+def units_of(rows: Sequence[Row]) -> list[list[int]]:
+  """Row numbers of what may not be separated: the rows of a pair, and every other row for itself."""
+  units: dict[str, list[int]] = {}
+  for i, row in enumerate(rows):
+    units.setdefault(row.pair or f'{i}/', []).append(i)  # No pair's name ends so: a pair is named by its sample.
+  return list(units.values())
+
+
 def deal_rows(rows: Sequence[Row], *, minibatches: int, epochs: int, seed: int) -> tuple[tuple[int, ...], ...]:
-  """Row numbers for each optimizer step: `epochs` times a seeded deal of the rows into `minibatches` parts."""
-  units = [[i] for i in range(len(rows))]
+  """Row numbers for each optimizer step: `epochs` times a seeded deal of the rows into `minibatches` parts.
+
+  Expert rows and the others are dealt apart, so that each part has its share of both; pairs stay together.
+  """
+  units = units_of(rows)
+  kinds = [[u for u in units if rows[u[0]].is_expert is expert] for expert in (False, True)]
   steps: list[tuple[int, ...]] = []
   for epoch in range(epochs):
     # Not seed + epoch: the second epoch of one batch would be dealt as the first of the next.
-    parts = deal(units, minibatches, seed=seed * epochs + epoch)
-    steps += [tuple(i for unit in part for i in units[unit]) for part in parts]
+    dealt = [deal(kind, minibatches, seed=seed * epochs + epoch) for kind in kinds if kind]
+    for number in range(minibatches):
+      parts = [kind[unit] for kind, parts in zip(filter(None, kinds), dealt) for unit in parts[number]]
+      steps.append(tuple(i for unit in parts for i in unit))
   return tuple(steps)
 
 
 def pack_step(plan: StepPlan, number: int, shape: Shape) -> Packing:
   """The packing of the plan's optimizer step `number`; its rows are numbered as in `plan.optimizer_steps[number]`."""
-  lengths = [plan.rows[i].length for i in plan.optimizer_steps[number]]
-  return pack(lengths, units=None, ranks=shape.ranks, chunks=shape.chunks, chunk_len=shape.chunk_len)
+  rows = [plan.rows[i] for i in plan.optimizer_steps[number]]
+  return pack(
+    [row.length for row in rows],
+    units=units_of(rows),
+    ranks=shape.ranks,
+    chunks=shape.chunks,
+    chunk_len=shape.chunk_len,
+  )

@@ -161,7 +161,12 @@ def _one_line(error: BaseException) -> str:
 
 
 def _execute(path: pathlib.Path) -> dict[str, Any]:
-  """Runs the file as a module of its own; dataclasses defined in it find their annotations through sys.modules."""
+  """Runs the file as a module of its own; dataclasses defined in it find their annotations through sys.modules.
+
+  What lies beside it can be imported, as Python does it for a script: other configurations, a user's own algorithm.
+  """
+  if str(path.parent.absolute()) not in sys.path:
+    sys.path.append(str(path.parent.absolute()))
   module = types.ModuleType(f'jaxrl_llm_config_file_{path.stem}')
   module.__file__ = str(path)
   sys.modules[module.__name__] = module

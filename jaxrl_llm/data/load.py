@@ -6,8 +6,9 @@ them, so a buffer that was handed over is never written again.
 
 from __future__ import annotations
 
+import collections
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import grain
@@ -15,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float32, Float64, Int
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Bool, Float32, Float64, Int, Shaped
 
 from jaxrl_llm.batching.chunks import Chunks
 from jaxrl_llm.batching.packing import Packing
@@ -39,6 +40,14 @@ class PackedStep(NamedTuple):
   packing: Packing
   rows: tuple[int, ...]
   """Row numbers of the plan, in the packing's numbering."""
+  grid: Grid
+  """Where this process's part of it lies."""
+  loss_mask: Bool[np.ndarray, 'micro columns time']
+  """This process's part, on the host."""
+
+
+Column = Sequence[float | Float64[np.ndarray, '...'] | Float32[np.ndarray, '...']] | Float64[np.ndarray, 'rows']
+"""For each row of a plan one number for all its tokens, or one for each."""
 
 
 class _PlannedRows:
@@ -68,48 +77,71 @@ class RowLoader:
     self._reader = SegmentReader(workdir)
     self._sharding = sharding_of_batch(mesh)
 
-  def load(
-    self,
-    plan: StepPlan,
-    number: int,
-    shape: Shape,
-    *,
-    advantages: Float64[np.ndarray, 'rows'],
-    in_loss: Bool[np.ndarray, 'rows'],
-  ) -> PackedStep:
-    """The plan's optimizer step `number`, packed, on the devices.
-
-    Args:
-      advantages: one per row of the plan, given to each of the row's trained tokens.
-      in_loss: rows that are False lose their loss_mask.
-    """
-    packing = pack_step(plan, number, shape)
-    numbers = plan.optimizer_steps[number]
-    micro_batches = max(shape.micro_batches, packing.micro_batches)
-    host = _HostChunks(micro_batches, shape, self._own_chunks(micro_batches, shape))
-    local = [i for i in range(len(numbers)) if int(packing.chunk[i]) in host.columns]
-    rows = [plan.rows[numbers[i]] for i in local]
+  def load(self, plan: StepPlan, number: int, shape: Shape) -> PackedStep:
+    """The plan's optimizer step `number`, packed, on the devices; what annotation derives is 0 in it."""
+    packing, numbers = pack_step(plan, number, shape), plan.optimizer_steps[number]
+    grid = Grid.of(packing, shape, self._sharding)
+    rows = [plan.rows[numbers[i]] for i in grid.local]
     dataset = grain.MapDataset.source(_PlannedRows(self._reader, rows))
     samples = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-    for i, row, sample in zip(local, rows, samples, strict=True):
-      place = (int(packing.micro_batch[i]), host.columns[int(packing.chunk[i])], int(packing.offset[i]))
-      k = numbers[i]
-      host.write(
-        sample,
-        place,
-        segment=int(packing.segment[i]),
-        is_expert=row.is_expert,
-        advantage=float(advantages[k]),
-        in_loss=bool(in_loss[k]),
-      )
+    arrays = {name: grid.per_token(dtype) for name, dtype in _PER_TOKEN.items()}
+    arrays |= {name: grid.per_segment(dtype) for name, dtype in _PER_SEGMENT.items()}
+    arrays['temperature'][:] = 1.0
+    pairs = _pair_numbers(plan, numbers, packing)
+    for i, row, sample in zip(grid.local, rows, samples, strict=True):
+      at, segment = grid.tokens(i), grid.segment(i)
+      arrays['tokens'][at] = sample.tokens
+      arrays['positions'][at] = np.arange(row.length)
+      arrays['segment_ids'][at] = packing.segment[i]
+      arrays['loss_mask'][at] = sample.loss_mask
+      arrays['is_expert'][at] = row.is_expert
+      arrays['behaviour_logprobs'][at] = sample.behaviour_logprobs
+      arrays['temperature'][segment] = sample.temperature
+      arrays['pair'][segment], arrays['label'][segment] = pairs[i], row.label
+    for name in ('behaviour_logprobs', 'temperature'):
+      _check_finite(name, arrays[name])
+    chunks = Chunks(**{name: grid.place(array) for name, array in arrays.items()})
     used = jnp.asarray(packing.micro_batches, jnp.int32)
-    return PackedStep(host.to_device(self._sharding), used, packing, numbers)
+    return PackedStep(chunks, used, packing, numbers, grid, arrays['loss_mask'])
 
-  def _own_chunks(self, micro_batches: int, shape: Shape) -> list[int]:
-    """Chunk numbers that this process's devices hold, in order."""
-    total = shape.ranks * shape.chunks
-    indices = self._sharding.addressable_devices_indices_map((micro_batches, total, shape.chunk_len)).values()
-    return sorted({chunk for index in indices for chunk in range(*index[1].indices(total))})
+  def fill(self, step: PackedStep, columns: Mapping[str, Column], in_loss: Bool[np.ndarray, 'rows']) -> PackedStep:
+    """The step with what was derived of its rows.
+
+    Args:
+      columns: by field of Chunks, one entry per row of the plan; 0 is kept where the loss_mask is not set.
+      in_loss: rows of the plan that are False lose their loss_mask.
+    """
+    mask = step.loss_mask.copy()
+    for i in step.grid.local:
+      mask[step.grid.tokens(i)] &= bool(in_loss[step.rows[i]])
+    arrays = {'loss_mask': mask}
+    for name, values in columns.items():
+      arrays[name] = step.grid.per_token(np.float32)
+      for i in step.grid.local:
+        at = step.grid.tokens(i)
+        arrays[name][at] = np.where(mask[at], values[step.rows[i]], 0.0)
+      _check_finite(name, arrays[name])
+    placed = {name: step.grid.place(array) for name, array in arrays.items()}
+    return step._replace(chunks=step.chunks.replace(**placed), loss_mask=mask)
+
+
+def _pair_numbers(plan: StepPlan, numbers: Sequence[int], packing: Packing) -> list[int]:
+  """For each row of the step the number of its pair, from 1 in each micro-batch; 0 for rows of no pair."""
+  known: dict[tuple[int, str], int] = {}
+  counts: collections.Counter[int] = collections.Counter()
+  found = []
+  for i, number in enumerate(numbers):
+    key = (int(packing.micro_batch[i]), plan.rows[number].pair)
+    if key[1] and key not in known:
+      counts[key[0]] += 1
+      known[key] = counts[key[0]]
+    found.append(known.get(key, 0))
+  return found
+
+
+def _check_finite(name: str, array: np.ndarray) -> None:
+  if not np.isfinite(array).all():
+    raise RunError(f'batch: {name} is not finite; a scorer or an engine let it through')
 
 
 _PER_TOKEN = {
@@ -122,65 +154,69 @@ _PER_TOKEN = {
   'proximal_logprobs': np.float32,
   'reference_logprobs': np.float32,
   'advantages': np.float32,
+  'values': np.float32,
+  'returns': np.float32,
 }
+_PER_SEGMENT = {'temperature': np.float32, 'pair': np.int32, 'label': np.float32}
 
 
-class _HostChunks:
-  """The local part of `[micro_batches, chunks, ...]` arrays while it is being filled."""
+class Grid(NamedTuple):
+  """The part of an optimizer step's `[micro_batches, chunks, ...]` arrays that this process's devices hold."""
 
-  def __init__(self, micro_batches: int, shape: Shape, own_chunks: list[int]):
-    self.columns = {chunk: column for column, chunk in enumerate(own_chunks)}
-    self._total = shape.ranks * shape.chunks
-    tokens = (micro_batches, len(own_chunks), shape.chunk_len)
-    per_segment = (micro_batches, len(own_chunks), shape.segments)
-    self._arrays = {name: np.zeros(tokens, dtype) for name, dtype in _PER_TOKEN.items()}
-    self._arrays['temperature'] = np.ones(per_segment, np.float32)
+  packing: Packing
+  shape: Shape
+  micro_batches: int
+  columns: Mapping[int, int]
+  """Chunk number to its column in the local arrays."""
+  local: tuple[int, ...]
+  """Rows of the packing that lie here."""
+  sharding: NamedSharding
 
-  def write(
-    self,
-    sample: Sample,
-    place: tuple[int, int, int],
-    *,
-    segment: int,
-    is_expert: bool,
-    advantage: float,
-    in_loss: bool,
-  ) -> None:
-    """Puts a sample at `place`: (micro-batch, column, offset)."""
-    micro, column, offset = place
-    length = len(sample.tokens)
-    at = (micro, column, slice(offset, offset + length))
-    mask = sample.loss_mask & in_loss
-    self._arrays['tokens'][at] = sample.tokens
-    self._arrays['positions'][at] = np.arange(length)
-    self._arrays['segment_ids'][at] = segment
-    self._arrays['loss_mask'][at] = mask
-    self._arrays['is_expert'][at] = is_expert
-    self._arrays['behaviour_logprobs'][at] = sample.behaviour_logprobs
-    self._arrays['advantages'][at] = np.where(mask, advantage, 0.0)
-    self._arrays['temperature'][micro, column, segment - 1] = sample.temperature
+  @classmethod
+  def of(cls, packing: Packing, shape: Shape, sharding: NamedSharding) -> Grid:
+    micro_batches = max(shape.micro_batches, packing.micro_batches)
+    total = shape.ranks * shape.chunks
+    indices = sharding.addressable_devices_indices_map((micro_batches, total, shape.chunk_len)).values()
+    own = sorted({chunk for index in indices for chunk in range(*index[1].indices(total))})
+    columns = {chunk: column for column, chunk in enumerate(own)}
+    local = tuple(i for i in range(len(packing.length)) if int(packing.chunk[i]) in columns)
+    return cls(packing, shape, micro_batches, columns, local, sharding)
 
-  def to_device(self, sharding: jax.sharding.NamedSharding) -> Chunks:
-    for name in ('behaviour_logprobs', 'advantages', 'temperature'):
-      if not np.isfinite(self._arrays[name]).all():
-        raise RunError(f'batch: {name} is not finite; a scorer or an engine let it through')
-    return Chunks(**{name: self._place(array, sharding) for name, array in self._arrays.items()})
+  def per_token(self, dtype) -> np.ndarray:
+    return np.zeros((self.micro_batches, len(self.columns), self.shape.chunk_len), dtype)
 
-  def _place(self, array: np.ndarray, sharding: jax.sharding.NamedSharding) -> Array:
+  def per_segment(self, dtype) -> np.ndarray:
+    return np.zeros((self.micro_batches, len(self.columns), self.shape.segments), dtype)
+
+  def tokens(self, i: int) -> tuple[int, int, slice]:
+    """Where the tokens of row `i` lie in a local array per token."""
+    start = int(self.packing.offset[i])
+    return (*self._chunk(i), slice(start, start + int(self.packing.length[i])))
+
+  def segment(self, i: int) -> tuple[int, int, int]:
+    """Where row `i` lies in a local array per segment."""
+    return (*self._chunk(i), int(self.packing.segment[i]) - 1)
+
+  def _chunk(self, i: int) -> tuple[int, int]:
+    return int(self.packing.micro_batch[i]), self.columns[int(self.packing.chunk[i])]
+
+  def place(self, array: np.ndarray) -> Array:
+    """A local array as its part of the global one."""
+    total = self.shape.ranks * self.shape.chunks
+
     def part(index):
-      columns = [self.columns[chunk] for chunk in range(*index[1].indices(self._total))]
+      columns = [self.columns[chunk] for chunk in range(*index[1].indices(total))]
       return array[index[0], columns[0] : columns[-1] + 1, index[2]]
 
-    shape = (array.shape[0], self._total, array.shape[2])
-    return jax.make_array_from_callback(shape, sharding, part)
+    return jax.make_array_from_callback((array.shape[0], total, array.shape[2]), self.sharding, part)
 
 
 def unpack(
-  logprobs: Float32[np.ndarray, 'micro chunks time'], step: PackedStep, lengths: Sequence[int]
-) -> list[Float32[np.ndarray, '...']]:
+  values: Shaped[np.ndarray, 'micro chunks time'], step: PackedStep, lengths: Sequence[int]
+) -> list[Shaped[np.ndarray, '...']]:
   """Per-token values of packed arrays, cut back into one array per row of the step."""
   packing = step.packing
   return [
-    logprobs[packing.micro_batch[i], packing.chunk[i], packing.offset[i] : packing.offset[i] + length]
+    values[packing.micro_batch[i], packing.chunk[i], packing.offset[i] : packing.offset[i] + length]
     for i, length in enumerate(lengths)
   ]

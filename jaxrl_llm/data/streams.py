@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -15,21 +16,23 @@ from jaxrl_llm.experience.sample import decode
 class RowStream:
   """Rows of one ArrayRecord file of Samples, shuffled anew in each epoch, without end."""
 
-  def __init__(self, workdir: pathlib.Path, source: str, *, rows: int, seed: int):
+  def __init__(self, workdir: pathlib.Path, source: str, *, rows: int, seed: int, unit: int = 1):
     """
     Args:
       workdir: the run directory.
       source: the file, relative to it.
       rows: rows of one `next()`.
       seed: of the shuffle; epoch and seed fix the order.
+      unit: records in a row that stay together (2 for pairs).
     """
-    self._rows = rows
-    records = ArrayRecordDataSource([str(workdir / source)])
-    dataset = grain.MapDataset.source(_Numbered(records, source)).shuffle(seed=seed).repeat(None)
+    self._units = rows // unit
+    dataset = grain.MapDataset.source(_Units(workdir, source, unit)).shuffle(seed=seed).repeat(None)
     self._iterator = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
 
   def next(self) -> list[Row]:
-    return [next(self._iterator) for _ in range(self._rows)]
+    """A pair that is drawn twice in one call is two pairs."""
+    drawn = [(i, row) for i in range(self._units) for row in next(self._iterator)]
+    return [dataclasses.replace(row, pair=f'{row.pair}#{i}') if row.pair else row for i, row in drawn]
 
   def state(self) -> Any:
     """JSON; `restore` of it continues exactly here."""
@@ -39,17 +42,27 @@ class RowStream:
     self._iterator.set_state(state)
 
 
-class _Numbered:
-  """grain source of Rows: a record's number, and the lengths that planning needs."""
+def all_rows(workdir: pathlib.Path, source: str) -> tuple[Row, ...]:
+  """Every row of such a file, in its order."""
+  units = _Units(workdir, source, 1)
+  return tuple(row for i in range(len(units)) for row in units[i])
 
-  def __init__(self, records: ArrayRecordDataSource, source: str):
-    self._records, self._source = records, source
+
+class _Units:
+  """grain source of Rows, `unit` at a time: a record's number, and what planning needs of it."""
+
+  def __init__(self, workdir: pathlib.Path, source: str, unit: int):
+    self._records, self._source, self._unit = ArrayRecordDataSource([str(workdir / source)]), source, unit
 
   def __len__(self) -> int:
-    return len(self._records)
+    return len(self._records) // self._unit
 
-  def __getitem__(self, i: int) -> Row:
+  def __getitem__(self, i: int) -> list[Row]:
+    return [self._row(i * self._unit + k) for k in range(self._unit)]
+
+  def _row(self, i: int) -> Row:
     sample = decode(self._records[i])
+    preference = sample.preference or {}
     return Row(
       uid=sample.uid,
       source=self._source,
@@ -58,7 +71,9 @@ class _Numbered:
       prompt_len=sample.prompt_len,
       group=sample.group_id,
       reward=None,
-      is_expert=True,
+      is_expert=not preference,
       truncated=False,
       version_step=-1,
+      pair=preference.get('pair_id', ''),
+      label={'chosen': 1, 'rejected': -1}.get(preference.get('label', ''), 0),
     )

@@ -11,19 +11,23 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.batching.chunks import Chunks
 from jaxrl_llm.core.types import Params
+from jaxrl_llm.learner.algorithm import Outputs
 from jaxrl_llm.models.api import Model
-from jaxrl_llm.ops.logprobs import TokenLogprobs, token_logprobs
+from jaxrl_llm.ops.logprobs import sequence_scores, token_logprobs, token_values
 from jaxrl_llm.ops.reduce import by_segment
 from jaxrl_llm.parallel import rules
 
 
-def chunk_logprobs(model: Model, params: Params, chunks: Chunks, *, token_chunk: int) -> TokenLogprobs:
-  """Logprobs and entropies of one micro-batch's tokens, each under its own sample's temperature."""
+def chunk_outputs(model: Model, params: Params, chunks: Chunks, *, token_chunk: int) -> Outputs:
+  """What the model makes of one micro-batch: logprobs under each sample's own temperature, values, or scores."""
   hidden = model.apply(params, chunks.tokens, chunks.positions, chunks.segment_ids)
+  kernel = model.head_kernel(params)
+  if model.spec.head == 'value':
+    return token_values(hidden, kernel, chunks.segment_ids)
+  if model.spec.head == 'scalar':
+    return sequence_scores(hidden, kernel, chunks.segment_ids, segments=chunks.temperature.shape[-1])
   temperature = by_segment(chunks.temperature, chunks.segment_ids)
-  return token_logprobs(
-    hidden, model.head_kernel(params), chunks.tokens, chunks.segment_ids, temperature, token_chunk=token_chunk
-  )
+  return token_logprobs(hidden, kernel, chunks.tokens, chunks.segment_ids, temperature, token_chunk=token_chunk)
 
 
 def micro_batch(batch: Chunks, i: int | Int[Array, '']) -> Chunks:
@@ -31,18 +35,16 @@ def micro_batch(batch: Chunks, i: int | Int[Array, '']) -> Chunks:
   return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), batch)
 
 
-Score = Callable[[Params, Chunks, Int[Array, '']], Float[Array, 'micro chunks time']]
+Score = Callable[[Params, Chunks, Int[Array, '']], Float[Array, 'micro chunks ...']]
 
 
 def build_score(model: Model, mesh: Mesh, *, token_chunk: int) -> Score:
-  """A jitted forward-only pass: token logprobs of the first `used` micro-batches, 0 elsewhere."""
+  """A jitted forward-only pass: logprobs, values or scores of the first `used` micro-batches, 0 elsewhere."""
 
-  def score(params: Params, batch: Chunks, used: Int[Array, '']) -> Float[Array, 'micro chunks time']:
-    def body(i, logprobs):
-      chunk = chunk_logprobs(model, params, micro_batch(batch, i), token_chunk=token_chunk)
-      return jax.lax.dynamic_update_index_in_dim(logprobs, chunk.logprobs, i, 0)
-
-    dtype = jnp.promote_types(model.options.dtype, jnp.float32)
-    return jax.lax.fori_loop(0, used, body, jnp.zeros(batch.tokens.shape, dtype))
+  def score(params: Params, batch: Chunks, used: Int[Array, '']) -> Float[Array, 'micro chunks ...']:
+    one = lambda i: chunk_outputs(model, params, micro_batch(batch, i), token_chunk=token_chunk)[0]
+    like = jax.eval_shape(one, 0)
+    start = jnp.zeros((batch.tokens.shape[0], *like.shape), like.dtype)
+    return jax.lax.fori_loop(0, used, lambda i, all: jax.lax.dynamic_update_index_in_dim(all, one(i), i, 0), start)
 
   return jax.jit(score, out_shardings=rules.sharding_of_batch(mesh))

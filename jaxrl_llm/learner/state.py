@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
+from jaxtyping import Array
 
-from jaxrl_llm.core.types import Params
+from jaxrl_llm.core.types import Json, Params
 from jaxrl_llm.learner.optimizer import optimizer_shardings
 from jaxrl_llm.models.api import Model
+from jaxrl_llm.models.heads import replace_head
 from jaxrl_llm.parallel import rules
 
 Leaves = Any
@@ -29,6 +31,20 @@ class TrainState:
   """i32, updates taken by this optimizer"""
   skipped: Leaves
   """i32, updates skipped in a row, up to now"""
+
+
+class Learned(NamedTuple):
+  """All that a stage learns or learns from."""
+
+  policy: TrainState
+  """Or a reward model's, where that is what the stage trains."""
+  critic: TrainState | None = None
+  reference: Params | None = None
+  """None where no reference is read, and where it is the policy before each batch."""
+  reference_step: int = 0
+  """Completed batches of the run when the reference was last set."""
+  algorithm_state: Json = None
+  """What the algorithm's annotation keeps from batch to batch."""
 
 
 def param_shardings(model: Model, mesh: Mesh) -> Any:
@@ -47,6 +63,12 @@ def place_params(model: Model, mesh: Mesh, params: Mapping[str, Any]) -> Params:
     array.shape, sharding, lambda index: np.ascontiguousarray(array[index])
   )
   return jax.tree.map(place, params, param_shardings(model, mesh))
+
+
+def with_output(model: Model, mesh: Mesh, body: Params, kernel: Array) -> Params:
+  """Parameters of `model`, whose output is `kernel`, around the body of another model's; arrays of it are shared."""
+  placed = jax.device_put(kernel, param_shardings(model, mesh)['head']['kernel'])
+  return replace_head(body, model.spec, placed)
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
@@ -72,6 +94,18 @@ def abstract_state(model: Model, optimizer: optax.GradientTransformation, mesh: 
     skipped=whole,
   )
   return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, placed)
+
+
+def renewed(state: TrainState, optimizer: optax.GradientTransformation) -> TrainState:
+  """The same parameters with a fresh optimizer; the schedule goes on."""
+  return state.replace(opt_state=with_schedule(optimizer.init(state.params), state.opt_state))
+
+
+def with_schedule(opt_state: Leaves, other: Leaves) -> Leaves:
+  """`opt_state` with the schedule's position of `other`."""
+  of_schedule = lambda node: isinstance(node, optax.ScaleByScheduleState)
+  choose = lambda own, its: its if of_schedule(own) else own
+  return jax.tree.map(choose, opt_state, other, is_leaf=of_schedule)
 
 
 def copy_params(params: Params) -> Params:

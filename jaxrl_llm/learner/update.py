@@ -7,8 +7,8 @@ serves every batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.batching.chunks import Chunks
 from jaxrl_llm.core.types import Params
-from jaxrl_llm.learner.algorithm import Algorithm
-from jaxrl_llm.learner.forward import chunk_logprobs, micro_batch
+from jaxrl_llm.learner.algorithm import Constants, Loss
+from jaxrl_llm.learner.forward import chunk_outputs, micro_batch
 from jaxrl_llm.learner.optimizer import OptimizerConfig, learning_rate
 from jaxrl_llm.learner.state import TrainState
 from jaxrl_llm.models.api import Model
-from jaxrl_llm.ops.logprobs import TokenLogprobs
 from jaxrl_llm.ops.reduce import Stat
 from jaxrl_llm.parallel import rules
 
@@ -32,92 +31,105 @@ class Report(NamedTuple):
   """What an update tells the host."""
 
   stats: dict[str, Stat]
-  logprobs: Float[Array, 'micro chunks time']
-  """The policy's logprobs before the update."""
+  outputs: Float[Array, 'micro chunks ...']
+  """The model's logprobs, values or scores before the update."""
   skipped: Bool[Array, '']
   """Not taken, because the gradient was unusable."""
   empty: Bool[Array, '']
   """Not taken, because the gradient was exactly zero."""
+  in_a_row: Int[Array, '']
+  """Updates skipped in a row, this one included."""
 
 
 class Gradients(NamedTuple):
   grads: Params
   loss: Float[Array, '']
   stats: dict[str, Stat]
-  logprobs: Float[Array, 'micro chunks time']
+  outputs: Float[Array, 'micro chunks ...']
+
+
+OnPolicy = Sequence[Literal['proximal_logprobs', 'reference_logprobs']]
 
 
 def gradients(
   model: Model,
-  algorithm: Algorithm,
+  loss: Loss,
   params: Params,
   batch: Chunks,
   used: Int[Array, ''],
+  constants: Constants,
   *,
   token_chunk: int,
-  on_policy: bool,
+  on_policy: OnPolicy = (),
 ) -> Gradients:
   """Loss and gradient of the first `used` micro-batches of one optimizer step.
 
   Args:
     batch: arrays `[micro_batches, chunks, ...]`; micro-batches from `used` on are empty (no loss_mask).
-    on_policy: the proximal policy is the one being updated, so its logprobs are the update's own, held constant.
+    constants: what the batch's annotation hands the loss.
+    on_policy: the fields that are logprobs of the very policy that is being updated: the update's own, held constant.
   """
-  denominators = _denominators(algorithm, batch)
+
+  def outputs_of(params, chunks):
+    return chunk_outputs(model, params, chunks, token_chunk=token_chunk)
+
+  first = jax.eval_shape(lambda b: micro_batch(b, 0), batch)
+  denominators = _denominators(loss, jax.eval_shape(outputs_of, params, first), batch, constants)
 
   def loss_fn(params, chunks):
-    outputs = chunk_logprobs(model, params, chunks, token_chunk=token_chunk)
-    if on_policy:
-      chunks = chunks.replace(proximal_logprobs=jax.lax.stop_gradient(outputs.logprobs))
-    terms, stats = algorithm.loss(outputs, chunks)
-    loss = sum(t.weight * t.numerator / denominators[name] for name, t in terms.items())
+    outputs = outputs_of(params, chunks)
+    chunks = chunks.replace(**{name: jax.lax.stop_gradient(outputs[0]) for name in on_policy})
+    terms, stats = loss(outputs, chunks, constants)
+    total = sum(t.weight * t.numerator / denominators[name] for name, t in terms.items())
     # A term's own metric: numerators are summed, the denominator counts once for the whole step.
     stats |= {name: Stat(t.numerator, t.denominator) for name, t in terms.items()}
-    return loss, (stats, outputs.logprobs)
+    return total, (stats, outputs[0])
 
   value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
 
   def body(i, total: Gradients) -> Gradients:
-    (loss, (stats, logprobs)), grads = value_and_grad(params, micro_batch(batch, i))
+    (part, (stats, outputs)), grads = value_and_grad(params, micro_batch(batch, i))
     return Gradients(
       jax.tree.map(jnp.add, total.grads, grads),
-      total.loss + loss,
+      total.loss + part,
       jax.tree.map(jnp.add, total.stats, stats),
-      jax.lax.dynamic_update_index_in_dim(total.logprobs, logprobs, i, 0),
+      jax.lax.dynamic_update_index_in_dim(total.outputs, outputs, i, 0),
     )
 
-  zeros = lambda like: jnp.zeros(like.shape, like.dtype)
-  loss, (stats, logprobs) = jax.eval_shape(loss_fn, params, jax.eval_shape(lambda b: micro_batch(b, 0), batch))
+  part, (stats, outputs) = jax.eval_shape(loss_fn, params, first)
   start = Gradients(
     jax.tree.map(jnp.zeros_like, params),
-    zeros(loss),
-    jax.tree.map(zeros, stats),
-    jnp.zeros(batch.tokens.shape, logprobs.dtype),
+    _zeros(part),
+    jax.tree.map(_zeros, stats),
+    jnp.zeros((batch.tokens.shape[0], *outputs.shape), outputs.dtype),
   )
   return jax.lax.fori_loop(0, used, body, start)
 
 
-def _denominators(algorithm: Algorithm, batch: Chunks) -> dict[str, Float[Array, '']]:
+def _zeros(like: jax.ShapeDtypeStruct) -> Array:
+  return jnp.zeros(like.shape, like.dtype)
+
+
+def _denominators(loss: Loss, outputs: Any, batch: Chunks, constants: Constants) -> dict[str, Float[Array, '']]:
   """Each term's denominator over the whole optimizer step: the loss on zero outputs, which costs no forward pass.
 
   Where nothing is trained on, 1: such a term is 0, not 0 / 0.
   """
 
   def one(chunks: Chunks):
-    zeros = jnp.zeros(chunks.tokens.shape, jnp.float32)
-    terms, _ = algorithm.loss(TokenLogprobs(zeros, zeros), chunks)
+    terms, _ = loss(jax.tree.map(_zeros, outputs), chunks, constants)
     return {name: term.denominator for name, term in terms.items()}
 
   sums = jax.tree.map(lambda d: d.sum(), jax.vmap(one)(batch))
   return jax.tree.map(lambda d: jnp.where(d > 0, d, 1.0), sums)
 
 
-Update = Callable[[TrainState, Chunks, Int[Array, '']], tuple[TrainState, Report]]
+Update = Callable[[TrainState, Chunks, Int[Array, ''], Constants], tuple[TrainState, Report]]
 
 
 def build_update(
   model: Model,
-  algorithm: Algorithm,
+  loss: Loss,
   optimizer: optax.GradientTransformation,
   config: OptimizerConfig,
   mesh: Mesh,
@@ -125,9 +137,10 @@ def build_update(
   *,
   updates: int,
   token_chunk: int,
-  on_policy: bool,
+  on_policy: OnPolicy = (),
+  metrics: str = 'actor',
 ) -> Update:
-  """The jitted, donating optimizer step of one stage.
+  """The jitted, donating optimizer step of one trained role in one stage.
 
   An update is skipped when its gradient is not finite or above `skip_grad_norm` (counted in `state.skipped`), and when
   it is exactly zero: with nothing to learn, the optimizer's momentum must not move the weights.
@@ -135,11 +148,13 @@ def build_update(
   Args:
     state: what it will be called with; gives the shardings.
     updates: of the whole stage (for the schedule).
+    on_policy: see `gradients`.
+    metrics: prefix of the metrics that every role has (loss, grad_norm, lr).
   """
   schedule = learning_rate(config, updates)
 
-  def update(state: TrainState, batch: Chunks, used: Int[Array, '']) -> tuple[TrainState, Report]:
-    result = gradients(model, algorithm, state.params, batch, used, token_chunk=token_chunk, on_policy=on_policy)
+  def update(state: TrainState, batch: Chunks, used: Int[Array, ''], constants: Constants) -> tuple[TrainState, Report]:
+    result = gradients(model, loss, state.params, batch, used, constants, token_chunk=token_chunk, on_policy=on_policy)
     norm = optax.tree.norm(result.grads)
     sound = jnp.isfinite(norm) & (norm <= config.skip_grad_norm)
     take = sound & (norm > 0)
@@ -147,9 +162,9 @@ def build_update(
     choose = lambda new, old: jax.tree.map(lambda a, b: jnp.where(take, a, b), new, old)
     one = jnp.ones((), jnp.float32)
     stats = result.stats | {
-      'actor/loss': Stat(result.loss, one),
-      'actor/grad_norm': Stat(norm, one),
-      'actor/lr': Stat(jnp.asarray(schedule(state.updates), jnp.float32), one),
+      f'{metrics}/loss': Stat(result.loss, one),
+      f'{metrics}/grad_norm': Stat(norm, one),
+      f'{metrics}/lr': Stat(jnp.asarray(schedule(state.updates), jnp.float32), one),
     }
     state = TrainState(
       params=choose(optax.apply_updates(state.params, steps), state.params),
@@ -157,8 +172,26 @@ def build_update(
       updates=state.updates + take,
       skipped=jnp.where(sound, 0, state.skipped + 1),
     )
-    return state, Report(stats, result.logprobs, ~sound, sound & (norm == 0))
+    return state, Report(stats, result.outputs, ~sound, sound & (norm == 0), state.skipped)
 
   whole = rules.replicated(mesh)
   shardings = jax.tree.map(lambda x: x.sharding, state)
   return jax.jit(update, donate_argnums=0, out_shardings=(shardings, whole))
+
+
+Measure = Callable[[Params, Chunks, Int[Array, ''], Constants], dict[str, Stat]]
+
+
+def build_measure(model: Model, loss: Loss, mesh: Mesh, *, token_chunk: int) -> Measure:
+  """The jitted terms and statistics of a loss over the first `used` micro-batches, without a gradient."""
+
+  def one(params: Params, chunks: Chunks, constants: Constants) -> dict[str, Stat]:
+    terms, stats = loss(chunk_outputs(model, params, chunks, token_chunk=token_chunk), chunks, constants)
+    return stats | {name: Stat(t.numerator, t.denominator) for name, t in terms.items()}
+
+  def measure(params: Params, batch: Chunks, used: Int[Array, ''], constants: Constants) -> dict[str, Stat]:
+    of = lambda i: one(params, micro_batch(batch, i), constants)
+    start = jax.tree.map(_zeros, jax.eval_shape(of, 0))
+    return jax.lax.fori_loop(0, used, lambda i, total: jax.tree.map(jnp.add, total, of(i)), start)
+
+  return jax.jit(measure, out_shardings=rules.replicated(mesh))

@@ -141,7 +141,7 @@ class Evaluator:
         finish_reason=str(sample.finish_reason),
         response_len=sample.response_len,
       )
-      reward = combine(await self._scorers.score(attempt), self._rewards.scorers)
+      reward = combine(await self._scorers.score(attempt), self._rewards)
       rows.append(
         {
           'suite': suite.name,

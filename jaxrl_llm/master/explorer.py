@@ -16,27 +16,16 @@ from collections.abc import AsyncIterator
 from jaxrl_llm.core.errors import RunError, first_cause
 from jaxrl_llm.core.waits import bounded
 from jaxrl_llm.experience.sample import Sample
-from jaxrl_llm.experience.score import Score
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.master.gate import Gate
+from jaxrl_llm.master.selection import Chosen, Scored, SelectionConfig, choose
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.tables import Issue
-from jaxrl_llm.rewards.api import Attempt, Reward, RewardsConfig, combine
+from jaxrl_llm.rewards.api import Attempt, RewardsConfig, combine
 from jaxrl_llm.rewards.pool import ScorerPool
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.workflow import SingleTurn
 from jaxrl_llm.tasks.sampler import TaskSampler
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Scored:
-  """A sample with what it said and what that is worth."""
-
-  sample: Sample
-  task: Task
-  completion: str
-  scores: tuple[Score, ...]
-  reward: Reward
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,8 +37,10 @@ class ExplorerConfig:
   group_size: int = 8
   """Samples of a task."""
   temperature: float = 1.0
+  selection: SelectionConfig = SelectionConfig()
+  """What of a group is learned from."""
   max_dropped_groups: int = 100
-  """Groups dropped (no sample of them scorable) while one batch is collected; one more ends the run."""
+  """Groups dropped (nothing of them scorable, or selected) while one batch is collected; one more ends the run."""
   collect_deadline_s: float = 3600.0
   """Longest wait for a batch."""
 
@@ -74,7 +65,7 @@ class Explorer:
     self._store, self._gate = store, gate
     self._step = 0
     self._started = 0
-    self._groups: dict[int, list[Scored] | None] = {}
+    self._groups: dict[int, list[Chosen] | None] = {}
     """By number, in the order of start, those that may enter a batch; None until a group has ended."""
     self._progress = asyncio.Event()
     self._counts: collections.Counter[str] = collections.Counter()
@@ -97,12 +88,12 @@ class Explorer:
     self._step = step
     self._gate.advance(served)
 
-  async def collect(self) -> tuple[list[Scored], dict[str, int]]:
-    """The next batch: its scored samples in the order of issue, and what was counted on the way.
+  async def collect(self) -> tuple[list[Chosen], dict[str, int]]:
+    """The next batch: its chosen samples in the order of issue, and what was counted on the way.
 
     Raises:
       WaitExpired: at `collect_deadline_s`.
-      RunError: when only unscorable groups come.
+      RunError: when too many groups come of which nothing can be learned.
       Exception: what ended the exploring: the engine's or a scorer's own error.
     """
     ready = asyncio.ensure_future(
@@ -177,23 +168,26 @@ class Explorer:
       response_len=sample.response_len,
     )
     scores = await self._scorers.score(attempt)
-    return Scored(
-      sample=sample, task=task, completion=completion, scores=scores, reward=combine(scores, self._rewards.scorers)
-    )
+    return Scored(sample=sample, task=task, completion=completion, scores=scores, reward=combine(scores, self._rewards))
 
   def _admit(self, number: int, members: list[Scored]) -> None:
-    """Writes a finished group down; unscorable samples are dropped, and with the last of them the group."""
+    """Writes a finished group down; what is unscorable or not selected is dropped, with the last of it the group."""
     scorable = [m for m in members if m.reward.value is not None]
     unscorable = [m.sample.uid for m in members if m.reward.value is None]
+    chosen = choose(self._config.selection, scorable)
+    admitted = {c.scored.sample.uid: None for c in chosen}
+    left = [m.sample.uid for m in scorable if m.sample.uid not in admitted]
     with self._store.transaction():
       self._store.append([m.sample for m in members], self._step)
       self._store.score([s for m in members for s in m.scores], self._step)
-      self._store.admit([m.sample.uid for m in scorable], self._step)
-      if unscorable:
-        self._store.drop(unscorable, 'unscorable', self._step)
+      self._store.admit([*admitted], self._step)
+      for reason, uids in (('unscorable', unscorable), ('not selected', left)):
+        if uids:
+          self._store.drop(uids, reason, self._step)
     self._counts['dropped/unscorable'] += len(unscorable)
-    if scorable:
-      self._groups[number] = scorable
+    self._counts['dropped/not_selected'] += len(left)
+    if chosen:
+      self._groups[number] = chosen
     else:
       self._drop_group(number, members)
     self._progress.set()
@@ -202,10 +196,19 @@ class Explorer:
     del self._groups[number]
     self._counts['dropped/groups'] += 1
     if self._counts['dropped/groups'] > self._config.max_dropped_groups:
-      first = next(s for s in members[0].scores if s.value is None)
       raise RunError(
-        f'stage {self._stage}: {self._counts["dropped/groups"]} groups had no scorable sample while one batch was '
-        f'collected, max_dropped_groups is {self._config.max_dropped_groups}; the last: scorer {first.scorer} '
-        f'{first.status}: {dict(first.evidence)}; look at the tasks and at the scorer'
+        f'stage {self._stage}: of {self._counts["dropped/groups"]} groups nothing could be learned while one batch was '
+        f'collected, max_dropped_groups is {self._config.max_dropped_groups}; the last: {self._why(members)}'
       )
     self._gate.drop()
+
+  def _why(self, members: list[Scored]) -> str:
+    failed = [s for m in members if m.reward.value is None for s in m.scores if s.value is None]
+    if len({m.reward.value for m in members}) == 1 and failed:
+      first = failed[0]
+      return f'scorer {first.scorer} {first.status}: {dict(first.evidence)}; look at the tasks and at the scorer'
+    rewards = [m.reward.value for m in members]
+    return (
+      f'rewards {rewards}, of which selection {self._config.selection.kind!r} takes none; the tasks are too easy or '
+      'too hard for this policy, or the group is too small'
+    )

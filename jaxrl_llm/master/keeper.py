@@ -13,11 +13,10 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm.core.types import Version
 from jaxrl_llm.core.waits import unless
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.master.evaluation import Evaluator, SuiteConfig
-from jaxrl_llm.master.loop import LoopState
+from jaxrl_llm.master.loop import LoopState, publish
 from jaxrl_llm.master.mismatch import OVER_BUDGET, MismatchConfig, mismatch_metrics, over_budget
 from jaxrl_llm.master.records import batch_metrics, logprob_pairs, rollout_rows
 from jaxrl_llm.master.stage import Batches
@@ -69,17 +68,19 @@ class RunKeeper:
     attempt: int,
     stop: asyncio.Future,
     logs: Logs | None,
+    generates: bool,
     best: tuple[float, int] | None,
   ):
     """
     Args:
       stop: a future of a signal number; an evaluation that is going on when it is set is given up.
       logs: in process 0; None in the others.
+      generates: whether there are suites, for which the engine has to serve the policy.
       best: accuracy and step of the best evaluation so far.
     """
     self._coordinator, self._device, self._phases = coordinator, device, phases
     self._publisher, self._checkpoints, self._attempt = publisher, checkpoints, attempt
-    self._stop, self._logs, self._best = stop, logs, best
+    self._stop, self._logs, self._generates, self._best = stop, logs, generates, best
     self._warned: dict[str, int] = {}
     """Budget to the step of its last note."""
 
@@ -114,7 +115,7 @@ class RunKeeper:
     row['perf/time_per_step'] = seconds['step']
     row['perf/throughput'] = row['perf/total_num_tokens'] / seconds['step'] / jax.device_count()
     if taken:
-      generated = sum(r.length - r.prompt_len for r in batch.plan.rows)
+      generated = sum(member.sample.response_len for member in taken.values())
       row['perf/rollout_throughput'] = generated / (seconds['gen'] - seconds['update_weights'])
     row = logs.metrics.write(stage.name, state.step, row)
     if taken:
@@ -136,8 +137,10 @@ class RunKeeper:
   async def _evaluate(self, state: LoopState, stage: Stage) -> LoopState:
     """Publishes the version and measures it; gives up when a signal comes, and says so in the state."""
     logs = self._logs
+    if not self._generates:
+      return dataclasses.replace(state, evaluated=True)
     with self._phases.timed('testing'):
-      await self._publisher.publish(state.train.params, Version(self._attempt, state.step))
+      await publish(self._publisher, state, self._attempt)
       stop = await self._coordinator.broadcast(self._run_suites(logs, state, stage) if logs is not None else None)
     return dataclasses.replace(state, evaluated=not stop, stop=stop)
 
@@ -172,10 +175,12 @@ class RunKeeper:
         'best': self._best,
         'machine': fingerprint(),
         'batches': self._logs.batches[stage.name].state(),
+        'reference_step': state.learned.reference_step,
+        'algorithm_state': state.learned.algorithm_state,
       }
-    arrays = (
-      {'train': state.train, 'reference': state.reference} if state.reference is not None else {'train': state.train}
-    )
+    learned = state.learned
+    roles = {'train': learned.policy, 'critic': learned.critic, 'reference': learned.reference}
+    arrays = {name: role for name, role in roles.items() if role is not None}
     best = self._best[1] if self._best else None
     with self._phases.timed('save_checkpoint'):
       await self._device.run(self._checkpoints.save, state.step, arrays, host, best=best)

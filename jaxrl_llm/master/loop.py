@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from jaxrl_llm.batching.plan import StepPlan
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.learner.state import TrainState
+from jaxrl_llm.learner.state import Learned
 from jaxrl_llm.master.stage import Batches, Planner
 from jaxrl_llm.master.trainer import Batch, Stage, StageTrainer, Updated
 from jaxrl_llm.parallel.coordinator import Coordinator
@@ -21,11 +21,11 @@ from jaxrl_llm.sync.full import Publisher
 class LoopState:
   """Where the run is."""
 
-  train: TrainState
+  learned: Learned
   step: int
   """Completed batches."""
-  reference: Any = None
-  """The reference's parameters, where the stage's algorithm reads it; else None."""
+  moved: int = 0
+  """The last of them that changed the policy, counted from 1; 0 = none in this attempt."""
   evaluated: bool = False
   """Whether the evaluation that is due at `step` (if one is) has been made."""
   stop: int = 0
@@ -87,20 +87,27 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
         async with parts.phases.enter(Phase.ROLLOUT):
           if stage.explores:
             with parts.phases.timed('update_weights'):
-              await parts.publisher.publish(state.train.params, Version(parts.attempt, state.step))
+              await publish(parts.publisher, state, parts.attempt)
           plan = await _close(parts, stage, state.step, batches)
         if plan.stop:
           state = dataclasses.replace(state, stop=plan.stop)
           break
         async with parts.phases.enter(Phase.INFERENCE):
-          batch = await trainer.annotate(state.train, plan)
+          batch = await trainer.annotate(state.learned, plan)
         async with parts.phases.enter(Phase.TRAIN):
-          train, updated = await trainer.update(state.train, batch)
-        state = dataclasses.replace(state, train=train, step=state.step + 1, evaluated=False)
+          learned, updated = await trainer.update(state.learned, batch)
+        step = state.step + 1
+        moved = step if updated.moved else state.moved
+        state = dataclasses.replace(state, learned=learned, step=step, moved=moved, evaluated=False)
       state = await parts.keeper.after_step(state, stage, batch, updated)
     if state.stop:
       await parts.keeper.leave(state, stage)
   return state
+
+
+async def publish(publisher: Publisher, state: LoopState, attempt: int) -> None:
+  """Brings the engine to the policy of `state`, under that step's version."""
+  await publisher.publish(state.learned.policy.params, Version(attempt, state.step), moved=state.moved)
 
 
 async def _close(parts: Parts, stage: Stage, step: int, batches: Batches | None) -> StepPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,8 +10,8 @@ import numpy as np
 
 from jaxrl_llm.batching.plan import StepPlan
 from jaxrl_llm.experience.sample import Finish
-from jaxrl_llm.master.explorer import Scored
 from jaxrl_llm.master.mismatch import Pair
+from jaxrl_llm.master.selection import Scored
 from jaxrl_llm.master.trainer import Batch, Updated
 from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, mean_of, spread
 
@@ -18,34 +19,41 @@ from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, mean_of, spread
 def batch_metrics(batch: Batch, taken: Mapping[str, Scored]) -> dict[str, Metric]:
   """Lengths, rewards and packing of a closed batch; all of it a function of the plan and its samples."""
   plan = batch.plan
-  lengths = [row.length - row.prompt_len for row in plan.rows]
+  rows = [row for row in plan.rows if row.uid in taken] if taken else list(plan.rows)
+  lengths = [row.length - row.prompt_len for row in rows]
   metrics = {
     **spread('response_length', lengths),
-    **spread('prompt_length', [row.prompt_len for row in plan.rows]),
-    'response_length/clip_ratio': mean_of(row.truncated for row in plan.rows),
+    **spread('prompt_length', [row.prompt_len for row in rows]),
+    'response_length/clip_ratio': mean_of(row.truncated for row in rows),
     'perf/total_num_tokens': Sum(sum(row.length for row in plan.rows)),
     'perf/packing_utilisation': mean_of(step.packing.utilisation for step in batch.steps),
   }
   if taken:
-    rewards = [row.reward for row in plan.rows if row.reward is not None]
-    metrics |= spread('critic/score', rewards) | spread('critic/rewards', rewards)
-    metrics |= {'staleness/max': mean_of([max(plan.step - row.version_step for row in plan.rows)])}
-    metrics |= _advantage_metrics(batch, lengths) | _scorer_metrics(taken)
+    scores = [row.reward for row in rows if row.reward is not None]
+    shaped = batch.annotation.rewards
+    rewards = scores if shaped is None else [reward for reward in shaped if reward is not None]
+    metrics |= spread('critic/score', scores) | spread('critic/rewards', rewards)
+    metrics |= {'staleness/max': mean_of([max(plan.step - row.version_step for row in rows)])}
+    metrics |= _advantage_metrics(batch) | _scorer_metrics(taken)
     # Most left before the batch was closed, where the algorithm does not see them.
-    unscorable = len(plan.rows) - len(rewards) + plan.counts.get('dropped/unscorable', 0)
+    unscorable = len(rows) - len(scores) + plan.counts.get('dropped/unscorable', 0)
     metrics |= {'num_unscorable': Sum(unscorable), **{f'run/{name}': Sum(n) for name, n in plan.counts.items()}}
   return metrics
 
 
-def _advantage_metrics(batch: Batch, lengths: list[int]) -> dict[str, Metric]:
-  """Per trained token, as the field counts them."""
-  rows = [i for i in range(len(lengths)) if batch.annotation.in_loss[i]]
-  if not rows:
+def _advantage_metrics(batch: Batch) -> dict[str, Metric]:
+  """Mean per trained token, as the field counts them; extremes over the tokens of the batch."""
+  values, weights = [], []
+  for row, advantage, in_loss in zip(batch.plan.rows, batch.annotation.advantages, batch.annotation.in_loss):
+    if in_loss and not row.is_expert:
+      own = np.atleast_1d(np.asarray(advantage, np.float64))
+      values.append(own if len(own) == 1 else own[row.prompt_len :])
+      weights.append((row.length - row.prompt_len) / len(values[-1]))
+  if not values:
     return {}
-  values = batch.annotation.advantages[rows]
-  weights = np.array([lengths[i] for i in rows], np.float64)
-  metrics = spread('critic/advantages', values.tolist())
-  return metrics | {'critic/advantages/mean': Mean(float((values * weights).sum()), float(weights.sum()))}
+  metrics = spread('critic/advantages', np.concatenate(values).tolist())
+  total = math.fsum(weight * float(own.sum()) for own, weight in zip(values, weights))
+  return metrics | {'critic/advantages/mean': Mean(total, math.fsum(w * len(own) for own, w in zip(values, weights)))}
 
 
 def _scorer_metrics(taken: Mapping[str, Scored]) -> dict[str, Metric]:
@@ -60,13 +68,22 @@ def _scorer_metrics(taken: Mapping[str, Scored]) -> dict[str, Metric]:
 
 
 def logprob_pairs(batch: Batch, updated: Updated, taken: Mapping[str, Scored]) -> list[Pair]:
-  """Of each sample's trained, sampled tokens: the logprobs before the batch, the trainer's and the sampler's."""
+  """Of each rollout's trained, sampled tokens: the logprobs before the batch, the trainer's and the sampler's."""
   pairs = []
-  for i, row in enumerate(batch.plan.rows):
-    sample = taken[row.uid].sample
+  for i in _rollouts(batch, taken):
+    sample = taken[batch.plan.rows[i].uid].sample
     tokens = sample.loss_mask & sample.sampled
     pairs.append((updated.logprobs[i][tokens], sample.behaviour_logprobs[tokens]))
   return pairs
+
+
+def _rollouts(batch: Batch, taken: Mapping[str, Scored]) -> list[int]:
+  """Row numbers of the rollouts, each sample once, although a batch may name one in several pairs."""
+  first: dict[str, int] = {}
+  for i, row in enumerate(batch.plan.rows):
+    if row.uid in taken:
+      first.setdefault(row.uid, i)
+  return [*first.values()]
 
 
 def rollout_rows(
@@ -74,13 +91,20 @@ def rollout_rows(
 ) -> list[dict[str, Any]]:
   """One row per trained sample for `rollouts/`; arrays are per completion token."""
   return [
-    _rollout_row(batch.plan, i, float(batch.annotation.advantages[i]), updated.logprobs[i], taken[row.uid], token_text)
-    for i, row in enumerate(batch.plan.rows)
+    _rollout_row(
+      batch.plan, i, batch.annotation.advantages[i], updated.logprobs[i], taken[batch.plan.rows[i].uid], token_text
+    )
+    for i in _rollouts(batch, taken)
   ]
 
 
 def _rollout_row(
-  plan: StepPlan, i: int, advantage: float, logprobs: np.ndarray, scored: Scored, token_text: Callable[[int], str]
+  plan: StepPlan,
+  i: int,
+  advantage: Any,
+  logprobs: np.ndarray,
+  scored: Scored,
+  token_text: Callable[[int], str],
 ) -> dict[str, Any]:
   sample, after = scored.sample, slice(scored.sample.prompt_len, None)
   token_ids = sample.tokens[after]
@@ -98,7 +122,7 @@ def _rollout_row(
     # Null where no sampler drew the token: 0 would read as a certain one.
     'behaviour_logprobs': np.where(sample.sampled, sample.behaviour_logprobs, np.nan)[after],
     'trainer_logprobs': logprobs[after],
-    'advantages': advantage * sample.loss_mask[after],
+    'advantages': (advantage * sample.loss_mask)[after],
     'reward': scored.reward.value,
     'scores': {
       score.scorer: {'value': score.value, 'parts': dict(score.parts), 'status': str(score.status)}

@@ -12,8 +12,10 @@ from jaxrl_llm.batching.plan import Row, StepPlan, deal_rows
 from jaxrl_llm.core.waits import unless
 from jaxrl_llm.data.streams import RowStream
 from jaxrl_llm.experience.sample import Finish
-from jaxrl_llm.master.explorer import Explorer, Scored
+from jaxrl_llm.master.explorer import Explorer
 from jaxrl_llm.master.gate import Gate
+from jaxrl_llm.master.selection import Chosen, Scored
+from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.segments import Ref
 from jaxrl_llm.tasks.sampler import TaskSampler
@@ -28,6 +30,8 @@ class Batches(Protocol):
 
   explores: bool
   """Whether it needs the policy to be published before each batch."""
+  held_out: tuple[Row, ...]
+  """What the policy is measured on at evaluations, besides the suites: rows of static data."""
 
   def running(self) -> contextlib.AbstractAsyncContextManager[None]: ...
 
@@ -49,12 +53,12 @@ class Batches(Protocol):
 
 
 class StreamBatches:
-  """Batches of a static stream of demonstrations."""
+  """Batches of a static stream: demonstrations, or preference pairs."""
 
   explores = False
 
-  def __init__(self, stream: RowStream):
-    self._stream = stream
+  def __init__(self, stream: RowStream, held_out: tuple[Row, ...] = ()):
+    self._stream, self.held_out = stream, held_out
     self._before: Any = None
 
   @contextlib.asynccontextmanager
@@ -84,6 +88,7 @@ class RolloutBatches:
   """Batches of the policy's own rollouts, sealed into one segment a step."""
 
   explores = True
+  held_out: tuple[Row, ...] = ()
 
   def __init__(self, explorer: Explorer, store: ReplayStore, sampler: TaskSampler, gate: Gate):
     self._explorer, self._store, self._sampler, self._gate = explorer, store, sampler, gate
@@ -99,15 +104,15 @@ class RolloutBatches:
 
   async def next(self, step: int) -> tuple[list[Row], dict[str, int]]:
     batch, counts = await self._explorer.collect()
-    places = await asyncio.to_thread(self._store.seal, [m.sample.uid for m in batch], step)
-    self._taken = {m.sample.uid: m for m in batch}
-    return [rollout_row(m, places[m.sample.uid]) for m in batch], counts
+    self._taken = {chosen.scored.sample.uid: chosen.scored for chosen in batch}
+    places = await asyncio.to_thread(self._store.seal, [*self._taken], step)
+    return [rollout_row(chosen, places[chosen.scored.sample.uid]) for chosen in batch], counts
 
   def taken(self) -> dict[str, Scored]:
     return self._taken
 
   def trained(self, plan: StepPlan) -> None:
-    self._store.trained([row.uid for row in plan.rows], plan.step)
+    self._store.trained([*self._taken], plan.step)
     self._before = None
 
   def state(self) -> Any:
@@ -121,8 +126,46 @@ class RolloutBatches:
     self._gate.restore(state['gate'])
 
 
-def rollout_row(scored: Scored, place: Ref) -> Row:
-  sample, (segment, index) = scored.sample, place
+class MixedBatches:
+  """Batches of rollouts and of expert rows, in fixed numbers."""
+
+  explores = True
+  held_out: tuple[Row, ...] = ()
+
+  def __init__(self, rollouts: RolloutBatches, experts: StreamBatches):
+    self._rollouts, self._experts = rollouts, experts
+    self._parts: tuple[Batches, ...] = (rollouts, experts)
+
+  def running(self) -> contextlib.AbstractAsyncContextManager[None]:
+    return self._rollouts.running()
+
+  def advance(self, step: int, served: int) -> None:
+    for part in self._parts:
+      part.advance(step, served)
+
+  async def next(self, step: int) -> tuple[list[Row], dict[str, int]]:
+    rows, counts = await self._rollouts.next(step)
+    experts, _ = await self._experts.next(step)
+    return rows + experts, counts
+
+  def taken(self) -> dict[str, Scored]:
+    return self._rollouts.taken()
+
+  def trained(self, plan: StepPlan) -> None:
+    for part in self._parts:
+      part.trained(plan)
+
+  def state(self) -> Any:
+    return {'rollouts': self._rollouts.state(), 'experts': self._experts.state()}
+
+  def restore(self, state: Any) -> None:
+    self._rollouts.restore(state['rollouts'])
+    self._experts.restore(state['experts'])
+
+
+def rollout_row(chosen: Chosen, place: Ref) -> Row:
+  scored, (segment, index) = chosen.scored, place
+  sample = scored.sample
   return Row(
     uid=sample.uid,
     source=f'{SEALED}/{segment}',
@@ -131,9 +174,15 @@ def rollout_row(scored: Scored, place: Ref) -> Row:
     prompt_len=sample.prompt_len,
     group=sample.group_id,
     reward=scored.reward.value,
-    is_expert=False,
+    is_expert=chosen.imitated,
     truncated=sample.finish_reason == Finish.LENGTH,
     version_step=min(segment.version.step for segment in sample.segments),
+    correct=scored.reward.correct,
+    turn_rewards=scored.reward.turn_values,
+    trajectory=sample.trajectory_id if sample.trajectory_id != sample.uid else '',
+    step_index=sample.step_index,
+    pair=chosen.pair,
+    label=chosen.label,
   )
 
 
@@ -150,14 +199,16 @@ class Planner:
     self._stop = stop
     self._committed = time.monotonic()
 
-  async def close(self, stage, step: int, batches: Batches) -> StepPlan:
+  async def close(self, stage: Stage, step: int, batches: Batches) -> StepPlan:
     """The plan of `step`, as soon as its batch is complete; or a plan to leave, as soon as a signal has come."""
     batch = await unless(self._stop, batches.next(step))
     if batch is None:
       return StepPlan(step=step, stage=stage.name, stop=self._stop.result())
-    return self._plan(stage, step, *batch)
+    return self._plan(stage, step, *batch, batches.held_out)
 
-  def _plan(self, stage, step: int, rows: list[Row], counts: dict[str, int]) -> StepPlan:
+  def _plan(
+    self, stage: Stage, step: int, rows: list[Row], counts: dict[str, int], held_out: tuple[Row, ...]
+  ) -> StepPlan:
     done = step + 1
     evaluate = stage.evaluation_due(done)
     # What is evaluated is committed, or the best would often be a step that was not kept.
@@ -168,16 +219,32 @@ class Planner:
     optimizer_steps = deal_rows(
       rows, minibatches=stage.minibatches, epochs=stage.epochs, seed=self._seed * 1_000_003 + step
     )
-    several = len(optimizer_steps) > 1
+    reason = _proximal_reason(stage, step, len(optimizer_steps))
     return StepPlan(
       step=step,
       stage=stage.name,
       rows=tuple(rows),
       optimizer_steps=optimizer_steps,
-      proximal=several and stage.explores,
-      proximal_reason=f'{len(optimizer_steps)} optimizer steps on one batch' if several else 'one optimizer step',
+      proximal=bool(reason),
+      proximal_reason=reason,
+      held_out=held_out if evaluate else (),
       evaluate=evaluate,
       commit=by_steps or by_clock,
       commit_by_clock=by_clock and not by_steps,
       counts=counts,
     )
+
+
+def _proximal_reason(stage: Stage, step: int, optimizer_steps: int) -> str:
+  """Why a pass is made for the policy's logprobs before the batch; empty: the update's own serve, or none is read."""
+  algorithm = stage.algorithm
+  is_reference = algorithm.reference.every == 1
+  if 'proximal_logprobs' in algorithm.on_host or (is_reference and 'reference_logprobs' in algorithm.on_host):
+    return 'annotation reads the logprobs'
+  if step - stage.start < algorithm.critic_warmup:
+    return 'the policy is not updated, so no update computes its logprobs'
+  if optimizer_steps == 1:
+    return ''
+  if 'proximal' in algorithm.reads or (is_reference and 'reference' in algorithm.reads):
+    return f'{optimizer_steps} optimizer steps on one batch'
+  return ''

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+import functools
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
+from jaxtyping import Array, Float
 
-from jaxrl_llm.batching.plan import Shape, StepPlan
+from jaxrl_llm.batching.plan import Shape, StepPlan, units_of
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.data.load import PackedStep, RowLoader, unpack
-from jaxrl_llm.learner.algorithm import Algorithm, Annotation
+from jaxrl_llm.learner.algorithm import Algorithm, Annotation, Closed, Constants
 from jaxrl_llm.learner.forward import Score, build_score
 from jaxrl_llm.learner.optimizer import OptimizerConfig
-from jaxrl_llm.learner.state import TrainState
-from jaxrl_llm.learner.update import Update, build_update
+from jaxrl_llm.learner.state import Learned, TrainState, copy_params, renewed
+from jaxrl_llm.learner.update import Report, Update, build_measure, build_update
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.rules import replicated
@@ -39,6 +41,9 @@ class Stage:
   optimizer_config: OptimizerConfig
   keep_optimizer: bool
   """Go on with the optimizer of the stage before."""
+  critic_optimizer: optax.GradientTransformation | None = None
+  critic_optimizer_config: OptimizerConfig | None = None
+  """Both where the algorithm has a critic."""
   shape: Shape
   token_chunk: int
   minibatches: int
@@ -46,6 +51,9 @@ class Stage:
   evaluate_every: int | None
   """Steps between evaluations inside the stage; one more is made at its end."""
   explores: bool
+  """Whether its batches are the policy's own rollouts."""
+  held_out: str | None = None
+  """Name of the preferences that it is measured on at evaluations."""
 
   @property
   def updates(self) -> int:
@@ -68,11 +76,21 @@ class Batch(NamedTuple):
 class Updated(NamedTuple):
   metrics: dict[str, Metric]
   logprobs: dict[int, Any]
-  """Per-token logprobs of the policy before the batch, by row number of the plan.
+  """Per-token logprobs of the policy before the batch, by row number of the plan; none of a reward model's rows.
 
-  Only where a plan of several optimizer steps asks for no proximal pass (demonstrations): of the policy before the
-  optimizer step that came to the row first.
+  Only where a plan of several optimizer steps asks for no proximal pass (demonstrations, pairs, the sampler's logprobs
+  in its place): of the policy before the optimizer step that came to the row first.
   """
+  moved: bool
+  """Whether the policy has changed."""
+
+
+class Roles(NamedTuple):
+  """The models of a stage, besides the policy whose state it trains."""
+
+  model: Model
+  """The policy's (or the reward model's that is trained in its place)."""
+  critic: Model | None
 
 
 class StageTrainer:
@@ -82,94 +100,228 @@ class StageTrainer:
     self,
     stage: Stage,
     *,
-    model: Model,
+    roles: Roles,
     mesh: Mesh,
     loader: RowLoader,
     device: DeviceThread,
     phases: PhaseManager,
-    state: TrainState,
-    reference: Params | None,
+    learned: Learned,
   ):
     """
     Args:
-      state: what `update` will be called with; gives the shardings.
-      reference: frozen parameters, where the algorithm reads the reference.
+      learned: what `update` will be called with; gives the shardings.
     """
     self._stage, self._loader, self._device, self._phases = stage, loader, device, phases
-    self._reference = reference
-    # The proximal logprobs are dealt over the devices; each process has to hold all of them to read them.
+    # What is computed is dealt over the devices; each process has to hold all of what it reads on the host.
     self._whole = jax.jit(lambda x: x, out_shardings=replicated(mesh))
-    self._score: Score = build_score(model, mesh, token_chunk=stage.token_chunk)
+    self._score: Score = build_score(roles.model, mesh, token_chunk=stage.token_chunk)
+    algorithm = stage.algorithm
+    self._own_reference = algorithm.reference.every == 1
     self._update: Update = build_update(
-      model,
-      stage.algorithm,
+      roles.model,
+      algorithm.loss,
       stage.optimizer,
       stage.optimizer_config,
       mesh,
-      state,
+      learned.policy,
       updates=stage.updates,
       token_chunk=stage.token_chunk,
-      on_policy=stage.minibatches * stage.epochs == 1,
+      on_policy=self._on_policy(),
     )
-
-  async def annotate(self, state: TrainState, plan: StepPlan) -> Batch:
-    """Advantages, the rows on the devices, and the forward passes that the plan and the algorithm ask for."""
-    with self._phases.timed('adv'):
-      annotation = self._stage.algorithm.annotate(plan.rows)
-    steps = []
-    for number in range(len(plan.optimizer_steps)):
-      packed = await self._device.run(
-        self._loader.load,
-        plan,
-        number,
-        self._stage.shape,
-        advantages=annotation.advantages,
-        in_loss=annotation.in_loss,
+    self._renew = jax.jit(
+      lambda state: renewed(state, stage.optimizer),
+      donate_argnums=0,
+      out_shardings=jax.tree.map(lambda x: x.sharding, learned.policy),
+    )
+    self._measure_loss = build_measure(roles.model, algorithm.loss, mesh, token_chunk=stage.token_chunk)
+    if roles.critic is not None:
+      self._value: Score = build_score(roles.critic, mesh, token_chunk=stage.token_chunk)
+      self._update_critic: Update = build_update(
+        roles.critic,
+        algorithm.critic_loss,
+        stage.critic_optimizer,
+        stage.critic_optimizer_config,
+        mesh,
+        learned.critic,
+        updates=stage.updates,
+        token_chunk=stage.token_chunk,
+        metrics='critic',
       )
-      chunks = packed.chunks
-      if self._reference is not None:
-        with self._phases.timed('ref'):
-          logprobs = await self._device.run(self._score, self._reference, chunks, packed.used)
-          chunks = chunks.replace(reference_logprobs=logprobs)
-      if plan.proximal:
-        with self._phases.timed('old_log_prob'):
-          logprobs = await self._device.run(self._score, state.params, chunks, packed.used)
-          chunks = chunks.replace(proximal_logprobs=logprobs)
-      steps.append(packed._replace(chunks=chunks))
+
+  def _on_policy(self) -> tuple[str, ...]:
+    """Fields that are the logprobs of the policy as its one update of the batch finds it."""
+    if self._stage.minibatches * self._stage.epochs > 1:
+      return ()
+    reads = self._stage.algorithm.reads
+    own = {'proximal_logprobs': 'proximal' in reads, 'reference_logprobs': 'reference' in reads and self._own_reference}
+    return tuple(name for name, is_own in own.items() if is_own)
+
+  async def annotate(self, learned: Learned, plan: StepPlan) -> Batch:
+    """The rows on the devices, the forward passes that plan and algorithm ask for, and advantages.
+
+    Passes are made once over the rows, in the first epoch's packing, and hold for all epochs.
+    """
+    stage, algorithm = self._stage, self._stage.algorithm
+    steps = [
+      await self._device.run(self._loader.load, plan, number, stage.shape)
+      for number in range(len(plan.optimizer_steps))
+    ]
+    passed = self._passed(plan)
+    for number in range(stage.minibatches):
+      steps[number] = await self._passes(learned, plan, steps[number])
+    columns = {}
+    for name in sorted(algorithm.on_host | (passed if stage.epochs > 1 else set())):
+      columns[name] = await self._device.run(self._column, name, plan, steps[: stage.minibatches])
+    with self._phases.timed('adv'):
+      known = {name: columns[name] for name in algorithm.on_host}
+      annotation = algorithm.annotate(Closed(plan.rows, plan.step - stage.start, known, learned.algorithm_state))
+    derived: dict[str, Any] = {'advantages': annotation.advantages}
+    if annotation.returns is not None:
+      derived['returns'] = annotation.returns
+    for number, packed in enumerate(steps):
+      later = {name: columns[name] for name in passed} if number >= stage.minibatches else {}
+      steps[number] = await self._device.run(self._loader.fill, packed, derived | later, annotation.in_loss)
     return Batch(plan, annotation, steps)
 
-  async def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Updated]:
-    """All optimizer steps of the batch; `state` is donated.
+  def _passed(self, plan: StepPlan) -> set[str]:
+    """Fields of Chunks that passes before the update fill."""
+    reads = self._stage.algorithm.reads
+    fields = {
+      'proximal_logprobs': plan.proximal,
+      'reference_logprobs': 'reference' in reads and (plan.proximal or not self._own_reference),
+      'values': 'values' in reads,
+    }
+    return {name for name, is_passed in fields.items() if is_passed}
+
+  async def _passes(self, learned: Learned, plan: StepPlan, packed: PackedStep) -> PackedStep:
+    chunks, passed = packed.chunks, self._passed(plan)
+    if 'proximal_logprobs' in passed:
+      with self._phases.timed('old_log_prob'):
+        logprobs = await self._device.run(self._score, learned.policy.params, chunks, packed.used)
+        chunks = chunks.replace(proximal_logprobs=logprobs)
+    if 'reference_logprobs' in passed:
+      with self._phases.timed('ref'):
+        logprobs = chunks.proximal_logprobs
+        if not self._own_reference:
+          logprobs = await self._device.run(self._score, learned.reference, chunks, packed.used)
+        chunks = chunks.replace(reference_logprobs=logprobs)
+    if 'values' in passed:
+      with self._phases.timed('values'):
+        values = await self._device.run(self._value, learned.critic.params, chunks, packed.used)
+        chunks = chunks.replace(values=values)
+    return packed._replace(chunks=chunks)
+
+  def _column(self, name: str, plan: StepPlan, steps: list[PackedStep]) -> list[np.ndarray]:
+    """A field of Chunks, per row of the plan, in every process."""
+    found: dict[int, np.ndarray] = {}
+    for packed in steps:
+      array = self._gather(getattr(packed.chunks, name))
+      lengths = [plan.rows[i].length for i in packed.rows]
+      found |= zip(packed.rows, unpack(array, packed, lengths), strict=True)
+    return [found[i] for i in range(len(plan.rows))]
+
+  async def update(self, learned: Learned, batch: Batch) -> tuple[Learned, Updated]:
+    """All optimizer steps of the batch; the states in `learned` are donated.
 
     Raises:
       RunError: after `max_skipped_updates` unusable gradients in a row.
     """
+    algorithm, constants = self._stage.algorithm, _scalars(batch.annotation.constants)
     metrics: dict[str, Metric] = {name: Mean(*pair) for name, pair in batch.annotation.metrics.items()}
+    if 'reference' in algorithm.reads:
+      metrics['actor/reference_step'] = Mean(learned.reference_step, 1)
     logprobs: dict[int, Any] = {}
+    policy, critic, moved = learned.policy, learned.critic, False
+    trains = batch.plan.step - self._stage.start >= algorithm.critic_warmup
+    if algorithm.renew_optimizer and trains:
+      policy = await self._device.run(self._renew, policy)
     for packed in batch.steps:
-      state, report = await self._device.run(self._update, state, packed.chunks, packed.used)
-      report, in_a_row = await self._device.run(jax.device_get, (report, state.skipped))
-      metrics = merge(metrics, {name: Mean(float(s.total), float(s.count)) for name, s in report.stats.items()})
-      counts = {'run/skipped_updates': Sum(int(report.skipped)), 'run/empty_updates': Sum(int(report.empty))}
-      metrics = merge(metrics, counts)
-      if not logprobs.keys() >= set(packed.rows):
-        before = report.logprobs
-        if batch.plan.proximal:
-          before = await self._device.run(self._gather, packed.chunks.proximal_logprobs)
+      if critic is not None:
+        with self._phases.timed('update_critic'):
+          critic, report = await self._apply(self._update_critic, critic, packed, constants)
+        self._check(report, 'critic')
+        metrics = merge(metrics, _report_metrics(report))
+      outputs = packed.chunks.proximal_logprobs
+      if trains:
+        policy, report = await self._apply(self._update, policy, packed, constants)
+        self._check(report, 'actor')
+        metrics = merge(metrics, _report_metrics(report))
+        moved |= not (report.skipped or report.empty)
+        outputs = outputs if batch.plan.proximal else report.outputs
+      if algorithm.head == 'lm' and not logprobs.keys() >= set(packed.rows):
+        before = await self._device.run(self._gather, outputs)
         lengths = [batch.plan.rows[i].length for i in packed.rows]
         for i, values in zip(packed.rows, unpack(before, packed, lengths), strict=True):
           logprobs.setdefault(i, values)
-      self._check(int(in_a_row), float(report.stats['actor/grad_norm'].total))
-    return state, Updated(metrics, logprobs)
+    learned = learned._replace(policy=policy, critic=critic, algorithm_state=batch.annotation.state)
+    if batch.plan.held_out:
+      metrics |= await self._measured(learned, batch.plan, constants)
+    learned = await self._device.run(self._refreshed, learned, batch.plan.step + 1)
+    return learned, Updated(metrics, logprobs, moved)
+
+  async def _apply(self, update: Update, state: TrainState, packed: PackedStep, constants: Constants):
+    """One optimizer step of one role, and its report; the report's outputs stay on the devices."""
+    state, report = await self._device.run(update, state, packed.chunks, packed.used, constants)
+    told = await self._device.run(jax.device_get, report._replace(outputs=None))
+    return state, told._replace(outputs=report.outputs)
+
+  async def _measured(self, learned: Learned, plan: StepPlan, constants: Constants) -> dict[str, Metric]:
+    """The loss and its statistics on the plan's held-out rows."""
+    units, shape = units_of(plan.held_out), self._stage.shape
+    at_once = max(1, shape.ranks * shape.micro_batches * (shape.chunks // max(map(len, units))))
+    parts = [units[i : i + at_once] for i in range(0, len(units), at_once)]
+    held_out = dataclasses.replace(
+      plan, rows=plan.held_out, optimizer_steps=tuple(tuple(i for unit in part for i in unit) for part in parts)
+    )
+    found: dict[str, Metric] = {}
+    with self._phases.timed('testing'):
+      for number in range(len(parts)):
+        packed = await self._device.run(self._loader.load, held_out, number, shape)
+        packed = await self._passes(learned, held_out, packed)
+        stats = await self._device.run(self._measure_loss, learned.policy.params, packed.chunks, packed.used, constants)
+        stats = await self._device.run(jax.device_get, stats)
+        found = merge(found, {name: Mean(float(s.total), float(s.count)) for name, s in stats.items()})
+    return {f'val-core/{self._stage.held_out}/{name.removeprefix("actor/")}': value for name, value in found.items()}
+
+  def _refreshed(self, learned: Learned, done: int) -> Learned:
+    """With the reference of the batch after `done` batches of the run."""
+    rule = self._stage.algorithm.reference
+    if 'reference' not in self._stage.algorithm.reads:
+      return learned
+    if rule.ema is not None:
+      return learned._replace(
+        reference=_averaged(learned.reference, learned.policy.params, rule.ema), reference_step=done
+      )
+    if rule.every is None or (done - self._stage.start) % rule.every:
+      return learned
+    kept = None if self._own_reference else copy_params(learned.policy.params)
+    return learned._replace(reference=kept, reference_step=done)
 
   def _gather(self, array: jax.Array) -> np.ndarray:
     return jax.device_get(self._whole(array))
 
-  def _check(self, skipped: int, norm: float) -> None:
-    limit = self._stage.optimizer_config.max_skipped_updates
-    if skipped >= limit:
+  def _check(self, report: Report, role: Literal['actor', 'critic']) -> None:
+    config = self._stage.optimizer_config if role == 'actor' else self._stage.critic_optimizer_config
+    if report.in_a_row >= config.max_skipped_updates:
       raise RunError(
-        f'stage {self._stage.name}: {skipped} updates in a row skipped, their gradients were not finite or above '
-        f'skip_grad_norm={self._stage.optimizer_config.skip_grad_norm:g} (last norm {norm:g}); '
+        f'stage {self._stage.name}: {int(report.in_a_row)} updates of the {role} in a row skipped, their gradients '
+        f'were not finite or above skip_grad_norm={config.skip_grad_norm:g} (last norm '
+        f'{float(report.stats[f"{role}/grad_norm"].total):g}); '
         'lower the learning rate or look at the last rollouts, then resume from the newest commit'
       )
+
+
+def _report_metrics(report: Report) -> dict[str, Metric]:
+  found: dict[str, Metric] = {name: Mean(float(s.total), float(s.count)) for name, s in report.stats.items()}
+  return found | {'run/skipped_updates': Sum(int(report.skipped)), 'run/empty_updates': Sum(int(report.empty))}
+
+
+def _scalars(constants: Constants) -> dict[str, np.float32]:
+  """As arrays, so that another value compiles nothing."""
+  return {name: np.float32(value) for name, value in constants.items()}
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _averaged(old: Params, new: Params, weight: float | Float[Array, '']) -> Params:
+  """weight · old + (1 - weight) · new"""
+  return jax.tree.map(lambda a, b: (weight * a + (1.0 - weight) * b).astype(a.dtype), old, new)

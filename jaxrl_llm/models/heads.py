@@ -7,8 +7,13 @@ Invariant: whoever needs outputs contracts hidden states with `head_kernel(param
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Literal
+
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, PRNGKeyArray, UInt32
 
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.models.spec import ModelSpec
@@ -22,6 +27,40 @@ def head_size(spec: ModelSpec) -> int:
 def is_tied(spec: ModelSpec) -> bool:
   """Whether the embedding serves as the head's kernel."""
   return spec.head == 'lm' and spec.tie_word_embeddings
+
+
+def with_head(spec: ModelSpec, head: Literal['lm', 'value', 'scalar']) -> ModelSpec:
+  """The same body under that head. A head of one output is never tied, and an 'lm' head made of one is not either."""
+  return dataclasses.replace(spec, head=head, tie_word_embeddings=head == 'lm' and spec.tie_word_embeddings)
+
+
+def fresh_head(
+  spec: ModelSpec, key: PRNGKeyArray | UInt32[Array, '2'], *, dtype: str = 'float32'
+) -> Float[Array, 'out embed']:
+  """A kernel for the spec's head, normal(initializer_range): `[1, embed]` for 'value' and 'scalar'."""
+  shape = (head_size(spec), spec.hidden_size)
+  return spec.initializer_range * jax.random.normal(key, shape, jnp.dtype(dtype))
+
+
+def replace_head(
+  params: Params, spec: ModelSpec, kernel: Float[Array, 'out embed'] | Float[np.ndarray, 'out embed']
+) -> Params:
+  """Parameters of `spec` around the body of another head's.
+
+  Args:
+    params: scanned or unrolled tree; its head, if it has one, is left out, everything else is shared, not copied.
+    spec: what the result is a model of, as `with_head` gives it.
+    kernel: of its head; in the dtype and on the devices that the tree shall have it.
+
+  Raises:
+    ValueError: for a kernel of another shape, and for a tied spec, whose head is the embedding.
+  """
+  if is_tied(spec):
+    raise ValueError(f'a {spec.family} spec with tied embeddings has no head of its own to be replaced')
+  wanted = (head_size(spec), spec.hidden_size)
+  if kernel.shape != wanted:
+    raise ValueError(f'kernel of a {spec.head} head: got {kernel.shape}, wanted {wanted}')
+  return {**params, 'head': {'kernel': kernel}}
 
 
 def head_kernel(params: Params, spec: ModelSpec) -> Float[Array, 'out embed']:

@@ -1,11 +1,14 @@
-"""Estimators of KL(policy || reference) from the sampled tokens."""
+"""Estimators of KL(policy || reference) from the sampled tokens; masked positions may hold anything, even NaN."""
 
 from __future__ import annotations
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
+
+from jaxrl_llm.objectives.policy import token_log_ratio
 
 Estimator = Literal['k1', 'k2', 'k3']
 
@@ -15,19 +18,67 @@ def kl_estimate(
   reference_logprobs: Float[Array, 'chunks time'],
   *,
   kind: Estimator,
+  mask: Bool[Array, 'chunks time'] | None = None,
   log_ratio_limit: float = 20.0,
   limit: float = 10.0,
 ) -> Float[Array, 'chunks time']:
   """Per-token estimate, d = logprobs - reference:  k1 = d;  k2 = d²/2;  k3 = exp(-d) + d - 1.
 
   Source: Schulman, "Approximating KL divergence" (2020). For k3, -d is limited to ±`log_ratio_limit` and the result
-  to ±`limit`, as the field does. As a loss on on-policy samples the gradient of k1 is zero in expectation, that of k2
-  is the reverse KL's, and that of k3 is biased unless multiplied by the importance ratio (see the algorithms).
+  to ±`limit`, as the field does. As a loss on on-policy samples, summed over sequences, the gradient of k1 is zero in
+  expectation, that of k2 is the reverse KL's at the sampled prefixes, that of k3 the forward KL's (`unbiased_kl` has
+  the reverse one's).
+
+  Args:
+    mask: tokens that count; elsewhere the estimate is 0 and has no gradient. None: all, which must then be finite.
   """
   difference = logprobs - reference_logprobs
+  if mask is not None:
+    difference = jnp.where(mask, difference, 0.0)
   if kind == 'k1':
     return difference
   if kind == 'k2':
     return 0.5 * difference**2
   bounded = jnp.clip(-difference, -log_ratio_limit, log_ratio_limit)
   return jnp.clip(jnp.exp(bounded) - bounded - 1.0, -limit, limit)
+
+
+def unbiased_kl(
+  logprobs: Float[Array, 'chunks time'],
+  reference_logprobs: Float[Array, 'chunks time'],
+  proximal_logprobs: Float[Array, 'chunks time'],
+  mask: Bool[Array, 'chunks time'],
+  *,
+  kind: Estimator = 'k3',
+  log_ratio_limit: float = 20.0,
+  limit: float = 10.0,
+) -> Float[Array, 'chunks time']:
+  """An estimate times the importance ratio ρₜ = exp(logprobsₜ - proximalₜ), so that its gradient is the reverse KL's.
+
+  k3: ρₜ k3ₜ with the gradient through ρₜ;  k2: sg(ρₜ) k2ₜ
+
+  Of samples of the proximal policy both have the gradient ρₜ dₜ ∇logprobsₜ, where no limit is in force; its mean is
+  the gradient of KL(policy || reference). Times the ratio with its gradient, k2 would have that of E[d²/2] instead. For
+  k3 as in DeepSeek-V3.2 (arXiv:2512.02556). 0 where masked.
+
+  Raises:
+    ValueError: for k1: ρₜ k1ₜ has the same mean gradient as k3 with the noise of ρₜ ∇logprobsₜ added.
+  """
+  if kind == 'k1':
+    raise ValueError('unbiased_kl: k1 adds noise of mean zero to the gradient of k3; use k2 or k3')
+  kl = kl_estimate(logprobs, reference_logprobs, kind=kind, mask=mask, log_ratio_limit=log_ratio_limit, limit=limit)
+  ratio = jnp.exp(token_log_ratio(logprobs, proximal_logprobs, mask, limit=log_ratio_limit))
+  return kl * (jax.lax.stop_gradient(ratio) if kind == 'k2' else ratio)
+
+
+def has_expected_gradient(kind: Estimator, *, place: Literal['loss', 'reward'], unbiased: bool) -> bool:
+  """Whether a KL so configured pulls the policy at all, on average over on-policy samples.
+
+  k1 in the loss does not: E[∇(log π - log ref)] = E[∇log π] = 0, so that summed over sequences it adds noise and
+  nothing else; where a sampled length divides, what is left does not point to the reference either. It does not become
+  useful with `unbiased`, which `unbiased_kl` refuses for k1. k2 in the loss has the reverse KL's gradient
+  E[d ∇log π]. k3 in the loss has E[(1 - exp(-d)) ∇log π], the forward KL's: not zero, but biased as a gradient of the
+  reverse KL unless `unbiased` (`unbiased_kl`). In the reward every estimator is a penalty whose value acts through the
+  policy gradient: the mean of k1 and of k3 is the KL itself, that of k2 is near it.
+  """
+  return not (kind == 'k1' and place == 'loss')

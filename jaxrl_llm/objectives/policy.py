@@ -1,11 +1,14 @@
-"""Policy-gradient losses per token."""
+"""Policy-gradient losses per token, or per sequence where said; masked positions may hold anything, even NaN."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_llm.ops.reduce import by_segment, segment_sums
 
 
 class ClippedSurrogate(NamedTuple):
@@ -16,26 +19,63 @@ class ClippedSurrogate(NamedTuple):
   """Tokens with a negative advantage held by the dual clip (`actor/pg_clipfrac_lower`)."""
 
 
-def clipped_surrogate(
+def token_log_ratio(
   logprobs: Float[Array, 'chunks time'],
   proximal_logprobs: Float[Array, 'chunks time'],
+  mask: Bool[Array, 'chunks time'],
+  *,
+  limit: float = 20.0,
+) -> Float[Array, 'chunks time']:
+  """PPO's log ratio, clip(logprobsₜ - proximalₜ, ±limit) with verl's limit; 0 where masked.
+
+  Where the limit is in force the gradient is 0. `proximal_logprobs` are constants: stop their gradients before calling.
+  """
+  return jnp.clip(jnp.where(mask, logprobs - proximal_logprobs, 0.0), -limit, limit)
+
+
+def sequence_log_ratio(
+  logprobs: Float[Array, 'chunks time'],
+  proximal_logprobs: Float[Array, 'chunks time'],
+  mask: Bool[Array, 'chunks time'],
+  segment_ids: Int[Array, 'chunks time'],
+  *,
+  segments: int,
+  limit: float = 10.0,
+) -> Float[Array, 'chunks time']:
+  """GSPO's log ratio (arXiv:2507.18071, there GSPO-token), given to each token of its sequence; 0 where masked.
+
+  sₜ = min(logprobsₜ - sg(logprobsₜ) + sg(mean over the sequence's valid tokens of (logprobs - proximal)), limit)
+
+  The value is the sequence's, the gradient the token's own, so that advantages and weights may differ by token. The
+  upper limit is verl's; where it is in force the gradient is 0.
+  """
+  policy = jnp.where(mask, logprobs, 0.0)
+  held = jax.lax.stop_gradient(policy)
+  difference = held - jnp.where(mask, jax.lax.stop_gradient(proximal_logprobs), 0.0)
+  lengths = segment_sums(mask.astype(difference.dtype), segment_ids, segments=segments)
+  means = segment_sums(difference, segment_ids, segments=segments) / jnp.maximum(lengths, 1.0)
+  return jnp.where(mask, jnp.minimum(policy - held + by_segment(means, segment_ids), limit), 0.0)
+
+
+def clipped_surrogate(
+  log_ratio: Float[Array, 'chunks time'],
   advantages: Float[Array, 'chunks time'],
   *,
   clip_ratio_low: float,
   clip_ratio_high: float,
   clip_ratio_c: float | None,
-  log_ratio_limit: float = 20.0,
 ) -> ClippedSurrogate:
-  """PPO's loss with separate clip ranges and dual clipping.
+  """PPO's loss with separate clip ranges and dual clipping; GSPO's where the log ratio is the sequence's.
 
-  ρₜ = exp(clip(logprobsₜ - proximalₜ, ±limit))
+  ρₜ = exp(log_ratioₜ)
   lossₜ = max(-ρₜ Aₜ, -clip(ρₜ, 1 - low, 1 + high) Aₜ);  where Aₜ < 0: min(lossₜ, -c Aₜ)
 
-  `advantages` and `proximal_logprobs` are constants: stop their gradients before calling. Masking and reduction are
-  the caller's. Sources: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; dual clip: Ye et al. 2020 (arXiv:1912.09729),
-  eq. 5; asymmetric range: DAPO (arXiv:2503.14476), eq. 10. `clip_ratio_c` None switches the dual clip off.
+  `log_ratio` is one of the functions above, which bound and mask it; `advantages` are constants: stop their gradients
+  before calling. Reduction is the caller's. Sources: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; dual clip: Ye et
+  al. 2020 (arXiv:1912.09729), eq. 5; asymmetric range: DAPO (arXiv:2503.14476), eq. 10. `clip_ratio_c` None switches
+  the dual clip off.
   """
-  ratio = jnp.exp(jnp.clip(logprobs - proximal_logprobs, -log_ratio_limit, log_ratio_limit))
+  ratio = jnp.exp(log_ratio)
   plain = -ratio * advantages
   clipped = -jnp.clip(ratio, 1.0 - clip_ratio_low, 1.0 + clip_ratio_high) * advantages
   loss = jnp.maximum(plain, clipped)
@@ -45,3 +85,36 @@ def clipped_surrogate(
     held = (advantages < 0) & (loss > bound)
     loss = jnp.where(advantages < 0, jnp.minimum(loss, bound), loss)
   return ClippedSurrogate(loss, clipped > plain, held)
+
+
+def cispo(
+  log_ratio: Float[Array, 'chunks time'],
+  logprobs: Float[Array, 'chunks time'],
+  advantages: Float[Array, 'chunks time'],
+  *,
+  clip_ratio_low: float,
+  clip_ratio_high: float,
+) -> ClippedSurrogate:
+  """CISPO (MiniMax-M1, arXiv:2506.13585): REINFORCE with a cut importance weight, so that no token loses its gradient.
+
+  lossₜ = -sg(clip(exp(log_ratioₜ), 1 - low, 1 + high)) Aₜ logprobsₜ
+
+  The bounds are distances from 1, as in verl (in TRL the upper bound is absolute). `advantages` are constants and
+  finite at masked positions too; `logprobs` there may be anything. `clipped` is where the weight was cut.
+  """
+  ratio = jnp.exp(jax.lax.stop_gradient(log_ratio))
+  weight = jnp.clip(ratio, 1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
+  return ClippedSurrogate(-weight * advantages * logprobs, weight != ratio, jnp.zeros_like(ratio, bool))
+
+
+def opmd_loss(
+  log_ratio_sum: Float[Array, 'chunks segments'], advantages: Float[Array, 'chunks segments'], *, tau: float
+) -> Float[Array, 'chunks segments']:
+  """Online policy mirror descent of Kimi k1.5 (arXiv:2501.12599), per sequence.
+
+  loss = -A s + τ/2 s²,  s = sum over the sequence's valid tokens of (logprobs - reference)
+
+  Its gradient, -A ∇log π + τ/2 ∇s², is the paper's. With A = r - baseline (the group's mean reward, or the
+  log-partition function) it is (A - τ s)² / (2 τ) less the constant A² / (2 τ). `advantages` are constants.
+  """
+  return -log_ratio_sum * advantages + 0.5 * tau * log_ratio_sum**2

@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
 
 def negative_log_likelihood(logprobs: Float[Array, 'chunks time']) -> Float[Array, 'chunks time']:
   """lossₜ = -log p(tokenₜ | tokens before it). Masking and reduction are the caller's."""
   return -logprobs
+
+
+def chord_token_weight(
+  logprobs: Float[Array, 'chunks time'], mask: Bool[Array, 'chunks time'] | None = None
+) -> Float[Array, 'chunks time']:
+  """CHORD's weight of an expert token's loss (arXiv:2508.11408): φₜ = pₜ (1 - pₜ), a constant.
+
+  At most 1/4, at p = 1/2: it vanishes for tokens that the policy has learnt already and for those far from it.
+
+  Args:
+    mask: tokens that count; elsewhere the weight is 0. None: all, which must then be finite.
+  """
+  if mask is not None:
+    logprobs = jnp.where(mask, logprobs, -jnp.inf)
+  logprobs = jax.lax.stop_gradient(logprobs)
+  # 1 - exp(x) has no digits left where p is near 1.
+  return -jnp.exp(logprobs) * jnp.expm1(logprobs)

@@ -1,4 +1,7 @@
-"""Hidden states to token logprobs, without ever holding `[batch, time, vocab]`: the only place that shifts tokens."""
+"""Hidden states to token logprobs, values and scores, without ever holding `[batch, time, vocab]`.
+
+The only place that shifts tokens.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.ops.reduce import segment_sums
+
 
 class TokenLogprobs(NamedTuple):
   """Aligned as everything else: entry t speaks of `tokens[t]` given `tokens[:t]`; 0 at a segment's first token."""
@@ -15,6 +20,18 @@ class TokenLogprobs(NamedTuple):
   logprobs: Float[Array, 'chunks time']
   entropy: Float[Array, 'chunks time']
   """Entropy in nats of the distribution that `tokens[t]` was drawn from."""
+
+
+class TokenValues(NamedTuple):
+  """Entry t is the value of the state before `tokens[t]`, which is `tokens[:t]`; 0 at a segment's first token."""
+
+  values: Float[Array, 'chunks time']
+
+
+class SequenceScores(NamedTuple):
+  """One score for each segment, read at its last token; 0 for segments that are not there."""
+
+  scores: Float[Array, 'chunks segments']
 
 
 def plan_token_chunk(*, chunks: int, time: int, vocab: int, budget_bytes: int) -> int:
@@ -57,9 +74,43 @@ def token_logprobs(
     body = jax.checkpoint(lambda _, xs: (None, _chunk(xs[0], kernel, xs[1], xs[2])))
     _, parts = jax.lax.scan(body, None, (split(hidden), split(targets), split(scales)))
     logprobs, entropy = (jnp.moveaxis(p, 0, 1).reshape(rows, time) for p in parts)
-  continues = (segment_ids > 0) & (segment_ids == jnp.roll(segment_ids, 1, axis=1)) & (jnp.arange(time) > 0)
-  back = lambda x: jnp.where(continues, jnp.roll(x, 1, axis=1), 0.0)
-  return TokenLogprobs(back(logprobs), back(entropy))
+  return TokenLogprobs(_delayed(logprobs, segment_ids), _delayed(entropy, segment_ids))
+
+
+def token_values(
+  hidden: Float[Array, 'chunks time embed'], kernel: Float[Array, 'one embed'], segment_ids: Int[Array, 'chunks time']
+) -> TokenValues:
+  """hidden · kernel of the position before each token, in at least float32."""
+  return TokenValues(_delayed(_scalar(hidden, kernel), segment_ids))
+
+
+def sequence_scores(
+  hidden: Float[Array, 'chunks time embed'],
+  kernel: Float[Array, 'one embed'],
+  segment_ids: Int[Array, 'chunks time'],
+  *,
+  segments: int,
+) -> SequenceScores:
+  """hidden · kernel of each segment's last token, in at least float32.
+
+  Args:
+    segments: upper bound of segments in a chunk.
+  """
+  last = (segment_ids > 0) & (segment_ids != jnp.roll(segment_ids, -1, axis=1))
+  last = last.at[:, -1].set(segment_ids[:, -1] > 0)
+  return SequenceScores(segment_sums(jnp.where(last, _scalar(hidden, kernel), 0.0), segment_ids, segments=segments))
+
+
+def _scalar(hidden, kernel):
+  wide = jnp.promote_types(hidden.dtype, jnp.float32)
+  return jnp.einsum('cte,oe->ct', hidden, kernel.astype(hidden.dtype), preferred_element_type=wide)
+
+
+def _delayed(x, segment_ids):
+  """Entry t - 1 at t, within segments; 0 at a segment's first token and at padding."""
+  continues = (segment_ids > 0) & (segment_ids == jnp.roll(segment_ids, 1, axis=1))
+  continues &= jnp.arange(segment_ids.shape[1]) > 0
+  return jnp.where(continues, jnp.roll(x, 1, axis=1), 0.0)
 
 
 def _chunk(hidden, kernel, targets, temperature):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,8 @@ class Verdict:
 
   value: float | None
   parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  turn_values: tuple[float, ...] = ()
+  """Of single turns, on top of `value`."""
   evidence: Mapping[str, Json] = dataclasses.field(default_factory=dict)
 
 
@@ -73,6 +76,8 @@ class ScorerConfig:
   """Seconds one call may take, not counting its wait for a free worker."""
   domains: tuple[str, ...] = ()
   """Task domains it judges; empty: all."""
+  tasksets: tuple[str, ...] = ()
+  """Tasksets it judges, so that each may have a composition of its own; empty: all."""
 
   @property
   def implementation(self) -> str:
@@ -84,6 +89,8 @@ class RewardsConfig:
   scorers: tuple[ScorerConfig, ...]
   workers: int = 1
   """Worker processes."""
+  correct_by: str | None = None
+  """Scorer whose value of at least 1 says that an attempt is correct; None: the first that judges its domain."""
   memory_limit_mib: int = 4096
   """Address space of one worker: a completion that makes a scorer allocate without end meets it. 0: no limit."""
 
@@ -92,6 +99,8 @@ class RewardsConfig:
     for name in names:
       if names.count(name) > 1:
         raise UserError(f'rewards.scorers: two scorers are called {name!r}: give each its own name (and its kind)')
+    if self.correct_by is not None and self.correct_by not in names:
+      raise UserError(f'rewards.correct_by: no scorer {self.correct_by!r}; configured are {sorted(names)}')
     for s in self.scorers:
       if not s.deadline_s > 0:
         raise UserError(
@@ -105,14 +114,15 @@ class RewardsConfig:
       raise UserError(f'rewards.memory_limit_mib is {self.memory_limit_mib}, wanted 0 (no limit) or more')
 
 
-def in_force(configs: Sequence[ScorerConfig], domain: str) -> tuple[ScorerConfig, ...]:
-  """The scorers that judge tasks of `domain`. Raises UserError where there is none: such tasks teach nothing."""
-  chosen = tuple(c for c in configs if not c.domains or domain in c.domains)
+def in_force(configs: Sequence[ScorerConfig], domain: str, taskset: str) -> tuple[ScorerConfig, ...]:
+  """The scorers that judge tasks of `domain` in `taskset`. Raises UserError for none: such tasks teach nothing."""
+  judges = lambda config: not config.tasksets or taskset in config.tasksets
+  chosen = tuple(c for c in configs if judges(c) and (not c.domains or domain in c.domains))
   if not chosen:
     known = sorted({d for c in configs for d in c.domains})
     raise UserError(
-      f'rewards.scorers: no scorer judges domain {domain!r} (domains named: {known}): '
-      'add the domain to a scorer, or leave one scorer’s domains empty'
+      f'rewards.scorers: no scorer judges domain {domain!r} in taskset {taskset!r} (domains named: {known}): '
+      'add the domain to a scorer, or leave one scorer’s domains and tasksets empty'
     )
   return chosen
 
@@ -123,11 +133,15 @@ class Reward:
   """Weighted sum; None if any scorer in force could not say."""
   parts: dict[str, float]
   """Unweighted: `<scorer>` and `<scorer>/<part>`, for those that have a value."""
+  correct: bool | None = None
+  """What the scorer that is asked for it says; None where it could not say, or does not judge this domain."""
+  turn_values: tuple[float, ...] = ()
+  """Weighted sums per turn, on top of `value`; empty where no scorer gives any."""
 
 
-def combine(scores: Sequence[Score], configs: Sequence[ScorerConfig]) -> Reward:
+def combine(scores: Sequence[Score], config: RewardsConfig) -> Reward:
   """value = Σ weightₛ · valueₛ over `scores`, None if one of them is None or there are none."""
-  weights = {c.name: c.weight for c in configs}
+  weights = {c.name: c.weight for c in config.scorers}
   parts: dict[str, float] = {}
   for score in scores:
     if score.value is not None:
@@ -136,7 +150,15 @@ def combine(scores: Sequence[Score], configs: Sequence[ScorerConfig]) -> Reward:
   values = [(weights[s.scorer], s.value) for s in scores]
   if not values or any(value is None for _, value in values):
     return Reward(value=None, parts=parts)
-  return Reward(value=math.fsum(weight * value for weight, value in values), parts=parts)
+  judge = config.correct_by or scores[0].scorer
+  said = [s.value for s in scores if s.scorer == judge]
+  turns = [[weights[s.scorer] * value for value in s.turn_values] for s in scores]
+  return Reward(
+    value=math.fsum(weight * value for weight, value in values),
+    parts=parts,
+    correct=said[0] >= 1.0 if said else None,
+    turn_values=tuple(math.fsum(of) for of in itertools.zip_longest(*turns, fillvalue=0.0)),
+  )
 
 
 OptionsT = TypeVar('OptionsT')

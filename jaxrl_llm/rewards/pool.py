@@ -114,9 +114,11 @@ def _checked(verdict: Verdict) -> Verdict:
     raise TypeError(f'scorer returned {type(verdict).__name__}, wanted Verdict')
   value = None if verdict.value is None else float(verdict.value)
   parts = {name: float(part) for name, part in verdict.parts.items()}
-  if not all(math.isfinite(number) for number in (value or 0.0, *parts.values())):
-    raise ValueError(f'scorer returned value {value} and parts {parts}, wanted finite numbers')
-  return Verdict(value=value, parts=parts, evidence=json.loads(json.dumps(dict(verdict.evidence))))
+  turns = tuple(float(turn) for turn in verdict.turn_values)
+  if not all(math.isfinite(number) for number in (value or 0.0, *parts.values(), *turns)):
+    raise ValueError(f'scorer returned value {value}, parts {parts} and turns {turns}, wanted finite numbers')
+  evidence = json.loads(json.dumps(dict(verdict.evidence)))
+  return Verdict(value=value, parts=parts, turn_values=turns, evidence=evidence)
 
 
 def _run(name: str, attempt: Attempt) -> _Outcome:
@@ -184,7 +186,7 @@ class ScorerPool:
 
   async def score(self, attempt: Attempt) -> tuple[Score, ...]:
     """One Score for each scorer in force for the attempt's domain, in the configuration's order."""
-    chosen = in_force(self.config.scorers, attempt.task.domain)
+    chosen = in_force(self.config.scorers, attempt.task.domain, attempt.task.taskset)
     return tuple(await asyncio.gather(*(self._score(config, attempt) for config in chosen)))
 
   async def _score(self, config: ScorerConfig, attempt: Attempt) -> Score:

@@ -153,6 +153,10 @@ class Engine(Protocol):
     """
     ...
 
+  async def relabel(self, version: Version) -> None:
+    """The weights that it serves are also those of `version`, and go by that name from now on."""
+    ...
+
   def take_metrics(self) -> dict[str, float]:
     """What was measured since the last call, by metric key."""
     ...

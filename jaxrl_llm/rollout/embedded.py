@@ -148,6 +148,14 @@ class EmbeddedEngine:
       self._scheduler.reweigh(version)
     self._wake.set()
 
+  async def relabel(self, version: Version) -> None:
+    async with self._turns:
+      self._check_alive()
+      if self._version is None:
+        raise RuntimeError(f'engine {self.name}: load comes before relabel')
+      self._version = version
+      self._scheduler.relabel(version)
+
   async def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
     self._check_alive()
     if self._version is None or self._driver is None:

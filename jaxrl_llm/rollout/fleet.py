@@ -97,6 +97,8 @@ class Fleet:
     self._watcher: asyncio.Task | None = None
     self._failure: Exception | None = None
     self._last_trouble = ''
+    self._names: dict[Version, Version] = {}
+    """Of versions that were published and are now known by another name, for the weights did not change."""
     self._taken: collections.Counter[str] = collections.Counter()
     self._seconds: dict[str, float] = {}
 
@@ -187,6 +189,15 @@ class Fleet:
       self._seconds['perf/publish_pause_s'] = max(r.paused_s for r in self.replicas if r.version == publication.version)
       self._seconds['perf/publish_bytes'] = float(publication.nbytes)
     self._deal()
+
+  async def relabel(self, version: Version) -> None:
+    """Servers keep the name that they were brought to; what they draw under it is handed out under the new one."""
+    async with self._loading:
+      self._check_alive()
+      if self._current is None:
+        raise RuntimeError(f'engine {self.name}: load comes before relabel')
+      self._names[self._current.publication.version] = version
+      self._version = version
 
   async def _take(self, replica: Replica) -> str | None:
     """Brings a serving replica to the current version; its reason where it refused, and goes on as before."""
@@ -421,7 +432,7 @@ class Fleet:
           replica.failures = 0
           self.counts['completions'] += 1
           self.counts['tokens'] += len(completion.tokens)
-          return completion
+          return self._named(completion)
         self.counts['void'] += 1
         error = Lost(f'{replica.name}: tokens of a version that it was not proven to hold')
       except Lost as lost:
@@ -434,6 +445,11 @@ class Fleet:
     raise RunError(
       f'request {request.uid}, sample {index}: lost {self._config.max_retries + 1} times, the last: {error}'
     )
+
+  def _named(self, completion: Completion) -> Completion:
+    """The completion with the newest name of each version."""
+    named = lambda segment: dataclasses.replace(segment, version=self._names.get(segment.version, segment.version))
+    return dataclasses.replace(completion, segments=tuple(named(segment) for segment in completion.segments))
 
   async def _acquire(self) -> tuple[Replica, int]:
     """The server for the next request, which counts as under way there; and which of its lives it is."""

@@ -105,6 +105,12 @@ class Scheduler:
     self._waiting = [job for prefill in self._ready for job in prefill.jobs if job.pending] + self._waiting
     self._ready = []
 
+  def relabel(self, version: Version) -> None:
+    """The same weights by another name: what running samples draw under them goes by it."""
+    for occupant in self._slots:
+      if occupant is not None:
+        occupant.segments[-1] = (occupant.segments[-1][0], version)
+
   def plan(self, version: Version | None) -> Turn | None:
     """Frees what nobody waits for, fills free slots, and says what to run; None where there is nothing."""
     self._slots = [None if slot is None or slot.job.left else slot for slot in self._slots]

@@ -138,9 +138,35 @@ METRICS: dict[str, str] = {
   'actor/kl': 'KL to the reference (nats per token), whatever enters the loss. Read it as actor/kl_loss.',
   'actor/kl_coef': 'Coefficient of the KL term.',
   'actor/reward_kl_penalty': 'Mean KL penalty that was taken from the reward.',
+  'actor/entropy_loss': 'Negative entropy per token, before its coefficient.',
+  'actor/reference_step': 'Completed batches when the reference was last the policy; the KL starts from 0 there.',
+  'actor/log_ratio_sum': 'opmd: mean over sequences of log π(y) - log π_ref(y) (nats). 0 at the first update of a '
+  'batch; a size above 1/τ means that the squared penalty rules.',
+  'actor/off_policy_masked_fraction': 'Share of tokens of bad samples that were masked for being too far off-policy.',
+  'actor/mu': 'mix: weight of imitation in force.',
+  'actor/expert_logprob': 'mix: mean log-likelihood of an expert token (nats). Should rise.',
+  # Pairs: TRL's names.
+  'actor/dpo_loss': 'DPO loss per pair. log 2 = 0.693 at the start; falls as margins grow.',
+  'actor/rm_loss': 'Bradley-Terry loss per pair. log 2 = 0.693 is guessing.',
+  'actor/center_loss': 'Squared sum of the scores of a pair, before its coefficient.',
+  'rewards/accuracies': 'Share of pairs whose chosen answer wins (a tie is half a win). 0.5 is guessing.',
+  'rewards/margins': "Mean by which the chosen answer wins: β·(log-ratio difference), or a reward model's score.",
+  'rewards/chosen': 'Mean implicit reward (DPO) or score (reward model) of the chosen answers.',
+  'rewards/rejected': 'The same of the rejected answers; when both fall together, likelihood is being lost.',
+  'logps/chosen': 'Mean log-likelihood of the chosen answers (whole answers, nats).',
+  'logps/rejected': 'Mean log-likelihood of the rejected answers.',
+  # The critic.
+  'critic/loss': "All terms of the critic's loss.",
+  'critic/vf_loss': 'Half the squared error of the values, clipped as configured. Should fall.',
+  'critic/vf_clipfrac': 'Share of tokens whose value was held back by cliprange_value.',
+  'critic/vpred_mean': "Mean of the critic's values at its update.",
+  'critic/grad_norm': "Global norm of the critic's gradient before clipping.",
+  'critic/lr': "The critic's learning rate.",
   # Rewards.
   **_of('critic/score', 'score of a sample as the scorers gave it, before any shaping', 'The curve that should rise.'),
-  **_of('critic/rewards', 'reward of a sample after shaping (KL penalty, length)', 'Equals the score without shaping.'),
+  **_of(
+    'critic/rewards', 'reward of a sample after the length terms, KL left out', 'Equals the score without shaping.'
+  ),
   **_of(
     'critic/advantages', 'advantage of a trained token', 'The mean is near 0 for groups; extremes above 5 are rare.'
   ),
@@ -190,7 +216,9 @@ METRICS: dict[str, str] = {
   'of a truncated distribution (top_p, top_k) or another model.',
   'rollout_corr/rollout_is_eff_sample_size': 'Effective share of the tokens under their weights, (Σw)² / (N Σw²). 1 is '
   'no mismatch; below 0.9 look at the largest weights, below 0.5 half of the batch is lost to a correction.',
-  'rollout_corr/rollout_is_capped': 'Share of tokens whose importance weight was capped. Should be below 0.01.',
+  'rollout_corr/rollout_is_weight': 'Mean of the weights that the loss was multiplied with, after truncation. Below 1 '
+  'by what was cut; below 0.9 much of the batch is.',
+  'rollout_corr/rollout_rs_masked_fraction': 'Share of tokens of sequences that were masked for their mean ratio.',
   'rollout_corr/<name>': 'Another statistic of the correction, named by its estimator.',
   'sampling/sampling_logp_difference/mean': 'Mean |trainer − sampler| of the token logprobs. Embedded: 1e-6; '
   'vLLM in bfloat16: 1e-2. Steadily above 0.02 is a bug.',
@@ -245,6 +273,11 @@ METRICS: dict[str, str] = {
   'val-core/<taskset>/acc/mean@<k>': 'Mean share solved over k samples per task.',
   'val-core/<taskset>/acc/mean@<k>/stderr': 'Standard error of that mean, over tasks.',
   'val-core/<taskset>/acc/pass@<k>': 'Unbiased estimate that at least one of k samples solves a task.',
+  'val-core/<preferences>/rewards/accuracies': 'Share of held-out pairs whose chosen answer wins. 0.5 is guessing.',
+  'val-core/<preferences>/rewards/<name>': 'The same statistic on held-out pairs as in training.',
+  'val-core/<preferences>/logps/<name>': 'The same statistic on held-out pairs as in training.',
+  'val-core/<preferences>/<name>_loss': 'The loss on held-out pairs. Rising while that in training falls: memorising.',
+  'val-core/<preferences>/entropy': 'Entropy of the policy per token of the held-out answers (nats).',
   'val-aux/<taskset>/num_tasks': 'Tasks evaluated.',
   'val-aux/<taskset>/truncated': 'Share of evaluation responses cut at the token limit.',
   'val-aux/<taskset>/unscorable': 'Evaluation responses without a score; they are in no accuracy.',
@@ -254,7 +287,7 @@ METRICS: dict[str, str] = {
 """Key, or pattern with <placeholders> for one or more path parts, to how to read it. The first that matches counts."""
 
 
-_DEEP = {'<taskset>', '<part>', '<name>'}
+_DEEP = {'<taskset>', '<preferences>', '<part>', '<name>'}
 """Placeholders that may hold several path parts."""
 
 

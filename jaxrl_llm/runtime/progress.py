@@ -37,6 +37,7 @@ PHASES = {
 _QUANTITIES = [
   ('reward', ('critic/score/mean', 'critic/rewards/mean')),
   ('loss', ('actor/sft_loss', 'actor/loss')),
+  ('pairs won', ('rewards/accuracies',)),
   ('len', ('response_length/mean',)),
   ('KL', ('actor/kl_loss', 'actor/ppo_kl')),
 ]

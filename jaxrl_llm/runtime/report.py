@@ -180,7 +180,8 @@ def _summary(rows: list[Row], stages: list[Row]) -> list[Row]:
     way = [f'{row[key]:.3f} at {row.get(writers.STAGE)} {_step(row):,}' for row in _distinct(milestones, measured[-1])]
     detail = 'from ' + ', '.join(way) if way else 'the only evaluation'
     tiles.append({'label': f'Accuracy, {how}: {taskset}', 'value': f'{measured[-1][key]:.3f}', 'detail': detail})
-  for label, key in (('Reward', 'critic/score/mean'), ('Supervised loss', 'actor/sft_loss')):
+  curves = {'Reward': 'critic/score/mean', 'Pairs won': 'rewards/accuracies', 'Supervised loss': 'actor/sft_loss'}
+  for label, key in curves.items():
     values = [row[key] for row in rows if is_number(row.get(key))]
     if values:
       first, last = statistics.fmean(values[:10]), statistics.fmean(values[-10:])

@@ -62,14 +62,24 @@ class Publisher:
     """
     self._engine, self._device, self._gatherer, self._prober = engine, device, gatherer, prober
     self._served: Version | None = None
+    self._moved: int | None = None
 
-  async def publish(self, params: Params, version: Version) -> None:
-    """Returns when the engine has acknowledged `version`. Called by every process."""
+  async def publish(self, params: Params, version: Version, *, moved: int) -> None:
+    """Returns when the engine has acknowledged `version`. Called by every process.
+
+    Args:
+      moved: step at which the weights last changed: while it is the same, they are acknowledged without being sent.
+    """
     if version == self._served:
+      return
+    if self._served is not None and moved == self._moved:
+      if self._engine is not None:
+        await self._engine.relabel(version)
+      self._served = version
       return
     probe = await self._device.run(self._prober.probe, params) if self._prober is not None else None
     if self._engine is None:
       await self._device.run(self._gatherer.take_part, params)
     else:
       await self._engine.load(Weights(version=version, leaves=self._gatherer.leaves(params), probe=probe))
-    self._served = version
+    self._served, self._moved = version, moved

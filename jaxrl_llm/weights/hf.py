@@ -111,14 +111,17 @@ def export(
 ) -> list[Path]:
   """Writes a directory that transformers and vLLM load unchanged; weights last, so that with them it is whole.
 
+  A model with a 'scalar' head is what AutoModelForSequenceClassification loads, one with a 'value' head what
+  AutoModelForTokenClassification loads, each with one label and without generation_config.json.
+
   Args:
     directory: where; made if need be.
     params: scanned or unrolled tree of NumPy or addressable JAX arrays.
-    spec: a language model.
+    spec: the model.
     dtype: of the weights.
     tokenizer_dir: whose tokenizer and chat template are copied; None for weights without a tokenizer.
     eos_ids: tokens that end a completion.
-    pad_id: padding, if any.
+    pad_id: padding, if any; see `write_config` for what a 'scalar' head makes of None.
     bos_id: beginning of text, if any.
     shard_bytes: see `save_params`.
 
@@ -131,8 +134,12 @@ def export(
   with writing(directory):
     directory.mkdir(parents=True, exist_ok=True)
     write_config(directory, spec, dtype=dtype, bos_id=bos_id, eos_ids=eos_ids, pad_id=pad_id)
-    generation = {'bos_token_id': bos_id, 'eos_token_id': one_or_list(eos_ids), 'pad_token_id': pad_id}
-    write_json(directory / 'generation_config.json', {k: v for k, v in generation.items() if v is not None})
+    if spec.head == 'lm':
+      generation = {'bos_token_id': bos_id, 'eos_token_id': one_or_list(eos_ids), 'pad_token_id': pad_id}
+      write_json(directory / 'generation_config.json', {k: v for k, v in generation.items() if v is not None})
+    else:
+      # An earlier export's would speak of special tokens before this one's config.json.
+      (directory / 'generation_config.json').unlink(missing_ok=True)
     if tokenizer_dir is not None:
       _warn_of_misreading(spec.family, Path(tokenizer_dir))
       copy_tokenizer(tokenizer_dir, directory)

@@ -12,8 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from absl import logging
+
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.models.families import FAMILIES
+from jaxrl_llm.models.heads import is_tied
 from jaxrl_llm.models.spec import ModelSpec, RopeScaling
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -22,6 +25,13 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
   'llama': {'max_position_embeddings': 2048},
 }
 """What transformers assumes for an absent key, where it is no constant of all families."""
+
+_CLASSIFIERS: Mapping[str, Mapping[str, str]] = {
+  'qwen2': {'scalar': 'Qwen2ForSequenceClassification', 'value': 'Qwen2ForTokenClassification'},
+  'qwen3': {'scalar': 'Qwen3ForSequenceClassification', 'value': 'Qwen3ForTokenClassification'},
+  'llama': {'scalar': 'LlamaForSequenceClassification', 'value': 'LlamaForTokenClassification'},
+}
+"""Transformers' classes of one output: `architectures` in the config.json of a reward model and of a critic."""
 
 _ROPE_KEYS: Mapping[str, frozenset[str]] = {
   'default': frozenset(),
@@ -40,7 +50,6 @@ _SAME_NAMES = (
   'num_key_value_heads',
   'head_dim',
   'rms_norm_eps',
-  'tie_word_embeddings',
   'max_position_embeddings',
   'initializer_range',
 )
@@ -92,13 +101,15 @@ def read_spec(directory: str | Path) -> ModelSpec:
   """The model that a directory's config.json describes.
 
   Both forms are read: v4 (`rope_theta`, `rope_scaling`) and v5 (`rope_parameters`). Where a file has both, they must
-  agree. Absent keys mean what they mean to transformers.
+  agree. Absent keys mean what they mean to transformers. The head follows from the class in `architectures`, and is
+  'lm' without one.
   """
   path = Path(directory) / 'config.json'
   config = _Config(path, read_json(path))
   family = config.values.get('model_type')
   if family not in FAMILIES:
     raise config.error('model_type', family, f'one of {", ".join(FAMILIES)}')
+  head = _head(config, family)
   _refuse_unsupported(config, family)
   defaults = _DEFAULTS[family]
   heads = config.number('num_attention_heads', None, int)
@@ -120,13 +131,14 @@ def read_spec(directory: str | Path) -> ModelSpec:
     'rope_theta': theta,
     'rope_scaling': scaling,
     'rms_norm_eps': config.number('rms_norm_eps', FAMILIES[family].rms_norm_eps, float),
-    'tie_word_embeddings': config.flag('tie_word_embeddings', False),
+    'tie_word_embeddings': config.flag('tie_word_embeddings', False) and head == 'lm',
     'max_position_embeddings': positions,
     'qkv_bias': bias,
     'o_bias': bias and family != 'qwen2',
     'mlp_bias': config.flag('mlp_bias', False),
     'qk_norm': FAMILIES[family].qk_norm,
     'initializer_range': config.number('initializer_range', 0.02, float),
+    'head': head,
   }
   try:
     return ModelSpec(family=family, **fields)
@@ -139,9 +151,6 @@ def _refuse_unsupported(config: _Config, family: str) -> None:
   values = config.values
   if values.get('hidden_act', 'silu') not in ('silu', 'swish'):
     raise config.error('hidden_act', values['hidden_act'], '"silu"')
-  for architecture in values.get('architectures') or ():
-    if architecture != FAMILIES[family].architecture:
-      raise config.error('architectures', values['architectures'], f'["{FAMILIES[family].architecture}"]')
   if values.get('quantization_config') is not None:
     raise config.error('quantization_config', values['quantization_config'], 'null: only unquantized weights are read')
   if values.get('is_causal') is False or values.get('use_bidirectional_attention'):
@@ -164,6 +173,33 @@ def _refuse_unsupported(config: _Config, family: str) -> None:
       f'{config.path}: attention has a sliding window ({json.dumps(got)}, layer_types {sorted(set(kinds))}), '
       'wanted full attention in every layer'
     )
+
+
+def _classes(family: str) -> dict[str, str]:
+  """Transformers' classes of a family, by our name of their head."""
+  return {'lm': FAMILIES[family].architecture, **_CLASSIFIERS.get(family, {})}
+
+
+def _head(config: _Config, family: str) -> str:
+  """The head of the class that a file names; an error for any other class, and for more than one output."""
+  names, classes = config.values.get('architectures'), _classes(family)
+  if not names:
+    return 'lm'
+  head = next((head for head, name in classes.items() if names == [name]), None)
+  if head is None:
+    raise config.error('architectures', names, f'one of {", ".join(classes.values())}')
+  if head != 'lm':
+    _require_one_label(config)
+  return head
+
+
+def _require_one_label(config: _Config) -> None:
+  # Transformers counts the labels of id2label; without one num_labels is the count, and without either it is 2.
+  labels, count = config.values.get('id2label'), config.values.get('num_labels')
+  if labels is not None and (not isinstance(labels, dict) or len(labels) != 1):
+    raise config.error('id2label', labels, 'one label: a reward model or critic has one output')
+  if count != 1 and (count is not None or labels is None):
+    raise config.error('num_labels', count, '1: a reward model or critic has one output')
 
 
 def _attention_bias(config: _Config, family: str) -> bool:
@@ -252,15 +288,19 @@ def write_config(
 
   Args:
     directory: where; it exists.
-    spec: a language model.
+    spec: the model; its head decides the class.
     dtype: of the weights beside it, by Hugging Face's name.
     bos_id: beginning of text, if any.
     eos_ids: tokens that end a completion.
-    pad_id: padding, if any.
+    pad_id: padding, if any. Transformers scores the last token that is not it, so that a 'scalar' head must have one:
+      where it is None, `bos_id`, with which no sequence ends, or else the first of `eos_ids`.
   """
   family = spec.family
-  if spec.head != 'lm':
-    raise UserError(f'a model with a {spec.head} head has no Hugging Face configuration; only language models have one')
+  if spec.head not in _classes(family):
+    raise UserError(
+      f'{directory}: transformers has no class for a {family} model with a {spec.head} head; '
+      f'those of {", ".join(_CLASSIFIERS)} have one'
+    )
   has_bias = spec.qkv_bias
   expressible = {'qwen2': has_bias and not spec.o_bias}.get(family, has_bias == spec.o_bias)
   if not expressible or (spec.mlp_bias and family != 'llama') or spec.qk_norm != FAMILIES[family].qk_norm:
@@ -278,22 +318,56 @@ def write_config(
     'qwen3': {'use_sliding_window': False, 'sliding_window': None, 'attention_bias': has_bias},
     'llama': {'attention_bias': has_bias, 'mlp_bias': spec.mlp_bias},
   }[family]
+  if spec.head == 'scalar':
+    pad_id = _scoring_pad(directory, pad_id, bos_id, eos_ids)
   config = {
-    'architectures': [FAMILIES[family].architecture],
+    'architectures': [_classes(family)[spec.head]],
     'model_type': family,
     'dtype': dtype,
     'hidden_act': 'silu',
     **{name: getattr(spec, name) for name in _SAME_NAMES},
+    'tie_word_embeddings': is_tied(spec),
     'rope_parameters': _write_rope(spec),
     'attention_dropout': 0.0,
     'use_cache': True,
     **own,
+    **_one_output(spec.head),
     'bos_token_id': bos_id,
     'eos_token_id': one_or_list(eos_ids),
     'pad_token_id': pad_id,
     'transformers_version': importlib.metadata.version('transformers'),
   }
   write_json(Path(directory) / 'config.json', config)
+
+
+def _one_output(head: str) -> dict[str, Any]:
+  """What config.json says of a head with one output."""
+  if head == 'lm':
+    return {}
+  # Without 'regression' vLLM gives the sigmoid of an output.
+  labels = {'id2label': {'0': 'LABEL_0'}, 'label2id': {'LABEL_0': 0}, 'problem_type': 'regression'}
+  return labels | ({'classifier_dropout': 0.0} if head == 'value' else {})
+
+
+def _scoring_pad(directory: str | Path, pad_id: int | None, bos_id: int | None, eos_ids: Sequence[int]) -> int:
+  found = next((token for token in (pad_id, bos_id, *eos_ids) if token is not None), None)
+  if found is None:
+    raise UserError(
+      f'{directory}: pad_id, bos_id and eos_ids are all unset; transformers finds the token that a reward model scores '
+      'by the padding after it: name a padding token'
+    )
+  if pad_id is None:
+    logging.warning(
+      '%s: no padding token is known; config.json names token %d: pad sequences with it', directory, found
+    )
+  if found in eos_ids:
+    logging.warning(
+      '%s: token %d is both padding and an end of text; of a sequence that ends with it transformers scores the token '
+      'before, our own forward pass the last one',
+      directory,
+      found,
+    )
+  return found
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

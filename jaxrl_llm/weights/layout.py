@@ -6,6 +6,7 @@ unrolled trees give the same stream and are filled from the same stream.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from typing import Any
@@ -17,7 +18,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.trees import flatten, unflatten
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.weights.tables import Entry, Inventory, entries
+from jaxrl_llm.weights.tables import Entry, Inventory, entries, zeros
 
 DTYPES = {
   'float32': np.dtype(np.float32),
@@ -43,7 +44,7 @@ def to_hf(params: Params, spec: ModelSpec) -> Iterator[tuple[str, np.ndarray]]:
 
   Yields:
     Names and arrays. Layers of a scanned tree are views of it, and so is anything that already lies in this host's
-    memory: copy what must outlive a donation. All layers of one parameter follow each other.
+    memory: copy what must outlive a donation. All layers of one parameter follow each other, and `tables.zeros` them.
   """
   flat = flatten(params)
   scanned = any(name.startswith('layers/attention/') for name in flat)
@@ -55,6 +56,8 @@ def to_hf(params: Params, spec: ModelSpec) -> Iterator[tuple[str, np.ndarray]]:
         yield entry.hf, np.asarray(flat[entry.unrolled])
       else:
         yield entry.hf, stack if entry.layer is None else stack[entry.layer]
+  for entry in zeros(spec):
+    yield entry.hf, np.zeros(entry.shape, flat['head/kernel'].dtype)
 
 
 def _check_tree(flat: dict[str, Any], spec: ModelSpec, *, scanned: bool) -> None:
@@ -85,7 +88,7 @@ def from_hf(
   """
   inventory, flat, to = Inventory(spec, 'tensors'), {}, dtype_of(dtype)
   for name, tensor in tensors:
-    entry = inventory.see(name, tensor.shape)
+    entry = inventory.see(name, tensor.shape, functools.partial(np.asarray, tensor))
     if entry is None:
       continue
     if scan_layers and entry.layer is not None:

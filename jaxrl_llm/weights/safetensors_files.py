@@ -1,12 +1,13 @@
 """Safetensors files of a model directory, read and written shard by shard.
 
-Invariant: names and shapes of all files are checked before the first tensor is read, and on the host there is never
+Invariant: names and shapes of all files are checked before the first parameter is read, and on the host there is never
 more than one array of a tree beyond what the caller keeps (when reading), or one shard (when writing).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from jaxrl_llm.core.types import Params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.weights.hf_config import read_json, write_json
 from jaxrl_llm.weights.layout import dtype_of, fill, to_hf
-from jaxrl_llm.weights.tables import Entry, Inventory, entries
+from jaxrl_llm.weights.tables import Entry, Inventory, entries, zeros
 
 SHARD_BYTES = 5_000_000_000
 """Size above which weights are split, by default; many small files and few large ones are both awkward to copy."""
@@ -67,10 +68,7 @@ def load_params(
 
     def read(entry: Entry) -> np.ndarray:
       path = where[entry.hf]
-      try:
-        return files[path].get_tensor(entry.hf)
-      except SafetensorError as error:
-        raise UserError(f'{path}: {entry.hf} cannot be read ({error}); fetch the file again') from None
+      return _read(path, files[path], entry.hf)
 
     params = fill(read, spec, scan_layers=scan_layers, dtype=to, place=place)
   logging.info('read %d tensors from %d files in %s as %s', len(where), len(files), directory, dtype)
@@ -85,6 +83,13 @@ def _open(path: Path) -> safe_open:
   except (SafetensorError, OSError) as error:
     reason = ' '.join(str(error).split())
     raise UserError(f'{path}: truncated or corrupt safetensors file ({reason}); fetch it again') from None
+
+
+def _read(path: Path, file: safe_open, name: str) -> np.ndarray:
+  try:
+    return file.get_tensor(name)
+  except SafetensorError as error:
+    raise UserError(f'{path}: {name} cannot be read ({error}); fetch the file again') from None
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -107,12 +112,12 @@ def _weight_map(directory: Path) -> Mapping[str, str]:
 
 
 def _check_files(directory: Path, files: Mapping[Path, Any], spec: ModelSpec) -> dict[str, Path]:
-  """Which file holds which tensor of the model, from the files' headers alone."""
+  """Which file holds which tensor of the model, from the files' headers and the values of what must be 0."""
   inventory, where = Inventory(spec, str(directory)), {}
   for path, file in files.items():
     for name in file.keys():  # noqa: SIM118 (not a dict)
       header = file.get_slice(name)
-      entry = inventory.see(name, header.get_shape())
+      entry = inventory.see(name, header.get_shape(), functools.partial(_read, path, file, name))
       if entry is None:
         continue
       if header.get_dtype() not in _READABLE:
@@ -158,7 +163,7 @@ def save_params(
       if _WEIGHT_FILE.fullmatch(path.name) and path.name not in written.values():
         path.unlink()
     if len(shards) > 1:
-      total = sum(_bytes(entry, to.itemsize) for entry in entries(spec))
+      total = sum(_bytes(entry, to.itemsize) for shard in shards for entry in shard)
       write_json(directory / _INDEX, {'metadata': {'total_size': total}, 'weight_map': dict(sorted(written.items()))})
   files = [directory / name for name in dict.fromkeys(written.values())]
   logging.info('wrote %d tensors to %d files in %s as %s', len(written), len(files), directory, dtype)
@@ -174,7 +179,7 @@ def _plan_shards(spec: ModelSpec, itemsize: int, shard_bytes: int) -> list[list[
     raise UserError(f'shard_bytes is {shard_bytes}, wanted a positive number of bytes')
   shards: list[list[Entry]] = [[]]
   size = 0
-  for entry in entries(spec):
+  for entry in (*entries(spec), *zeros(spec)):
     size += _bytes(entry, itemsize)
     if shards[-1] and size > shard_bytes:
       shards.append([])

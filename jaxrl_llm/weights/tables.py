@@ -10,7 +10,10 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 
+import numpy as np
+
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.models.heads import is_tied
 from jaxrl_llm.models.spec import ModelSpec
 
 
@@ -37,6 +40,7 @@ _CONDITIONS: Mapping[str, Callable[[ModelSpec], bool]] = {
   'qkv_bias': lambda spec: spec.qkv_bias,
   'o_bias': lambda spec: spec.o_bias,
   'mlp_bias': lambda spec: spec.mlp_bias,
+  'tied': is_tied,
   'untied': lambda spec: spec.head == 'lm' and not spec.tie_word_embeddings,
   'one_output': lambda spec: spec.head != 'lm',
 }
@@ -86,10 +90,13 @@ TABLES: Mapping[str, tuple[Row, ...]] = {
 
 _DERIVED = (
   Row(_LAYER + 'self_attn.rotary_emb.inv_freq', 'layers/{i}/frequencies', ('half_head_dim',)),
-  Row('lm_head.weight', 'head/kernel', ('vocab', 'hidden')),
+  Row('lm_head.weight', 'head/kernel', ('vocab', 'hidden'), 'tied'),
 )
 """What a file may hold beside its parameters, because it follows from them or from the configuration: the buffers of
 old Llama files, and the unembedding of a tied model, which is the embedding."""
+
+_ZERO = (Row('score.bias', 'head/bias', ('one',), 'one_output'),)
+"""What a file may hold beside its parameters only where it is 0, because our models do not have it."""
 
 
 def _sizes(spec: ModelSpec) -> Mapping[str, int]:
@@ -129,6 +136,7 @@ def _expand(rows: Iterable[Row], spec: ModelSpec) -> tuple[Entry, ...]:
   return tuple(
     Entry(hf=row.hf.format(i=i), path=row.ours.replace('{i}/', ''), layer=i, shape=tuple(sizes[a] for a in row.axes))
     for row in rows
+    if _CONDITIONS[row.when](spec)
     for i in (range(spec.num_hidden_layers) if row.stacked else (None,))
   )
 
@@ -137,7 +145,12 @@ def entries(spec: ModelSpec) -> tuple[Entry, ...]:
   """All tensors of a model. Those of one row (one array of the scanned tree) are neighbours, in the layers' order."""
   if spec.family not in TABLES:
     raise UserError(f'model family {spec.family!r} has no weights table; there are {", ".join(TABLES)}')
-  return _expand((row for row in TABLES[spec.family] if _CONDITIONS[row.when](spec)), spec)
+  return _expand(TABLES[spec.family], spec)
+
+
+def zeros(spec: ModelSpec) -> tuple[Entry, ...]:
+  """Tensors of 0 that files have beside a model's parameters: transformers' class of a value per token has a bias."""
+  return _expand(_ZERO, spec) if spec.head == 'value' else ()
 
 
 class Inventory:
@@ -146,30 +159,44 @@ class Inventory:
   def __init__(self, spec: ModelSpec, source: str):
     self._spec, self._source = spec, source
     self._wanted = {entry.hf: entry for entry in entries(spec)}
-    tied = spec.head == 'lm' and spec.tie_word_embeddings
-    derived = _expand((row for row in _DERIVED if tied or row.stacked), spec)
-    self._derived = {entry.hf: entry.shape for entry in derived}
+    self._zero = {entry.hf for entry in _expand(_ZERO, spec)}
+    self._beside = {entry.hf: entry.shape for entry in _expand((*_DERIVED, *_ZERO), spec)}
     self._seen: set[str] = set()
     self._unmapped: list[str] = []
     self._doubled: list[str] = []
     self._misshaped: list[str] = []
 
-  def see(self, name: str, shape: Iterable[int]) -> Entry | None:
-    """The entry that a tensor fills; None if there is none, or if it is wrong (which `finish` will tell)."""
+  def see(self, name: str, shape: Iterable[int], read: Callable[[], np.ndarray]) -> Entry | None:
+    """The entry that a tensor fills; None if there is none, or if it is wrong (which `finish` will tell).
+
+    Args:
+      name: as in the file.
+      shape: of the tensor.
+      read: gives the tensor; called only where it must be 0, and a UserError tells if it is not.
+    """
     shape = tuple(shape)
     if name in self._seen:
       self._doubled.append(name)
       return None
     self._seen.add(name)
     entry = self._wanted.get(name)
-    wanted = entry.shape if entry else self._derived.get(name)
+    wanted = entry.shape if entry else self._beside.get(name)
     if wanted is None:
       self._unmapped.append(name)
     elif wanted != shape:
       self._misshaped.append(f'{name} has {shape}, wanted {wanted}')
+    elif name in self._zero:
+      self._require_zero(name, read().item())
     else:
       return entry
     return None
+
+  def _require_zero(self, name: str, value: float) -> None:
+    if value != 0:
+      raise UserError(
+        f'{self._source}: {name} is {value:g}, wanted 0: heads have no bias here, and all values would be off by it; '
+        'where only their differences count, set it to 0 in the file'
+      )
 
   def finish(self) -> None:
     """Raises a UserError if anything was unmapped, doubled, missing or mis-shaped."""

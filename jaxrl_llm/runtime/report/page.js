@@ -49,6 +49,7 @@ function timePerPhase() {
 function curves() {
   const accuracy = matching(/^val-core\/.*\/acc\/[^/]+$/);
   const acc = accuracy.map((key) => key.replace(/^val-core\//, '').replace('/acc/', ' '));
+  const pairs = matching(/(^|^val-core\/.*\/)rewards\/accuracies$/);
   const charts = [
     chartOf('Reward', ['critic/score/mean'], {}),
     chartOf('Held-out accuracy', accuracy, { series: lines(accuracy).map((l, i) => ({ ...l, name: acc[i] })), range: [0, 1], joined: true,
@@ -59,6 +60,10 @@ function curves() {
     responseLength(),
     chartOf('Gradient norm', ['actor/grad_norm'], { zero: true }),
     chartOf('Policy loss', ['actor/pg_loss'], {}),
+    chartOf('Pairs won', pairs, { range: [0, 1], caption: 'Share of pairs whose chosen answer wins: in training, and held out.' }),
+    chartOf('Margin of pairs', ['rewards/margins'], {}),
+    chartOf("Critic's explained variance", ['critic/vf_explained_var'], { caption: '1 is a perfect critic, 0 a constant.' }),
+    chartOf('Value loss', ['critic/vf_loss'], { zero: true }),
     chartOf('Supervised loss', ['actor/sft_loss'], { zero: true }),
     chartOf('Groups without signal', ['frac_reward_zero_std'], { range: [0, 1] }),
     chartOf('Learning rate', ['actor/lr'], { zero: true }),
@@ -91,7 +96,7 @@ function anyMetric() {
 function evaluation() {
   const { columns, rows } = DATA.evaluations;
   if (!rows.length) return null;
-  const cell = (value, column) => element('td', { class: 'number' }, value === null ? '–' : /\/acc\//.test(column) ? value.toFixed(3) : number(value));
+  const cell = (value, column) => element('td', { class: 'number' }, value === null ? '–' : /\/(acc|rewards)\//.test(column) ? value.toFixed(3) : number(value));
   const first = rows[0];
   const last = rows[rows.length - 1];
   const change = columns.map((column, i) => {

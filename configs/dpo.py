@@ -1,0 +1,51 @@
+"""DPO on the quickstart's task: pairs of a right and a wrong answer, written down or made of the policy's rollouts.
+
+'pairs' (the default) learns from static pairs, the word reversed against the word copied. 'online' samples groups and
+pairs the shortest correct answer with a wrong one, or with a correct one 1.5 times as long (Kimi k1.5,
+arXiv:2501.12599, section 2.4). 'rejection' imitates the shortest correct answer instead (there too).
+
+Paper:     Rafailov et al. 2023 (arXiv:2305.18290).
+Command:   python launch/train.py --config=configs/dpo.py:online
+Hardware:  a laptop's CPU.
+Time and result: docs/acceptance.md.
+"""
+
+import dataclasses
+
+import quickstart
+
+from jaxrl_llm.app.schema import AlgorithmConfig, Config, PairsConfig, PreferenceSource
+from jaxrl_llm.learner.optimizer import OptimizerConfig
+from jaxrl_llm.master.selection import SelectionConfig
+
+
+def get_config(variant: str = 'pairs') -> Config:
+  if variant not in ('pairs', 'online', 'rejection'):
+    raise ValueError(f'variant {variant!r}: there are pairs, online, rejection')
+  config = quickstart.get_config()
+  sft, grpo = config.stages
+  dpo, optimizer = AlgorithmConfig(name='dpo'), OptimizerConfig(peak_lr=1e-4, b2=0.99)
+  if variant == 'pairs':
+    stage = dataclasses.replace(
+      grpo,
+      name='dpo',
+      algorithm=dpo,
+      steps=200,
+      tasksets=(),
+      preferences=PairsConfig(train='train_pairs', held_out='eval_pairs'),
+      sequences_per_batch=64,
+      optimizer=optimizer,
+      evaluate_every=50,
+    )
+  else:
+    selection = SelectionConfig(kind='pairs' if variant == 'online' else 'shortest_correct')
+    algorithm = dpo if variant == 'online' else AlgorithmConfig(name='sft')
+    stage = dataclasses.replace(
+      grpo, name=variant, algorithm=algorithm, selection=selection, optimizer=optimizer, max_dropped_groups=1000
+    )
+  pairs = (
+    PreferenceSource(name='train_pairs', source='taskset:train', chosen='{answer}', wrong=('{word}',), size=3000),
+    PreferenceSource(name='eval_pairs', source='taskset:eval', chosen='{answer}', wrong=('{word}',), size=500),
+  )
+  preferences = pairs if variant == 'pairs' else ()
+  return dataclasses.replace(config, name=f'dpo_{variant}', preferences=preferences, stages=(sft, stage))

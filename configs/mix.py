@@ -1,0 +1,56 @@
+"""MIX where GRPO has no signal: the starting policy copies the word, and never spells it backward.
+
+Three variants from the same start: 'mix' (rollouts and 400 expert rows in one update), 'grpo' (rollouts alone: nothing
+to learn from) and 'sft' (the expert rows alone: a plateau).
+
+Paper:     Trinity-RFT (arXiv:2505.17826), section 3.3.
+Command:   python launch/train.py --config=configs/mix.py:mix
+Hardware:  a laptop's CPU.
+Time and result: docs/acceptance.md.
+"""
+
+import dataclasses
+
+import quickstart
+
+from jaxrl_llm.app.schema import AlgorithmConfig, Config, ExpertsConfig
+from jaxrl_llm.learner.optimizer import OptimizerConfig
+from jaxrl_llm.tasks.taskset import DemonstrationsConfig
+
+EXPERTS = DemonstrationsConfig(templates=('{answer}',), count=400)
+
+
+def get_config(variant: str = 'mix') -> Config:
+  if variant not in ('mix', 'grpo', 'sft'):
+    raise ValueError(f'variant {variant!r}: there are mix, grpo, sft')
+  config = quickstart.get_config()
+  sft, grpo = config.stages
+  copying = dataclasses.replace(
+    sft,
+    name='copying',
+    steps=200,
+    demonstrations=DemonstrationsConfig(templates=('{word}',), count=3000),
+    optimizer=OptimizerConfig(peak_lr=3e-3, schedule='cosine', b2=0.99),
+  )
+  optimizer = OptimizerConfig(peak_lr=5e-4, b2=0.99)
+  if variant == 'sft':
+    stage = dataclasses.replace(
+      sft, name='sft', steps=1500, demonstrations=EXPERTS, optimizer=optimizer, evaluate_every=100
+    )
+  else:
+    clip = {'clip_ratio_high': 0.28}
+    stage = dataclasses.replace(
+      grpo,
+      name=variant,
+      steps=700,
+      algorithm=AlgorithmConfig(name='grpo', options=clip),
+      optimizer=optimizer,
+      evaluate_every=100,
+    )
+  if variant == 'mix':
+    stage = dataclasses.replace(
+      stage,
+      algorithm=AlgorithmConfig(name='mix', options={**clip, 'mu': {'mu': 0.3}}),
+      experts=ExpertsConfig(tasksets=('train',), demonstrations=EXPERTS, ratio=0.2),
+    )
+  return dataclasses.replace(config, name=f'mix_{variant}', stages=(copying, stage))

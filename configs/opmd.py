@@ -1,0 +1,29 @@
+"""Kimi k1.5's online policy mirror descent on the quickstart's task.
+
+Paper:     Kimi k1.5 (arXiv:2501.12599), section 2.3.2: whole sequences, reference = policy before the batch, and an
+           optimizer that starts afresh with each batch; so a batch is worth several updates.
+Command:   python launch/train.py --config=configs/opmd.py
+Hardware:  a laptop's CPU.
+Time and result: docs/acceptance.md.
+"""
+
+import dataclasses
+
+import quickstart
+
+from jaxrl_llm.app.schema import AlgorithmConfig, Config
+from jaxrl_llm.learner.optimizer import OptimizerConfig
+
+
+def get_config(task: str = '') -> Config:
+  config = quickstart.get_config(task)
+  sft, grpo = config.stages
+  opmd = dataclasses.replace(
+    grpo,
+    name='opmd',
+    algorithm=AlgorithmConfig(name='opmd', options={'tau': 0.1}),
+    minibatches=4,
+    # A fresh Adam's first steps have the size of the rate in every coordinate: it has to be small.
+    optimizer=OptimizerConfig(peak_lr=1e-4, b2=0.99),
+  )
+  return dataclasses.replace(config, name='opmd', stages=(sft, opmd))

@@ -1,0 +1,28 @@
+"""A reward model from pairs of a right and a wrong answer: the word reversed against the word copied.
+
+Paper:     Bradley and Terry 1952; Ouyang et al. 2022 (arXiv:2203.02155), section 3.5.
+Command:   python launch/train.py --config=configs/reward_model.py
+Hardware:  a laptop's CPU.
+Time and result: docs/acceptance.md.
+"""
+
+import dataclasses
+
+import dpo
+
+from jaxrl_llm.app.schema import AlgorithmConfig, Config, PairsConfig, StageConfig
+from jaxrl_llm.learner.optimizer import OptimizerConfig
+
+
+def get_config() -> Config:
+  config = dpo.get_config('pairs')
+  stage = StageConfig(
+    name='reward_model',
+    algorithm=AlgorithmConfig(name='reward_model'),
+    steps=300,
+    preferences=PairsConfig(train='train_pairs', held_out='eval_pairs'),
+    sequences_per_batch=64,
+    optimizer=OptimizerConfig(peak_lr=1e-3, schedule='cosine', b2=0.99),
+    evaluate_every=50,
+  )
+  return dataclasses.replace(config, name='reward_model', stages=(stage,), evaluation=())

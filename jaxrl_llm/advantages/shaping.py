@@ -1,0 +1,157 @@
+"""Additions to rewards and coefficients that change with the step: pure functions of what they are given."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float64, Int
+
+from jaxrl_llm.core.errors import UserError
+
+Lengths = Sequence[int] | Int[np.ndarray, 'samples']
+
+
+def overlong_penalty(
+  lengths: Lengths, *, max_length: int, buffer: int, factor: float = 1.0
+) -> Float64[np.ndarray, 'samples']:
+  """DAPO's soft overlong punishment: min(0, -(length - (max_length - buffer)) / buffer · factor), at least -factor.
+
+  Source: DAPO (arXiv:2503.14476), eq. 13. 0 up to max_length - buffer, then a straight line down to -factor at
+  max_length and beyond.
+
+  Args:
+    lengths: of each response, in tokens. What counts is the caller's choice: the trained tokens (tool tokens then
+      cost nothing) or all of the response. `max_length` must count the same.
+    max_length: where the whole penalty is reached.
+    buffer: tokens over which it grows, 1 to `max_length`.
+    factor: size of the whole penalty.
+
+  Raises:
+    UserError: `buffer` is out of its range.
+  """
+  if not 1 <= buffer <= max_length:
+    raise UserError(f'overlong penalty: buffer {buffer}, wanted 1 to max_length={max_length} tokens')
+  room = max_length - buffer - np.asarray(lengths, np.float64)
+  return factor * np.clip(room / buffer, -1.0, 0.0)
+
+
+def length_rewards(
+  lengths: Lengths, correct: Sequence[bool | None], groups: Sequence[str]
+) -> Float64[np.ndarray, 'samples']:
+  """Kimi's length reward: λ_i = 0.5 - (length_i - min) / (max - min) within the group; wrong answers get min(0, λ_i).
+
+  Source: Kimi k1.5 (arXiv:2501.12599), section 2.3.3. Where all lengths of a group are equal (max = min), and in a
+  group of one: 0 for all.
+
+  Args:
+    lengths: of each response, in tokens.
+    correct: whether the answer is right; None = unscorable: gets 0, and its length is not in min and max.
+    groups: the group id of each sample. All of a group must be here: the reward compares lengths.
+  """
+  members: dict[str, list[int]] = {}
+  for i, (right, group) in enumerate(zip(correct, groups, strict=True)):
+    if right is not None:
+      members.setdefault(group, []).append(i)
+  length = np.asarray(lengths, np.float64)
+  rewards = np.zeros(len(correct), np.float64)
+  for indices in members.values():
+    own = length[indices]
+    if own.max() == own.min():
+      continue
+    short = 0.5 - (own - own.min()) / (own.max() - own.min())
+    rewards[indices] = np.where([correct[i] for i in indices], short, np.minimum(short, 0.0))
+  return rewards
+
+
+def warmup_weight(step: int, *, warmup_steps: int, weight: float) -> float:
+  """0 in the first `warmup_steps` steps (step counts completed steps, from 0), then `weight`.
+
+  Source: Kimi k1.5 (arXiv:2501.12599), section 2.3.3: no length reward at first, then a constant one.
+  """
+  return weight if step >= warmup_steps else 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaptiveKl:
+  """A KL coefficient that follows a target; see `adapted`."""
+
+  init_coef: float
+  target: float
+  """The KL to hold, in the unit of what is measured (per token, or per sequence)."""
+  horizon: float
+  """How much is trained on between noticeable changes, in samples or tokens as `adapted` counts."""
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if not (value > 0 and math.isfinite(value)):
+        raise UserError(f'adaptive KL: {field.name} {value}, wanted above 0 and finite')
+
+
+def adapted(coef: float, measured_kl: float, n: int, config: AdaptiveKl) -> float:
+  """The next coefficient: coef · (1 + clip(KL / target - 1, ±0.2) · n / horizon).
+
+  Source: Ziegler et al. 2019 (arXiv:1909.08593), section 2.2, with the step size written as n / horizon as the field
+  does; n is the number of samples or tokens since the last change, in the unit of the horizon. An estimate of the KL
+  may be negative: it is below the target like any other.
+
+  Raises:
+    UserError: n is so large for the horizon that one step could make the coefficient 0 or negative.
+    ValueError: `measured_kl` is not finite.
+  """
+  if not math.isfinite(measured_kl):
+    raise ValueError(f'measured KL {measured_kl} is not finite')
+  if n >= 5 * config.horizon:
+    raise UserError(
+      f'adaptive KL: horizon {config.horizon} for {n} samples or tokens per change lets the coefficient reach 0; '
+      f'set it above {n / 5:g}'
+    )
+  error = min(max(measured_kl / config.target - 1.0, -0.2), 0.2)
+  return coef * (1.0 + error * n / config.horizon)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MuSchedule:
+  """μ, the weight of the expert loss against the rollouts' loss, by step.
+
+  constant: `mu`.
+  linear: from `peak` at step 0 straight to `valley` at `decay_steps`, then `valley`.
+  chord: linear from 0 to `peak` over `warmup_steps`, half a cosine down to `valley` over `decay_steps`, then `valley`
+  (CHORD-μ, arXiv:2508.11408).
+  """
+
+  kind: Literal['constant', 'linear', 'chord'] = 'constant'
+  mu: float = 0.1
+  peak: float = 0.1
+  valley: float = 0.1
+  warmup_steps: int = 0
+  decay_steps: int = 0
+
+  def __post_init__(self):
+    for name in ('mu', 'peak', 'valley'):
+      if not 0 <= getattr(self, name) <= 1:
+        raise UserError(f'mu schedule: {name} {getattr(self, name)}, wanted 0 to 1')
+    for name in ('warmup_steps', 'decay_steps'):
+      if getattr(self, name) < 0:
+        raise UserError(f'mu schedule: {name} {getattr(self, name)}, wanted at least 0')
+
+  def at(self, step: int) -> float:
+    """μ of the step that follows `step` completed ones."""
+    if self.kind == 'constant':
+      return self.mu
+    if self.kind == 'linear':
+      return self._between(1.0 - self._decayed(step))
+    if step < self.warmup_steps:
+      return self.peak * step / self.warmup_steps
+    return self._between(0.5 * (1.0 + math.cos(math.pi * self._decayed(step - self.warmup_steps))))
+
+  def _decayed(self, steps: int) -> float:
+    return steps / self.decay_steps if steps < self.decay_steps else 1.0
+
+  def _between(self, height: float) -> float:
+    """`height` 1 is the peak, 0 the valley."""
+    return self.valley + (self.peak - self.valley) * height

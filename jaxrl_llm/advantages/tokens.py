@@ -1,0 +1,143 @@
+"""Per-token rewards, returns and advantages of rows with holes, in float64; what lies in a hole is never read.
+
+A row's `mask` says which tokens are trained on: not the prompt, not what a tool said. Every result is exactly 0 where
+the mask is False.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Bool, Float, Float64
+
+Estimator = Literal['k1', 'k2', 'k3']
+
+
+def masked_gae(
+  rewards: Float[np.ndarray, 'time'],
+  values: Float[np.ndarray, 'time'],
+  mask: Bool[np.ndarray, 'time'],
+  *,
+  gamma: float,
+  lam: float,
+) -> tuple[Float64[np.ndarray, 'time'], Float64[np.ndarray, 'time']]:
+  """(advantages, returns) by generalized advantage estimation over the valid tokens t, t' the next valid one:
+
+  δ_t = r_t + γ V_t' - V_t;  A_t = δ_t + γ λ A_t';  R_t = A_t + V_t;  V and A are 0 after the last valid token.
+
+  Source: Schulman et al. 2016 (arXiv:1506.02438), eq. 16. A hole carries (V_t', A_t') through unchanged, so neither
+  holes nor padding change anything at valid tokens, for every λ. A row without valid tokens gives zeros.
+  """
+  rewards, values = _compact(rewards, mask), _compact(values, mask)
+  following = np.zeros_like(values)
+  following[:-1] = values[1:]
+  advantages = _discounted_sums(rewards + gamma * following - values, gamma * lam)
+  return _spread(advantages, mask), _spread(advantages + values, mask)
+
+
+def token_returns(
+  rewards: Float[np.ndarray, 'time'], mask: Bool[np.ndarray, 'time'], *, gamma: float
+) -> Float64[np.ndarray, 'time']:
+  """G_t = r_t + γ G_t' over the valid tokens, t' the next valid one; γ counts valid tokens only.
+
+  Source: REINFORCE++ (arXiv:2501.03262). The return is carried through holes, not reset at them: with resets a
+  trajectory with tool tokens would teach nothing before its last turn.
+  """
+  return _spread(_discounted_sums(_compact(rewards, mask), gamma), mask)
+
+
+def place_rewards(
+  mask: Bool[np.ndarray, 'time'], reward: float, turn_rewards: Sequence[float] = ()
+) -> Float64[np.ndarray, 'time']:
+  """Token rewards: `reward` at the last valid token, plus `turn_rewards[i]` at the last token of turn i.
+
+  A turn is a maximal run of valid tokens. Turns without a reward of their own get none. A row without valid tokens
+  (one that is out of the loss) gives zeros, whatever its turns earned.
+
+  Raises:
+    ValueError: more turn rewards than turns, or a reward that is not finite.
+  """
+  if not all(map(math.isfinite, (reward, *turn_rewards))):
+    raise ValueError(f'reward {reward} or one of the turn rewards {list(turn_rewards)} is not finite')
+  ends = np.flatnonzero(mask & ~np.append(mask[1:], False))
+  if len(turn_rewards) > len(ends) > 0:
+    raise ValueError(f'{len(turn_rewards)} turn rewards for a row of {len(ends)} turns (runs of trained tokens)')
+  rewards = np.zeros(mask.shape, np.float64)
+  if len(ends):
+    rewards[ends[: len(turn_rewards)]] = turn_rewards
+    rewards[ends[-1]] += reward
+  return rewards
+
+
+def whiten(
+  rows: Sequence[Float[np.ndarray, '_']],
+  masks: Sequence[Bool[np.ndarray, '_']],
+  *,
+  eps: float = 1e-8,
+  shift_mean: bool = True,
+) -> list[Float64[np.ndarray, '_']]:
+  """(x - mean) / sqrt(var + eps), with mean and variance (ddof 1) over all valid tokens of the batch.
+
+  The batch normalization of advantages of PPO and REINFORCE++ (arXiv:2501.03262). Fewer than two valid tokens, or
+  all of them equal (max = min, tested before the division): zeros, with and without `shift_mean`.
+
+  Args:
+    rows: one array per row, of any lengths.
+    masks: valid tokens of each row.
+    eps: added to the variance.
+    shift_mean: False adds the mean again, so that only the spread is normalized.
+  """
+  parts = [_compact(row, mask) for row, mask in zip(rows, masks, strict=True)]
+  valid = np.concatenate([np.zeros(0), *parts])
+  if valid.size == 0 or valid.max() == valid.min():
+    return [np.zeros(mask.shape, np.float64) for mask in masks]
+  mean, scale = valid.mean(), np.sqrt(valid.var(ddof=1) + eps)
+  shift = 0.0 if shift_mean else mean
+  return [_spread((part - mean) / scale + shift, mask) for part, mask in zip(parts, masks, strict=True)]
+
+
+def kl_penalty(
+  logprobs: Float[np.ndarray, 'time'],
+  reference: Float[np.ndarray, 'time'],
+  mask: Bool[np.ndarray, 'time'],
+  *,
+  kind: Estimator,
+  coef: float,
+  log_ratio_limit: float = 20.0,
+  limit: float = 10.0,
+) -> Float64[np.ndarray, 'time']:
+  """Token rewards -coef · k, with d = logprobs - reference:  k1 = d;  k2 = d²/2;  k3 = exp(-d) + d - 1.
+
+  Source: Schulman, "Approximating KL divergence" (2020); the estimators and the limits of k3 are those of
+  `objectives.divergence.kl_estimate`. In a reward the gradient acts through the score function, where k1 is the one
+  that gives the gradient of the reverse KL (as in Ziegler et al. 2019, arXiv:1909.08593).
+  """
+  difference = _compact(logprobs, mask) - _compact(reference, mask)
+  if kind == 'k1':
+    estimate = difference
+  elif kind == 'k2':
+    estimate = 0.5 * difference**2
+  else:
+    bounded = np.clip(-difference, -log_ratio_limit, log_ratio_limit)
+    estimate = np.clip(np.exp(bounded) - bounded - 1.0, -limit, limit)
+  return _spread(-coef * estimate, mask)
+
+
+def _compact(row: np.ndarray, mask: np.ndarray) -> np.ndarray:
+  return row[mask].astype(np.float64)
+
+
+def _spread(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+  row = np.zeros(mask.shape, np.float64)
+  row[mask] = values
+  return row
+
+
+def _discounted_sums(values: np.ndarray, decay: float) -> np.ndarray:
+  """y_t = x_t + decay · y_{t+1}, with 0 after the end."""
+  sums = itertools.accumulate(reversed(values.tolist()), lambda later, value: value + decay * later)
+  return np.array(list(sums), np.float64)[::-1]

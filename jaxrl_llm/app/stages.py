@@ -1,0 +1,157 @@
+"""From the configuration's stages to the stages that every process runs, with their derived numbers."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl_llm.app.schema import AlgorithmConfig, Config, StageConfig
+from jaxrl_llm.batching.plan import plan_shape
+from jaxrl_llm.config.annotations import nearest
+from jaxrl_llm.config.values import from_json
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.learner.algorithm import Algorithm, Setting
+from jaxrl_llm.learner.catalogue import ALGORITHMS, OFFLINE, PAIRWISE
+from jaxrl_llm.learner.optimizer import build_optimizer
+from jaxrl_llm.master.trainer import Stage
+from jaxrl_llm.models.heads import with_head
+from jaxrl_llm.models.spec import ModelOptions, ModelSpec
+from jaxrl_llm.ops.logprobs import plan_token_chunk
+from jaxrl_llm.parallel.mesh import build_mesh, data_parallel_ranks
+from jaxrl_llm.rollout.replica import SPECULATION
+
+
+def own_part(name: str, what: str) -> Any:
+  """A user's own part, named 'module:attribute'; the module is looked for as Python looks for any."""
+  module, _, attribute = name.partition(':')
+  try:
+    return getattr(importlib.import_module(module), attribute)
+  except ModuleNotFoundError as error:
+    raise UserError(f'{what} {name!r}: no module {error.name!r}; is its directory in PYTHONPATH?') from None
+  except AttributeError:
+    raise UserError(f'{what} {name!r}: module {module} has no {attribute!r}') from None
+
+
+def build_algorithm(config: AlgorithmConfig, setting: Setting) -> Algorithm:
+  """One of the catalogue's, or a user's: a pair of an options dataclass and a function of it and the setting."""
+  name = config.name
+  if ':' not in name and name not in ALGORITHMS:
+    raise UserError(f"algorithm {name!r}: unknown; {nearest(name, ALGORITHMS)}; one of your own is 'module:attribute'")
+  options, make = own_part(name, 'algorithm') if ':' in name else ALGORITHMS[name]
+  return make(from_json(dict(config.options), options, f'options of algorithm {name}'), setting)
+
+
+def build_stages(config: Config, mesh: Mesh, vocab_size: int) -> tuple[Stage, ...]:
+  """The stages with their derived numbers."""
+  stages, start = [], 0
+  for stage in config.stages:
+    stages.append(_stage(stage, config, mesh, start, vocab_size))
+    start += stage.steps
+  return tuple(stages)
+
+
+def _stage(stage: StageConfig, config: Config, mesh: Mesh, start: int, vocab_size: int) -> Stage:
+  optimizer = stage.optimizer or config.learner.optimizer
+  where = f'stages.{stage.name}'
+  if optimizer is None:
+    raise UserError(f'{where}.optimizer: missing, and learner.optimizer too; give one with its peak_lr')
+  algorithm = build_algorithm(stage.algorithm, Setting(max_response_length=config.rollout.max_response_length))
+  _check_stage(stage, config, algorithm)
+  longest = config.rollout.max_prompt_length + config.rollout.max_response_length
+  chunk_len = config.learner.chunk_len or -(-longest // 8) * 8
+  if chunk_len < longest:
+    raise UserError(
+      f'learner.chunk_len: {chunk_len} tokens are too few for max_prompt_length + max_response_length = {longest}'
+    )
+  chunks = config.learner.chunks_per_rank
+  updates = stage.steps * stage.minibatches * stage.epochs
+  critic = (stage.critic.optimizer or optimizer) if algorithm.critic_loss is not None else None
+  # Each kind of rows is dealt for itself, so that a minibatch may have one unit more of each than its share.
+  usual = stage.groups_per_batch * stage.group_size if stage.experts is not None else stage.sequences
+  kinds = [usual, stage.sequences - usual]
+  rows = sum(-(-kind // stage.unit // stage.minibatches) * stage.unit for kind in kinds)
+  return Stage(
+    name=stage.name,
+    start=start,
+    end=start + stage.steps,
+    algorithm=algorithm,
+    optimizer=build_optimizer(optimizer, updates),
+    optimizer_config=optimizer,
+    keep_optimizer=stage.keep_optimizer,
+    critic_optimizer=build_optimizer(critic, updates) if critic is not None else None,
+    critic_optimizer_config=critic,
+    shape=plan_shape(rows=rows, ranks=data_parallel_ranks(mesh), chunks=chunks, chunk_len=chunk_len, unit=stage.unit),
+    token_chunk=plan_token_chunk(
+      chunks=chunks, time=chunk_len, vocab=vocab_size, budget_bytes=config.learner.logits_budget_bytes
+    ),
+    minibatches=stage.minibatches,
+    epochs=stage.epochs,
+    evaluate_every=stage.evaluate_every,
+    explores=stage.explores,
+    held_out=stage.preferences.held_out if stage.preferences is not None else None,
+  )
+
+
+def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:
+  """Refuses what cannot learn, or would learn something else than it seems to."""
+  where, name = f'stages.{stage.name}', stage.algorithm.name
+  pairs = stage.unit == 2
+  if name in PAIRWISE and not pairs:
+    raise UserError(f"{where}: {name} learns from pairs; give it preferences, or selection.kind='pairs' for rollouts")
+  if pairs and name in ALGORITHMS and name not in PAIRWISE:
+    raise UserError(f'{where}: {name} makes nothing of pairs; use one of {", ".join(sorted(PAIRWISE))}')
+  if name == 'sft' and stage.explores and stage.selection.kind != 'shortest_correct':
+    raise UserError(
+      f"{where}.demonstrations: sft learns from demonstrations; say how to write them, or imitate the policy's own "
+      "best with selection.kind='shortest_correct'"
+    )
+  if stage.selection.kind == 'shortest_correct' and name in ALGORITHMS and name != 'sft':
+    raise UserError(f"{where}.selection: one answer of a group is to be imitated, which {name} does not; use sft")
+  if stage.experts is not None and stage.selection.kind not in ('all', 'mixed'):
+    raise UserError(f"{where}.selection: {stage.selection.kind!r} has no place beside experts; wanted all or mixed")
+  if not stage.explores and name in ALGORITHMS and name not in OFFLINE:
+    raise UserError(f'{where}: {name} learns from rollouts; remove demonstrations and preferences')
+  if (name == 'mix') != (stage.experts is not None) and name in ALGORITHMS:
+    raise UserError(f'{where}.experts: mix learns from expert rows beside its rollouts, and only mix does')
+  if algorithm.head == 'scalar' and stage.explores:
+    raise UserError(f'{where}: {name} trains a model of one score, which generates nothing; give it preferences')
+  if stage.explores and config.rollout.engine == 'vllm' and config.rollout.vllm.speculative:
+    raise UserError(f'rollout.vllm.args.speculative_config: stage {stage.name} samples rollouts; {SPECULATION}')
+  if stage.explores and stage.temperature <= 0:
+    raise UserError(f'{where}.temperature: {stage.temperature} is not above 0: training needs samples to differ')
+  even = stage.experts is None and stage.selection.kind in ('all', 'mixed')
+  if even and stage.sequences % (stage.minibatches * stage.unit):
+    raise UserError(
+      f'{where}.minibatches: {stage.sequences} sequences cannot be dealt evenly into {stage.minibatches} minibatches'
+      + (' of pairs' if pairs else '')
+    )
+
+
+def model_spec(config: Config, spec: ModelSpec) -> ModelSpec:
+  """Of the model that the stages train: a policy, or a reward model with its one output."""
+  setting = Setting(max_response_length=config.rollout.max_response_length)
+  heads = {stage.name: build_algorithm(stage.algorithm, setting).head for stage in config.stages}
+  if len(set(heads.values())) > 1:
+    raise UserError(f'stages: {heads} train models of different outputs; make them runs of their own')
+  (head,) = set(heads.values())
+  if head == 'scalar' and config.evaluation:
+    raise UserError('evaluation: a reward model generates nothing; measure it on held-out pairs (preferences.held_out)')
+  if head == 'lm' and spec.head != 'lm':
+    raise UserError(
+      f'policy.init_from: a model with one output ({spec.head}), which generates nothing; give a language model'
+    )
+  return with_head(spec, head)
+
+
+def policy_options(config: Config) -> ModelOptions:
+  policy = config.policy
+  return ModelOptions(
+    scan_layers=policy.scan_layers, remat=policy.remat, dtype=policy.dtype, param_dtype=policy.param_dtype
+  )
+
+
+def mesh_of(config: Config) -> Mesh:
+  return build_mesh(config.learner.mesh, jax.devices())

@@ -1,0 +1,103 @@
+"""What a run begins with, a stage begins with, and a resumed run goes on with: parameters, optimizers, reference."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm.app.prepare import checkpoint_directory, model_directory
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.types import Params
+from jaxrl_llm.learner.state import (
+  Learned,
+  TrainState,
+  abstract_state,
+  copy_params,
+  init_params,
+  init_state,
+  place_params,
+  with_output,
+  with_schedule,
+)
+from jaxrl_llm.master.loop import LoopState
+from jaxrl_llm.master.trainer import Stage
+from jaxrl_llm.models.api import Model, build_model
+from jaxrl_llm.models.heads import fresh_head, replace_head, with_head
+from jaxrl_llm.runtime.checkpoint import Checkpoints
+from jaxrl_llm.weights.hf import load_params, read_spec
+
+
+def begin_stage(stage: Stage, config: Config, state: LoopState, mesh: Mesh, critic: Model) -> LoopState:
+  """A stage starts from the policy before it, which is its reference; its optimizer is fresh, or keeps its moments."""
+  params, before = state.learned.policy.params, state.learned.policy.opt_state
+  reads, rule = 'reference' in stage.algorithm.reads, stage.algorithm.reference
+  reference = copy_params(params) if reads and rule.every != 1 else None
+  learned = Learned(
+    policy=init_state(params, stage.optimizer, mesh),
+    critic=_begin_critic(stage, config, params, mesh, critic) if stage.algorithm.critic_loss is not None else None,
+    reference=reference,
+    reference_step=state.step,
+  )
+  if before is not None and stage.keep_optimizer:
+    # The moments go on; the schedule is this stage's own, from its beginning.
+    kept = with_schedule(before, learned.policy.opt_state)
+    learned = learned._replace(policy=learned.policy.replace(opt_state=kept))
+  return dataclasses.replace(state, learned=learned)
+
+
+def _begin_critic(stage: Stage, config: Config, policy: Params, mesh: Mesh, critic: Model) -> TrainState:
+  """The policy's body with a fresh output, or a trained reward model or critic."""
+  source = next(s for s in config.stages if s.name == stage.name).critic.init_from
+  if source is not None:
+    directory = model_directory(source)
+    found = read_spec(directory)
+    length = found.max_position_embeddings
+    wanted = dataclasses.replace(critic.spec, head=found.head, max_position_embeddings=length)
+    if found.head == 'lm' or found != wanted:
+      raise UserError(
+        f'stages.{stage.name}.critic.init_from: {source} is a {found.family} model with head {found.head!r}; wanted a '
+        "reward model or critic of the policy's own shape, as launch/train.py exports them"
+      )
+    host = load_params(directory, found, scan_layers=config.policy.scan_layers, dtype=config.policy.param_dtype)
+    params = place_params(critic, mesh, host)
+  else:
+    kernel = fresh_head(critic.spec, jax.random.key(config.seed), dtype=config.policy.param_dtype)
+    params = copy_params(with_output(critic, mesh, policy, kernel))
+  return init_state(params, stage.critic_optimizer, mesh)
+
+
+def initial_params(config: Config, model: Model, mesh: Mesh) -> Params:
+  """The trained model before the first stage; a checkpoint with another output gets a fresh one."""
+  directory = checkpoint_directory(config)
+  if directory is None:
+    return init_params(model, mesh, seed=config.seed)
+  found = read_spec(directory)
+  host = load_params(directory, found, scan_layers=config.policy.scan_layers, dtype=config.policy.param_dtype)
+  if found.head != model.spec.head:
+    kernel = fresh_head(model.spec, jax.random.key(config.seed), dtype=config.policy.param_dtype)
+    host = replace_head(host, model.spec, np.asarray(kernel))
+  return place_params(model, mesh, host)
+
+
+def restore_state(stage: Stage, step: int, checkpoints: Checkpoints, model: Model, mesh: Mesh) -> LoopState:
+  """The state that was committed at `step`, inside or at the end of `stage`."""
+  algorithm = stage.algorithm
+  like = {'train': abstract_state(model, stage.optimizer, mesh)}
+  if 'reference' in algorithm.reads and algorithm.reference.every != 1:
+    like['reference'] = like['train'].params
+  if algorithm.critic_loss is not None:
+    critic = build_model(with_head(model.spec, 'value'), model.options)
+    like['critic'] = abstract_state(critic, stage.critic_optimizer, mesh)
+  arrays, host = checkpoints.restore(step, like), checkpoints.host(step)
+  learned = Learned(
+    arrays['train'],
+    arrays.get('critic'),
+    arrays.get('reference'),
+    reference_step=host['reference_step'],
+    algorithm_state=host['algorithm_state'],
+  )
+  return LoopState(learned, step, evaluated=host['evaluated'])

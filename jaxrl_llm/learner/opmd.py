@@ -1,0 +1,84 @@
+"""Online policy mirror descent, as Kimi k1.5 (arXiv:2501.12599, section 2.3.2) does it: per whole sequence.
+
+The surrogate's gradient is  1/k Σ ( ∇log π(y) (r - baseline) - τ/2 ∇(log π(y)/π_ref(y))² ); the reference is the policy
+at the beginning of each batch, and the optimizer starts afresh there. No ratio is clipped, and there is no critic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+
+from jaxrl_llm.advantages.group import group_advantages, log_partition_baseline
+from jaxrl_llm.batching.chunks import Chunks
+from jaxrl_llm.learner.algorithm import (
+  Algorithm,
+  Annotation,
+  Closed,
+  Constants,
+  ReferenceRule,
+  Setting,
+  Stats,
+  Terms,
+)
+from jaxrl_llm.learner.policy_gradient import shaped_rewards
+from jaxrl_llm.learner.policy_options import ShapingOptions
+from jaxrl_llm.objectives.policy import opmd_loss
+from jaxrl_llm.ops.logprobs import TokenLogprobs
+from jaxrl_llm.ops.reduce import Stat, Term, masked_stat, segment_sums
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpmdConfig(ShapingOptions):
+  """Online policy mirror descent (Kimi k1.5, arXiv:2501.12599): whole sequences, reference = policy before it."""
+
+  tau: float = 0.1
+  """Weight of staying near the reference; Kimi k1.5 names no value."""
+  baseline: Literal['mean', 'log_partition'] = 'mean'
+  """Of the group's rewards: their mean, or τ·log(mean(exp(r/τ)))."""
+  reference: ReferenceRule = ReferenceRule(every=1)
+  renew_optimizer: bool = True
+  """The optimizer's moments start afresh with each batch."""
+
+
+def opmd(config: OpmdConfig, setting: Setting) -> Algorithm:
+  """See the module."""
+
+  def annotate(closed: Closed) -> Annotation:
+    rewards = shaped_rewards(config, setting, closed)
+    groups = [row.group for row in closed.rows]
+    if config.baseline == 'mean':
+      found = group_advantages(rewards, groups, normalize_by_std=False)
+    else:
+      found = log_partition_baseline(rewards, groups, tau=config.tau)
+    metrics = {
+      'frac_reward_zero_std': (float(found.zero_std_groups), float(max(found.groups, 1))),
+      'num_unscorable': (float((~found.scored).sum()), 1.0),
+    }
+    return Annotation(found.advantages, found.scored, metrics, rewards=rewards)
+
+  def loss(outputs: TokenLogprobs, chunks: Chunks, constants: Constants) -> tuple[Terms, Stats]:
+    mask, ids, segments = chunks.loss_mask, chunks.segment_ids, chunks.temperature.shape[-1]
+    summed = lambda values: segment_sums(jnp.where(mask, values, 0.0), ids, segments=segments)
+    tokens = summed(jnp.ones_like(outputs.logprobs))
+    ratio = summed(outputs.logprobs - chunks.reference_logprobs)
+    advantage = summed(chunks.advantages) / jnp.maximum(tokens, 1.0)
+    losses = opmd_loss(ratio, advantage, tau=config.tau)
+    there = tokens > 0
+    count = there.sum().astype(jnp.float32)
+    terms = {'actor/pg_loss': Term(jnp.where(there, losses, 0.0).sum(), count, 1.0)}
+    return terms, {
+      'actor/entropy': masked_stat(outputs.entropy, mask),
+      'actor/log_ratio_sum': Stat(jnp.where(there, ratio, 0.0).sum(), count),
+      'actor/ppo_kl': masked_stat(chunks.reference_logprobs - outputs.logprobs, mask),
+    }
+
+  return Algorithm(
+    annotate=annotate,
+    loss=loss,
+    reads=frozenset({'reference'}),
+    reference=config.reference,
+    renew_optimizer=config.renew_optimizer,
+  )

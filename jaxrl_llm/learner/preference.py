@@ -1,0 +1,119 @@
+"""Learning from pairs: DPO for policies, Bradley-Terry for reward models.
+
+A pair is one unit: its two sequences are always in one micro-batch, where the loss couples them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxrl_llm.batching.chunks import Chunks
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.learner.algorithm import (
+  Algorithm,
+  Constants,
+  ReferenceRule,
+  Setting,
+  Stats,
+  Terms,
+  plain,
+  term,
+)
+from jaxrl_llm.objectives.preference import bradley_terry_loss, centering_penalty, dpo_loss, pair_sums
+from jaxrl_llm.objectives.supervised import negative_log_likelihood
+from jaxrl_llm.ops.logprobs import SequenceScores, TokenLogprobs
+from jaxrl_llm.ops.reduce import Stat, Term, by_segment, masked_stat, segment_sums
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DpoConfig:
+  """Direct preference optimization (arXiv:2305.18290) on pairs: static ones, or made of rollouts."""
+
+  beta: float = 0.1
+  loss_type: Literal['sigmoid', 'ipo'] = 'sigmoid'
+  """ipo reads logprobs averaged over the answer's tokens, sigmoid their sum."""
+  label_smoothing: float = 0.0
+  """sigmoid: chance that a label is wrong (cDPO)."""
+  sft_loss_coef: float = 0.0
+  """Negative log-likelihood of the chosen answers, per token."""
+  reference: ReferenceRule = ReferenceRule()
+
+
+def dpo(config: DpoConfig, setting: Setting) -> Algorithm:
+  """Direct preference optimization (arXiv:2305.18290), with IPO (arXiv:2310.12036) as a choice."""
+  if config.loss_type == 'ipo' and config.label_smoothing:
+    raise UserError(f'dpo: label_smoothing={config.label_smoothing} has no meaning for ipo; set it to 0')
+
+  def loss(outputs: TokenLogprobs, chunks: Chunks, constants: Constants) -> tuple[Terms, Stats]:
+    mask, ids, segments = chunks.loss_mask, chunks.segment_ids, chunks.temperature.shape[-1]
+    tokens = segment_sums(mask.astype(jnp.float32), ids, segments=segments)
+
+    def sequence(logprobs):
+      sums = segment_sums(jnp.where(mask, logprobs, 0.0), ids, segments=segments)
+      return sums / jnp.maximum(tokens, 1.0) if config.loss_type == 'ipo' else sums
+
+    # The difference first: sums of thousands of logprobs have lost the digits that their difference needs.
+    ratio = sequence(outputs.logprobs - chunks.reference_logprobs)
+    margin, there = pair_sums(ratio, chunks.pair, chunks.label)
+    losses = dpo_loss(
+      margin, jnp.zeros_like(margin), beta=config.beta, label_smoothing=config.label_smoothing, kind=config.loss_type
+    )
+    terms = {'actor/dpo_loss': _pair_term(losses, there)}
+    if config.sft_loss_coef:
+      chosen = mask & (by_segment(chunks.label, ids) > 0)
+      nll = negative_log_likelihood(outputs.logprobs)
+      terms['actor/sft_loss'] = term(nll, chosen, chunks, 'token-mean', weight=config.sft_loss_coef)
+    stats, policy = _pair_stats(config.beta * margin, there), sequence(outputs.logprobs)
+    for name, sign in (('chosen', 1), ('rejected', -1)):
+      of = (chunks.label == sign) & (chunks.pair > 0)
+      stats[f'logps/{name}'] = masked_stat(policy, of)
+      stats[f'rewards/{name}'] = masked_stat(config.beta * ratio, of)
+    return terms, stats | {'actor/entropy': masked_stat(outputs.entropy, mask)}
+
+  return Algorithm(
+    annotate=lambda closed: plain(closed.rows), loss=loss, reads=frozenset({'reference'}), reference=config.reference
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardModelConfig:
+  """Bradley-Terry reward model: a score at the end of each sequence of a pair."""
+
+  margin: float = 0.0
+  """By which the chosen answer is to win."""
+  center_rewards_coefficient: float = 0.0
+  """Weight of (r_chosen + r_rejected)², which keeps scores around 0."""
+
+
+def reward_model(config: RewardModelConfig, setting: Setting) -> Algorithm:
+  """Bradley-Terry: -log σ(r_chosen - r_rejected - margin), of scores at the sequences' last tokens."""
+
+  def loss(outputs: SequenceScores, chunks: Chunks, constants: Constants) -> tuple[Terms, Stats]:
+    difference, there = pair_sums(outputs.scores, chunks.pair, chunks.label)
+    losses = bradley_terry_loss(difference, target_margin=config.margin)
+    terms = {'actor/rm_loss': _pair_term(losses, there)}
+    if config.center_rewards_coefficient:
+      both, _ = pair_sums(outputs.scores * chunks.label, chunks.pair, chunks.label)  # label² is 1: their sum.
+      terms['actor/center_loss'] = _pair_term(centering_penalty(both), there, config.center_rewards_coefficient)
+    stats = _pair_stats(difference, there)
+    for name, sign in (('chosen', 1), ('rejected', -1)):
+      stats[f'rewards/{name}'] = masked_stat(outputs.scores, (chunks.label == sign) & (chunks.pair > 0))
+    return terms, stats
+
+  return Algorithm(annotate=lambda closed: plain(closed.rows), loss=loss, head='scalar')
+
+
+def _pair_term(losses: Float[Array, 'pairs'], there: Bool[Array, 'pairs'], weight: float = 1.0) -> Term:
+  return Term(jnp.where(there, losses, 0.0).sum(), there.sum().astype(jnp.float32), weight)
+
+
+def _pair_stats(margins: Float[Array, 'pairs'], there: Bool[Array, 'pairs']) -> Stats:
+  """TRL's names. A margin of exactly 0 is half a hit: a policy that is its reference prefers neither."""
+  hits = jnp.where(margins > 0, 1.0, jnp.where(margins < 0, 0.0, 0.5))
+  count = there.sum().astype(jnp.float32)
+  total = lambda values: Stat(jnp.where(there, values, 0.0).sum(), count)
+  return {'rewards/accuracies': total(hits), 'rewards/margins': total(margins)}

@@ -1,0 +1,116 @@
+"""Weights and rejections for tokens that another policy sampled: functions of constants, never a path for a gradient.
+
+They change what is summed, never what it is divided by: the denominator keeps the tokens as they were before a
+rejection. Divided by the kept ones alone, the gradient of those would grow by N / N_kept.
+Everywhere, `mask` is the trained tokens that a sampler drew: where it is False, behaviour logprobs mean nothing, the
+weight is 1 and the token is not rejected, so that expert tokens in the same batch stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_llm.ops.reduce import by_segment, segment_sums
+
+Correction = Literal['token', 'sequence', 'icepop']
+
+_LOG_LIMIT = 20.0
+"""Of a log ratio before it is exponentiated, as in verl."""
+_ICEPOP_LOWER = 0.5
+
+
+def importance_weights(
+  proximal_logprobs: Float[Array, 'chunks time'],
+  behaviour_logprobs: Float[Array, 'chunks time'],
+  mask: Bool[Array, 'chunks time'],
+  segment_ids: Int[Array, 'chunks time'],
+  *,
+  segments: int,
+  mode: Correction,
+  threshold: float = 2.0,
+  lower: float | None = None,
+) -> Float[Array, 'chunks time']:
+  """Weight of each token's loss for what differs between trainer and sampler, d = proximal - behaviour.
+
+  token: min(exp(dₜ), C), truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings
+    you off-policy RL training").
+  sequence: min(exp(Σ d over the sequence's valid tokens), C), at each of its tokens.
+  icepop: exp(dₜ) where lower ≤ exp(dₜ) ≤ C, else 0 (Ring-1T, arXiv:2510.18855).
+
+  The log of a weight is limited to ±20. 1 where masked.
+
+  Args:
+    threshold: C. IcePop's own is 5.
+    lower: the bound from below; token and sequence clamp to it (OpenRLHF), None not at all; of icepop, None is 0.5.
+  """
+  difference = _difference(proximal_logprobs, behaviour_logprobs, mask)
+  if mode == 'sequence':
+    difference = by_segment(segment_sums(difference, segment_ids, segments=segments), segment_ids)
+  raw = jnp.exp(jnp.clip(difference, -_LOG_LIMIT, _LOG_LIMIT))
+  if mode == 'icepop':
+    least = _ICEPOP_LOWER if lower is None else lower
+    weights = jnp.where((raw >= least) & (raw <= threshold), raw, 0.0)
+  else:
+    weights = jnp.clip(raw, lower, threshold)
+  return jnp.where(mask, weights, 1.0)
+
+
+def sequence_mask(
+  proximal_logprobs: Float[Array, 'chunks time'],
+  behaviour_logprobs: Float[Array, 'chunks time'],
+  mask: Bool[Array, 'chunks time'],
+  segment_ids: Int[Array, 'chunks time'],
+  *,
+  segments: int,
+  low: float,
+  high: float,
+) -> Bool[Array, 'chunks time']:
+  """Tokens of sequences to keep: low ≤ exp(mean over the valid tokens of (proximal - behaviour)) ≤ high.
+
+  NeMo-RL's seq-mask-TIS (0.999 to 1.002 there), SkyRL's geometric mask (0.99 to 1.01). The tokens kept have their own
+  weights, untruncated. True where masked.
+  """
+  means = _means(_difference(proximal_logprobs, behaviour_logprobs, mask), mask, segment_ids, segments)
+  ratio = jnp.exp(by_segment(means, segment_ids))
+  return ~mask | ((low <= ratio) & (ratio <= high))
+
+
+def negative_sequence_mask(
+  logprobs_old: Float[Array, 'chunks time'],
+  logprobs_new: Float[Array, 'chunks time'],
+  advantages: Float[Array, 'chunks time'],
+  mask: Bool[Array, 'chunks time'],
+  segment_ids: Int[Array, 'chunks time'],
+  *,
+  segments: int,
+  threshold: float,
+) -> Bool[Array, 'chunks time']:
+  """Tokens to keep by DeepSeek-V3.2's rule (arXiv:2512.02556): not of failures that are far off-policy.
+
+  keptₜ = not (Aₜ < 0 and mean over the sequence's valid tokens of (old - new) > threshold)
+
+  Old are the sampler's own logprobs. Where advantages differ by token, each token's own sign decides. True where
+  masked.
+  """
+  means = _means(_difference(logprobs_old, logprobs_new, mask), mask, segment_ids, segments)
+  return ~mask | ~((advantages < 0) & (by_segment(means, segment_ids) > threshold))
+
+
+def _difference(
+  first: Float[Array, 'chunks time'], second: Float[Array, 'chunks time'], mask: Bool[Array, 'chunks time']
+) -> Float[Array, 'chunks time']:
+  return jax.lax.stop_gradient(jnp.where(mask, first - second, 0.0))
+
+
+def _means(
+  values: Float[Array, 'chunks time'],
+  mask: Bool[Array, 'chunks time'],
+  segment_ids: Int[Array, 'chunks time'],
+  segments: int,
+) -> Float[Array, 'chunks segments']:
+  lengths = segment_sums(mask.astype(values.dtype), segment_ids, segments=segments)
+  return segment_sums(values, segment_ids, segments=segments) / jnp.maximum(lengths, 1.0)

@@ -1,0 +1,344 @@
+"""Preference pairs: rows of a source turned into a prompt with a better and a worse answer, split by question.
+
+Every row read is counted in exactly one of `kept, corrupt, identical, duplicate, other_split`, so the counts add up to
+`read`; and a pair's split depends on its group alone, so no question is in two splits, however many pairs it has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import xxhash
+from absl import logging
+
+from jaxrl_llm.config.annotations import nearest
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.experience.sample import Role, Sample, Source
+from jaxrl_llm.experience.task import Message, Task
+from jaxrl_llm.tasks import sources, templates
+from jaxrl_llm.tasks.taskset import Taskset
+from jaxrl_llm.tasks.tokenizer import Tokenizer
+
+_ROLES = ('system', 'user', 'assistant', 'tool')
+_COUNTS = ('read', 'kept', 'corrupt', 'identical', 'duplicate', 'other_split')
+_CORRUPT_SHOWN = 20
+_NAME = re.compile(r'[A-Za-z0-9_.-]+')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreferencesConfig:
+  """Which pairs. Templates are `str.format` over the row's fields, see `tasks.templates`.
+
+  Without templates a row is one of: texts `prompt`, `chosen`, `rejected`; `prompt` as messages with `chosen` and
+  `rejected` as texts or as one assistant message each; `chosen` and `rejected` as whole conversations that differ in
+  their last message only, in which case the messages before it are the prompt and a `prompt` of text is not read.
+  """
+
+  name: str
+  source: str
+  """A path ending .jsonl or .parquet, 'datasets:<directory or hub id>[#split]', or 'taskset:<name>'."""
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  """Arguments of `datasets.load_dataset`; files take none."""
+  domain: str = 'general'
+  """Of rows that name no `ability` of their own."""
+  size: int | None = None
+  """At most so many rows are read."""
+  prompt: str | None = None
+  """Template of the prompt; None: the row's own."""
+  chosen: str | None = None
+  """Template of the better answer; None: the row's own."""
+  rejected: str | None = None
+  """Template of the worse answer; None: the row's own."""
+  group: str | None = None
+  """Template of what is split as one, for example '{question_id}'; None: the prompt."""
+  split: Literal['all', 'train', 'eval'] = 'all'
+  holdout: float = 0.0
+  """Fraction of all groups that is 'eval', in [0, 1). Without `group`, a prompt is held out just as in a taskset."""
+  fold: int | None = None
+  """Instead of holdout: 'eval' is this one of `folds` parts of the groups, 'train' the others."""
+  folds: int = 5
+  origin: Literal['human', 'synthetic'] = 'human'
+  """Who judged the answers: recorded as the samples' source."""
+  on_corrupt: Literal['fail', 'skip'] = 'fail'
+
+  def __post_init__(self):
+    if not _NAME.fullmatch(self.name):
+      raise UserError(f'preferences name {self.name!r}: wanted letters, digits, dots, dashes and underscores only')
+    where = f'preferences {self.name}'
+    if self.source.startswith('reasoning_gym:'):
+      raise UserError(
+        f"{where}: source {self.source!r} has tasks, not pairs; make a taskset of it and write 'taskset:<its name>'"
+      )
+    if not 0 <= self.holdout < 1:
+      raise UserError(f'{where}: holdout is {self.holdout}, wanted a fraction in [0, 1)')
+    if self.fold is None:
+      if self.split == 'eval' and not self.holdout:
+        raise UserError(f"{where}: split 'eval' with neither holdout nor fold has no pairs; set one as for 'train'")
+    elif self.folds < 2 or not 0 <= self.fold < self.folds:
+      raise UserError(f'{where}: fold is {self.fold} of {self.folds}, wanted 0 to folds - 1 and at least 2 folds')
+    elif self.holdout:
+      raise UserError(f'{where}: both holdout {self.holdout} and fold {self.fold} are set; remove one')
+    elif self.split == 'all':
+      raise UserError(f"{where}: fold {self.fold} is set but split is 'all'; set split to 'train' or 'eval'")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pair:
+  """A prompt and two answers to it."""
+
+  uid: str
+  """Stable over runs: the preferences' name and half of the digest of prompt and answers."""
+  task: Task
+  chosen: str
+  rejected: str
+  group: str
+  """Pairs of equal group are in the same split, and are no independent observations."""
+  origin: Source
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Preferences:
+  """Distinct pairs, in the order of their source."""
+
+  name: str
+  pairs: tuple[Pair, ...]
+  counts: Mapping[str, int]
+  """`read`, and what became of it: kept, corrupt, identical (the answers are alike), duplicate, other_split."""
+
+
+def load_preferences(config: PreferencesConfig) -> Preferences:
+  """Reads, deduplicates and splits.
+
+  Raises:
+    UserError: the source cannot be read; a row is corrupt and `on_corrupt` is 'fail'; a prompt is in two groups, so
+      that a split would not keep it on one side; no pair is left.
+  """
+  if config.source.startswith('taskset:'):
+    raise ValueError(f'preferences {config.name}: {config.source!r} is not read here but by pairs_of_tasks')
+  counts = dict.fromkeys(_COUNTS, 0)
+  pairs, seen, group_of = [], set(), {}
+  for row in sources.read_rows(config.source, options=config.options, size=config.size, seed=0):
+    counts['read'] += 1
+    pair = _pair_or_corrupt(row, config)
+    if isinstance(pair, sources.Corrupt):
+      counts['corrupt'] += 1
+      _report_corrupt(pair, config, counts['corrupt'])
+      continue
+    _check_group(row.where, pair, group_of, config)
+    fate = _fate(pair, config, seen)
+    counts[fate] += 1
+    if fate == 'kept':
+      pairs.append(pair)
+  return _preferences(config.name, pairs, counts, config.source)
+
+
+def pairs_of_tasks(
+  taskset: Taskset,
+  *,
+  chosen: str,
+  rejected: tuple[str, ...],
+  seed: int = 0,
+  count: int | None = None,
+  name: str | None = None,
+) -> Preferences:
+  """A right and a wrong answer to each of the first `count` tasks (None: to all), both made by templates.
+
+  Which template of `rejected` a task gets depends on (seed, its prompt) alone. Tasks whose two answers come out alike
+  are left out and counted as identical. The group is the prompt.
+
+  Args:
+    name: of the preferences, the first part of the pairs' names; None: the taskset's.
+  """
+  name = taskset.name if name is None else name
+  count = len(taskset.tasks) if count is None else count
+  if not 0 < count <= len(taskset.tasks):
+    raise UserError(
+      f'preferences {name}: count is {count}, taskset {taskset.name} has {len(taskset.tasks)} tasks; '
+      'lower count or raise the size of the taskset'
+    )
+  if not rejected:
+    raise UserError(f'preferences {name}: no template of a rejected answer; give at least one')
+  pairs = []
+  for task in taskset.tasks[:count]:
+    wrong = rejected[xxhash.xxh3_64_intdigest(f'{seed}:{task.digest}'.encode()) % len(rejected)]
+    try:
+      answers = templates.render(chosen, task.fields), templates.render(wrong, task.fields)
+    except ValueError as error:
+      raise UserError(f'preferences {name}, task {task.uid}: {error}') from None
+    if answers[0] != answers[1]:
+      pairs.append(_pair(name, task, *answers, group=task.digest, origin=Source.SYNTHETIC))
+  counts = {**dict.fromkeys(_COUNTS, 0), 'read': count, 'kept': len(pairs), 'identical': count - len(pairs)}
+  return _preferences(name, pairs, counts, f'taskset {taskset.name}')
+
+
+def preference_samples(pair: Pair, tokenizer: Tokenizer) -> tuple[Sample, Sample]:
+  """The records of the chosen and of the rejected answer: the tokens of a demonstration, trained on, not sampled."""
+  return _sample(pair, 'chosen', pair.chosen, 0, tokenizer), _sample(pair, 'rejected', pair.rejected, 1, tokenizer)
+
+
+def _sample(pair: Pair, label: str, answer: str, index: int, tokenizer: Tokenizer) -> Sample:
+  prompt, completion = tokenizer.render_answer(pair.task.prompt, answer)
+  tokens = np.array([*prompt, *completion], np.int32)
+  given = np.r_[np.zeros(len(prompt), bool), np.ones(len(completion), bool)]
+  uid = f'{pair.uid}/{label}'
+  return Sample(
+    uid=uid,
+    task_id=pair.task.uid,
+    visit=0,
+    sample_index=index,
+    group_id=pair.uid,
+    trajectory_id=uid,
+    taskset=pair.task.taskset,
+    domain=pair.task.domain,
+    source=pair.origin,
+    tokens=tokens,
+    prompt_len=len(prompt),
+    role=np.where(given, Role.POLICY, Role.PROMPT).astype(np.uint8),
+    loss_mask=given,
+    sampled=np.zeros(len(tokens), bool),
+    behaviour_logprobs=np.zeros(len(tokens), np.float32),
+    preference={'pair_id': pair.uid, 'label': label},
+  )
+
+
+def _preferences(name: str, pairs: Sequence[Pair], counts: Mapping[str, int], source: str) -> Preferences:
+  told = ', '.join(f'{fate} {count}' for fate, count in counts.items() if count or fate in ('read', 'kept'))
+  logging.info('preferences %s: %s', name, told)
+  if not pairs:
+    raise UserError(f'preferences {name}: no pair left of {source}: {told}')
+  return Preferences(name=name, pairs=tuple(pairs), counts=counts)
+
+
+def _report_corrupt(corrupt: sources.Corrupt, config: PreferencesConfig, count: int) -> None:
+  if config.on_corrupt == 'fail':
+    raise UserError(f"{corrupt.where}: {corrupt.reason} (preferences {config.name}; on_corrupt='skip' skips such rows)")
+  if count <= _CORRUPT_SHOWN:
+    logging.warning('preferences %s: skipped %s: %s', config.name, corrupt.where, corrupt.reason)
+
+
+def _check_group(where: str, pair: Pair, group_of: dict[str, str], config: PreferencesConfig) -> None:
+  """Refuses a split whose groups would put one prompt on both sides; remembers the prompt's group."""
+  group = group_of.setdefault(pair.task.digest, pair.group)
+  if config.split != 'all' and group != pair.group:
+    raise UserError(
+      f'{where}: its prompt is in group {pair.group!r} and, in an earlier row, in {group!r}, so a split may put it on '
+      f'both sides (preferences {config.name}); wanted one group per prompt, change the template {config.group!r}'
+    )
+
+
+def _fate(pair: Pair, config: PreferencesConfig, seen: set[str]) -> str:
+  """Under which count the pair goes; remembers its uid."""
+  if pair.chosen == pair.rejected:
+    return 'identical'
+  if pair.uid in seen:
+    return 'duplicate'
+  seen.add(pair.uid)
+  return 'kept' if config.split == 'all' or _is_eval(pair, config) == (config.split == 'eval') else 'other_split'
+
+
+def _is_eval(pair: Pair, config: PreferencesConfig) -> bool:
+  # The prompt's own digest, where it is the group: a taskset with the same holdout then holds out the same prompts.
+  digest = pair.group if config.group is None else xxhash.xxh3_128_hexdigest(pair.group.encode())
+  point = int(digest, 16)
+  return point < config.holdout * 16 ** len(digest) if config.fold is None else point % config.folds == config.fold
+
+
+def _pair_or_corrupt(row: sources.Row | sources.Corrupt, config: PreferencesConfig) -> Pair | sources.Corrupt:
+  if isinstance(row, sources.Corrupt):
+    return row
+  try:
+    return _pair_of(row.fields, config)
+  except ValueError as error:  # also text that has no UTF-8 (a lone surrogate), which has no digest
+    return sources.Corrupt(where=row.where, reason=str(error))
+
+
+def _pair_of(fields: Mapping[str, Json], config: PreferencesConfig) -> Pair:
+  """Raises ValueError for a row that is no pair."""
+  before, chosen = _conversation(fields, 'chosen', config.chosen)
+  before_rejected, rejected = _conversation(fields, 'rejected', config.rejected)
+  if before != before_rejected:
+    raise ValueError('chosen and rejected differ before their last message, so they have no prompt in common')
+  ability = fields.get('ability')
+  task = Task(
+    taskset=config.name,
+    domain=ability if isinstance(ability, str) and ability else config.domain,
+    prompt=_prompt(fields, before, config),
+    truth=None,
+    fields=fields,
+  )
+  group = task.digest if config.group is None else templates.render(config.group, fields)
+  if not group.strip():
+    raise ValueError(f'its group by template {config.group!r} is empty')
+  return _pair(config.name, task, chosen, rejected, group=group, origin=Source(config.origin))
+
+
+def _pair(name: str, task: Task, chosen: str, rejected: str, *, group: str, origin: Source) -> Pair:
+  canonical = json.dumps([task.digest, chosen, rejected], ensure_ascii=False)
+  uid = f'{name}:{xxhash.xxh3_128_hexdigest(canonical.encode())[:16]}'
+  return Pair(uid=uid, task=task, chosen=chosen, rejected=rejected, group=group, origin=origin)
+
+
+def _conversation(fields: Mapping[str, Json], name: str, template: str | None) -> tuple[list[Message], str]:
+  """The messages before an answer, if it comes with any, and its text."""
+  value = _own(fields, name) if template is None else templates.render(template, fields)
+  messages = _as_messages(name, value, role='assistant')
+  if not messages or messages[-1]['role'] != 'assistant':
+    raise ValueError(f"{name} must end with a message of 'assistant', its roles are {_roles(messages)}")
+  if not messages[-1]['content'].strip():
+    raise ValueError(f'{name} is empty')
+  return messages[:-1], messages[-1]['content']
+
+
+def _prompt(fields: Mapping[str, Json], before: list[Message], config: PreferencesConfig) -> tuple[Message, ...]:
+  own = templates.names(fields).get('prompt')
+  if config.prompt is not None:
+    given = before or (_messages('prompt', own) if isinstance(own, list) else [])
+    system = [message for message in given if message['role'] == 'system']
+    messages = [*system, {'role': 'user', 'content': templates.render(config.prompt, fields)}]
+  elif before and isinstance(own, list):
+    raise ValueError(
+      "prompt has messages, so chosen and rejected must hold one message of 'assistant' each, there are also "
+      f'{_roles(before)}'
+    )
+  else:
+    messages = before or _as_messages('prompt', _own(fields, 'prompt'), role='user')
+  if not messages or messages[-1]['role'] not in ('user', 'tool'):
+    raise ValueError(f"prompt must end with a message of 'user' or 'tool', its roles are {_roles(messages)}")
+  if not any(message['content'].strip() for message in messages):
+    raise ValueError('prompt is empty')
+  return tuple(messages)
+
+
+def _own(fields: Mapping[str, Json], name: str) -> Json:
+  known = templates.names(fields)
+  if name not in known:
+    raise ValueError(f'the row lacks {name!r}; {nearest(name, known)} (a template can name another field)')
+  return known[name]
+
+
+def _as_messages(name: str, value: Json, *, role: str) -> list[Message]:
+  """Messages as they are, a text as one message of `role`."""
+  if isinstance(value, str):
+    return [{'role': role, 'content': value}]
+  if isinstance(value, list):
+    return _messages(name, value)
+  raise ValueError(f'{name} is {json.dumps(value)[:80]}, wanted text or a list of messages')
+
+
+def _messages(name: str, value: list[Json]) -> list[Message]:
+  messages = []
+  for item in value:
+    if not isinstance(item, Mapping) or item.get('role') not in _ROLES or not isinstance(item.get('content'), str):
+      raise ValueError(f'{name} message {json.dumps(item)[:80]} is not {{role: {"|".join(_ROLES)}, content: text}}')
+    messages.append({'role': item['role'], 'content': item['content']})
+  return messages
+
+
+def _roles(messages: Sequence[Message]) -> list[str]:
+  return [message['role'] for message in messages]

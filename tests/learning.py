@@ -1,0 +1,305 @@
+"""Rows, models and cuts to try the learner on: what is computed is a Subject, how it is laid out is a Case.
+
+Rows come through the real loader from a file, and what is drawn here is a function of fixed seeds, so that two tests
+that name the same thing compute the same numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.batching.plan import Row, StepPlan, plan_shape
+from jaxrl_llm.core.trees import flatten
+from jaxrl_llm.data.load import RowLoader
+from jaxrl_llm.experience.sample import Role, Sample, Source, encode
+from jaxrl_llm.learner.algorithm import Algorithm, Annotation, Closed, Loss, Setting
+from jaxrl_llm.learner.state import place_params
+from jaxrl_llm.learner.update import gradients
+from jaxrl_llm.models.api import Model, build_model, stack_layers, unstack_layers
+from jaxrl_llm.models.families import tiny
+from jaxrl_llm.models.spec import ModelOptions
+from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh, data_parallel_ranks
+from jaxrl_llm.replay.segments import write_segment
+
+VOCAB, CHUNK, WIDTH = 40, 24, 32
+SETTING = Setting(max_response_length=16)
+SPECS = {
+  head: tiny(
+    'qwen3',
+    VOCAB,
+    num_hidden_layers=2,
+    hidden_size=WIDTH,
+    intermediate_size=48,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head=head,
+  )
+  for head in ('lm', 'value', 'scalar')
+}
+ROLLOUTS, EXPERTS, PAIRED = range(12), range(12, 17), range(17, 29)
+"""Samples of the file: three groups of four, demonstrations, and six pairs of which the first is the chosen one."""
+LIMITS = {'float32': (1e-5, 1e-6), 'float64': (1e-12, 1e-12)}
+"""The contract: relative norm of a tensor's difference, and difference of losses."""
+
+
+def sample(i: int, rng: np.random.Generator) -> Sample:
+  """A prompt and an answer; in longer answers a tool says the second third."""
+  prompt, answer = int(rng.integers(1, 8)), int(rng.integers(1, 17))
+  sampled = np.arange(prompt + answer) >= prompt
+  role = np.where(sampled, Role.POLICY, Role.PROMPT).astype(np.uint8)
+  if answer >= 6:
+    hole = slice(prompt + answer // 3, prompt + 2 * (answer // 3))
+    sampled[hole], role[hole] = False, Role.TOOL
+  return Sample(
+    uid=f's/{i}',
+    task_id='t',
+    visit=0,
+    sample_index=i,
+    group_id=f'g{i // 4}',
+    trajectory_id=f's/{i}',
+    taskset='x',
+    domain='general',
+    source=Source.ROLLOUT,
+    tokens=rng.integers(0, VOCAB, prompt + answer).astype(np.int32),
+    prompt_len=prompt,
+    role=role,
+    loss_mask=sampled,
+    sampled=sampled,
+    behaviour_logprobs=np.where(sampled, -rng.uniform(1, 4, prompt + answer), 0).astype(np.float32),
+    temperature=float(rng.choice([0.7, 1.0, 1.3])),
+  )
+
+
+def samples(count: int) -> list[Sample]:
+  rng = np.random.default_rng(0)
+  return [sample(i, rng) for i in range(count)]
+
+
+SAMPLES = samples(PAIRED.stop)
+REWARDS = tuple(float(i % 3 == 0) for i in ROLLOUTS)
+
+
+def write_samples(path) -> None:
+  write_segment(path, 'rows.arrayrecord', [encode(s) for s in SAMPLES])
+
+
+def planned(i: int, reward: float | None, **changes: Any) -> Row:
+  row = Row(
+    uid=f's/{i}',
+    source='rows.arrayrecord',
+    index=i,
+    length=len(SAMPLES[i].tokens),
+    prompt_len=SAMPLES[i].prompt_len,
+    group=SAMPLES[i].group_id,
+    reward=reward,
+    is_expert=False,
+    truncated=False,
+    version_step=0,
+  )
+  return dataclasses.replace(row, **changes)
+
+
+def rollouts(rewards=REWARDS) -> tuple[Row, ...]:
+  return tuple(planned(i, reward) for i, reward in enumerate(rewards))
+
+
+def experts() -> tuple[Row, ...]:
+  return tuple(planned(i, None, is_expert=True, version_step=-1) for i in EXPERTS)
+
+
+def pairs() -> tuple[Row, ...]:
+  """The rejected answers first, so that nothing may rely on an order."""
+  rows = [planned(i, None, pair=f'p{(i - PAIRED[0]) // 2}', label=1 - 2 * ((i - PAIRED[0]) % 2)) for i in PAIRED]
+  return tuple(sorted(rows, key=lambda row: row.label))
+
+
+def bigram(options: ModelOptions, head: str = 'lm') -> Model:
+  """The least model there is: what it says of a place depends on the token there alone."""
+  matrix, outputs = {'kernel': ('vocab', 'embed')}, VOCAB if head == 'lm' else 1
+
+  def init(key):
+    table, output = jax.random.split(key)
+    draw = lambda key, rows: 0.5 * jax.random.normal(key, (rows, WIDTH), jnp.float32)
+    return {
+      'embed': {'kernel': draw(table, VOCAB)},
+      'norm': {'scale': jnp.ones(WIDTH, jnp.float32)},
+      'head': {'kernel': draw(output, outputs)},
+    }
+
+  return Model(
+    spec=SPECS[head],
+    options=options,
+    init=init,
+    apply=lambda params, tokens, positions, segment_ids: params['embed']['kernel'][tokens] * params['norm']['scale'],
+    head_kernel=lambda params: params['head']['kernel'],
+    init_cache=lambda batch, length: (),
+    decode=lambda params, tokens, positions, cache: (params['embed']['kernel'][tokens], cache),
+    axes=lambda: {'embed': matrix, 'norm': {'scale': ('norm',)}, 'head': matrix},
+  )
+
+
+MODELS = {'decoder': lambda options, head='lm': build_model(SPECS[head], options), 'bigram': bigram}
+
+
+@functools.cache
+def host_params(model: str, head: str = 'lm'):
+  """Float32 numbers, away from the norms' 1 and the biases' 0 that a model starts with."""
+  drawn = jax.device_get(jax.jit(MODELS[model](ModelOptions(), head).init)(jax.random.key(1)))
+  rng = np.random.default_rng(2)
+  return jax.tree.map(lambda x: x + 0.05 * rng.normal(size=x.shape).astype(np.float32), drawn)
+
+
+def log_probabilities(model: Model, tree, tokens, temperature):
+  """Of one sequence alone: entry t speaks of token t + 1. Attention is causal, so padding at the end is not seen."""
+  ids = tokens[None]
+  hidden = model.apply(tree, ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids))
+  return jax.nn.log_softmax((hidden @ model.head_kernel(tree).T)[0, :-1] / temperature)
+
+
+def chosen(table, tokens):
+  return table[jnp.arange(len(tokens) - 1), tokens[1:]]
+
+
+def padded(values: np.ndarray) -> np.ndarray:
+  return np.pad(values, (0, CHUNK - len(values)))
+
+
+@functools.cache
+def columns_of(model: str) -> tuple[dict[str, np.ndarray], ...]:
+  """For each sample what passes and sampler would have found, every policy another one, near the one that trains."""
+  policy = MODELS[model](ModelOptions())
+
+  def own(params, tokens, temperature):
+    return chosen(log_probabilities(policy, params, tokens, temperature), tokens)
+
+  tokens, temperatures = np.stack([padded(s.tokens) for s in SAMPLES]), np.float32([s.temperature for s in SAMPLES])
+  logprobs = np.asarray(jax.jit(jax.vmap(own, (None, 0, 0)))(host_params(model), tokens, temperatures), np.float64)
+  rng = np.random.default_rng(3)
+  found = []
+  for row, s in zip(logprobs, SAMPLES, strict=True):
+    row, noise = np.r_[0.0, row][: len(s.tokens)], rng.normal(size=(4, len(s.tokens)))
+    proximal = row + 0.3 * noise[0]
+    columns = {
+      'proximal_logprobs': proximal,
+      'behaviour_logprobs': proximal + 0.4 * noise[1],
+      'reference_logprobs': row + 0.5 * noise[2],
+      'values': noise[3],
+    }
+    found.append({name: np.where(s.loss_mask, x, 0.0).astype(np.float32) for name, x in columns.items()})
+  return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Subject:
+  """A loss on rows. Off-policy, sampler, proximal policy, reference and policy are four different ones."""
+
+  algorithm: Algorithm
+  rows: tuple[Row, ...]
+  of_critic: bool = False
+  off_policy: bool = True
+
+  @property
+  def loss(self) -> Loss:
+    return self.algorithm.critic_loss if self.of_critic else self.algorithm.loss
+
+  @property
+  def head(self) -> str:
+    return 'value' if self.of_critic else self.algorithm.head
+
+
+def closed(algorithm: Algorithm, rows, *, model: str = 'bigram', step: int = 0, state=None) -> Closed:
+  """The rows as `annotate` sees them."""
+
+  def column(name):
+    if name == 'loss_mask':
+      return [SAMPLES[row.index].loss_mask for row in rows]
+    return [columns_of(model)[row.index][name] for row in rows]
+
+  return Closed(rows, step, {name: column(name) for name in algorithm.on_host}, state)
+
+
+class Case:
+  """Rows on a mesh, however they are cut: one model, shape, and precision."""
+
+  def __init__(self, folder, *, rows, head='lm', model='decoder', dtype='float64', chunks=4, chunk_len=CHUNK,
+               scan=False, remat='none', order=None, axes=(), step=0, room=0):  # fmt: skip
+    """`room`: rows that shapes are planned for, where it is more than there are."""
+    config = MeshConfig(**{'data': 1, 'fsdp': 1, 'tensor': 1, **dict(axes)})
+    self.mesh = build_mesh(config, jax.devices()[: config.data * config.fsdp * config.tensor])
+    self.model_name, self.head, self.dtype = model, head, dtype
+    self.model = MODELS[model](ModelOptions(scan_layers=scan, remat=remat, dtype=dtype), head)
+    order = order or (tuple(range(len(rows))),)
+    self.shape = plan_shape(
+      rows=max(room, *map(len, order)),
+      ranks=data_parallel_ranks(self.mesh),
+      chunks=chunks,
+      chunk_len=chunk_len,
+      unit=2 if any(row.pair for row in rows) else 1,
+    )
+    self.plan = StepPlan(step=step, stage='x', rows=rows, optimizer_steps=order)
+    self.loader = RowLoader(folder, self.mesh)
+
+  def annotation(self, algorithm: Algorithm) -> Annotation:
+    return algorithm.annotate(closed(algorithm, self.plan.rows, model=self.model_name, step=self.plan.step))
+
+  def packed(self, algorithm: Algorithm, number: int = 0, *, off_policy: bool = False):
+    """The optimizer step on the devices, and the constants of its loss."""
+    found = self.annotation(algorithm)
+    columns: dict[str, Any] = {'advantages': found.advantages}
+    if found.returns is not None:
+      columns['returns'] = found.returns
+    if off_policy:
+      known = [columns_of(self.model_name)[row.index] for row in self.plan.rows]
+      columns |= {name: [row[name] for row in known] for name in known[0]}
+    step = self.loader.load(self.plan, number, self.shape)
+    return self.loader.fill(step, columns, found.in_loss), dict(found.constants)
+
+  def params(self):
+    tree = jax.tree.map(lambda x: x.astype(self.dtype), host_params(self.model_name, self.head))
+    return place_params(self.model, self.mesh, stack_layers(tree) if self.model.options.scan_layers else tree)
+
+
+@functools.cache
+def program(model: str, options: ModelOptions, subject: Subject, token_chunk: int):
+  function = functools.partial(
+    gradients,
+    MODELS[model](options, subject.head),
+    subject.loss,
+    token_chunk=token_chunk,
+    on_policy=() if subject.off_policy else ('proximal_logprobs',),
+  )
+  # Compiling takes longer than running: LLVM may do less.
+  return jax.jit(function, compiler_options={'xla_backend_optimization_level': 0})
+
+
+@functools.cache
+def compute(folder, subject: Subject, *, token_chunk=None, rows=None, **cut):
+  """Gradients of one optimizer step of the rows, cut in some way; layers unrolled again.
+
+  Args:
+    rows: instead of the subject's own.
+  """
+  with jax.enable_x64(cut.get('dtype', 'float64') == 'float64'):
+    case = Case(folder, rows=rows or subject.rows, head=subject.head, **cut)
+    packed, constants = case.packed(subject.algorithm, off_policy=subject.off_policy)
+    function = program(case.model_name, case.model.options, subject, token_chunk or case.shape.chunk_len)
+    found = jax.device_get(function(case.params(), packed.chunks, packed.used, constants))
+  return found._replace(grads=unstack_layers(found.grads)) if case.model.options.scan_layers else found
+
+
+def assert_same(found, wanted, precision='float64'):
+  """Within the contract's limits, and of a gradient that is there."""
+  per_tensor, of_loss = LIMITS[precision]
+  assert abs(found.loss - wanted.loss) <= of_loss * max(1.0, abs(wanted.loss))
+  grads, wanted_grads = flatten(found.grads), flatten(wanted.grads)
+  assert grads.keys() == wanted_grads.keys()
+  for name, tensor in wanted_grads.items():
+    scale = np.linalg.norm(tensor)
+    assert scale > 1e-7, name
+    assert np.linalg.norm(grads[name] - tensor) <= per_tensor * scale, name

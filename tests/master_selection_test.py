@@ -1,0 +1,170 @@
+"""What is learned of a finished group, on groups made by hand."""
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.experience.sample import Sample, Segment, Source
+from jaxrl_llm.experience.task import Task
+from jaxrl_llm.master.selection import Scored, SelectionConfig, choose
+from jaxrl_llm.master.stage import rollout_row
+from jaxrl_llm.rewards.api import Reward
+
+TASK = Task(taskset='t', domain='general', prompt=({'role': 'user', 'content': 'say'},), truth='yes', fields={})
+
+
+def member(i: int, length: int, correct: bool | None, value: float | None = None) -> Scored:
+  """Number `i` of its group, with `length` tokens of its own; its reward is 1 for a correct one and 0 for others."""
+  sampled = np.arange(3 + length) >= 3
+  sample = Sample(
+    uid=f'g/{i}',
+    task_id=TASK.uid,
+    visit=0,
+    sample_index=i,
+    group_id='g',
+    trajectory_id=f'g/{i}',
+    taskset='t',
+    domain='general',
+    source=Source.ROLLOUT,
+    tokens=np.zeros(3 + length, np.int32),
+    prompt_len=3,
+    role=sampled.astype(np.uint8),
+    loss_mask=sampled,
+    sampled=sampled,
+    behaviour_logprobs=np.zeros(3 + length, np.float32),
+    segments=(Segment(start=3, end=3 + length, version=Version(0, 0), engine='fake', finish='stop'),),
+  )
+  reward = Reward(value=float(bool(correct)) if value is None else value, parts={}, correct=correct)
+  return Scored(sample=sample, task=TASK, completion='', scores=(), reward=reward)
+
+
+def group(*members) -> list[Scored]:
+  return [member(i, *fields) for i, fields in enumerate(members)]
+
+
+def chosen(config: SelectionConfig, members: list[Scored]):
+  """(number, label) of each choice, in order."""
+  return [(c.scored.sample.sample_index, c.label) for c in choose(config, members)]
+
+
+def pairs(members, **fields):
+  """(chosen, rejected) numbers; the two of a pair, and no others, share its name."""
+  found = choose(SelectionConfig(kind='pairs', **fields), members)
+  assert [c.label for c in found] == [1, -1] * (len(found) // 2) and not any(c.imitated for c in found)
+  names = [c.pair for c in found]
+  assert names[::2] == names[1::2] and len(set(names)) == len(found) // 2 and all(names)
+  numbers = [c.scored.sample.sample_index for c in found]
+  return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+MIXED = group((5, True), (2, False), (4, True), (9, True), (7, False))
+
+
+def test_all_takes_every_member_as_it_is():
+  found = choose(SelectionConfig(), MIXED)
+  assert [c.scored for c in found] == MIXED
+  assert {(c.pair, c.label, c.imitated) for c in found} == {('', 0, False)}
+
+
+@pytest.mark.parametrize(
+  ('members', 'count'),
+  [
+    (MIXED, 5),
+    (group((3, False), (3, False)), 0),
+    (group((3, True), (8, True)), 0),
+    (group((3, True)), 0),
+    # Rewards count, not what is correct: shaped by another scorer, two correct ones differ.
+    (group((3, True, 1.0), (3, True, 0.9)), 2),
+    (group((3, True, 0.5), (3, False, 0.5)), 0),
+    ([], 0),
+  ],
+)
+def test_mixed_takes_whole_groups_that_have_two_rewards(members, count):
+  found = choose(SelectionConfig(kind='mixed'), members)
+  assert [c.scored for c in found] == members[:count]
+  assert {(c.pair, c.label, c.imitated) for c in found} <= {('', 0, False)}
+
+
+def test_the_shortest_correct_one_is_imitated_alone():
+  (found,) = choose(SelectionConfig(kind='shortest_correct'), MIXED)
+  assert found.scored is MIXED[2] and found.imitated and (found.pair, found.label) == ('', 0)
+
+
+@pytest.mark.parametrize(
+  ('members', 'number'),
+  [
+    (group((6, True), (4, False), (5, True), (5, True)), 2),  # the first of equals
+    (group((6, True), (6, True)), 0),
+    (group((6, True, 0.2), (7, True, 1.0)), 0),  # shortest, not best rewarded
+    (group((6, False), (9, True)), 1),
+  ],
+)
+def test_the_shortest_is_the_first_of_the_shortest_correct_ones(members, number):
+  assert chosen(SelectionConfig(kind='shortest_correct'), members) == [(number, 0)]
+
+
+@pytest.mark.parametrize('kind', ['pairs', 'shortest_correct'])
+@pytest.mark.parametrize('members', [group((3, False), (4, False)), group((3, None), (4, None)), []])
+def test_of_a_group_without_a_correct_member_there_is_nothing(kind, members):
+  """None: no scorer of this domain says what is correct."""
+  assert choose(SelectionConfig(kind=kind), members) == []
+
+
+def test_a_pair_is_the_shortest_correct_one_against_the_first_wrong_one():
+  assert pairs(MIXED) == [(2, 1)]
+  assert pairs(group((3, False), (9, False), (4, True))) == [(2, 0)]
+
+
+def test_wrong_ones_come_before_long_ones_each_in_the_order_of_issue():
+  # The best has 4 tokens, so that from 6 on a correct one is too long: that of 9, not that of 5.
+  assert pairs(MIXED, pairs_per_group=4) == [(2, 1), (2, 4), (2, 3)]
+  assert pairs(MIXED, pairs_per_group=2) == [(2, 1), (2, 4)]
+
+
+@pytest.mark.parametrize(
+  ('longer_by', 'rejected'), [(1.5, [1, 3]), (1.6, [3]), (2.5, [3]), (2.51, []), (1.0, [1, 2, 3])]
+)
+def test_correct_ones_are_rejected_from_that_many_times_the_shortest(longer_by, rejected):
+  members = group((4, True), (6, True), (4, True), (10, True))
+  assert pairs(members, longer_by=longer_by, pairs_per_group=9) == [(0, number) for number in rejected]
+
+
+def test_of_correct_and_alike_members_there_is_no_pair():
+  assert pairs(group((4, True), (4, True), (5, True)), pairs_per_group=9) == []
+  assert pairs(group((4, True)), pairs_per_group=9) == []
+
+
+def test_pairs_are_named_apart_in_different_groups():
+  one = choose(SelectionConfig(kind='pairs'), MIXED)
+  assert one[0].pair.startswith(one[1].scored.sample.uid), 'uids name their group'
+
+
+def test_no_group_gives_more_than_is_planned_for():
+  for kind in ('all', 'mixed', 'pairs', 'shortest_correct'):
+    for most in (1, 2, 3, 9):
+      config = SelectionConfig(kind=kind, pairs_per_group=most, longer_by=1.0)
+      for members in (MIXED, group((3, False), (3, True)), group(*[(3, True)] * 3)):
+        found = choose(config, members)
+        assert len(found) <= config.most(len(members)) and len(found) % config.unit == 0
+      assert config.most(5) == {'pairs': 2 * min(most, 4), 'shortest_correct': 1}.get(kind, 5)
+  # And all of it can be had: the best against every other.
+  assert len(choose(SelectionConfig(kind='pairs', pairs_per_group=9), group((3, False), (2, True), (9, True)))) == 4
+
+
+@pytest.mark.parametrize('fields', [{'pairs_per_group': 0}, {'longer_by': 0.99}])
+def test_numbers_that_mean_nothing_are_refused(fields):
+  with pytest.raises(UserError, match=r'^selection: .*at least 1'):
+    SelectionConfig(kind='pairs', **fields)
+
+
+def test_a_plans_row_says_how_it_was_chosen():
+  best, other = choose(SelectionConfig(kind='pairs'), MIXED)
+  rows = [rollout_row(c, ('0.arrayrecord', i)) for i, c in enumerate((best, other))]
+  assert [(row.pair, row.label, row.is_expert, row.correct) for row in rows] == [
+    (best.pair, 1, False, True),
+    (best.pair, -1, False, False),
+  ]
+  (imitated,) = choose(SelectionConfig(kind='shortest_correct'), MIXED)
+  row = rollout_row(imitated, ('0.arrayrecord', 0))
+  assert (row.is_expert, row.pair, row.label, row.correct, row.uid) == (True, '', 0, True, 'g/2')
