@@ -99,6 +99,8 @@ SUBJECTS = {
   for label, (name, _) in (VARIANTS | MORE).items()
 }
 INVARIANT = [*OPTIONS, 'ppo critic']
+KINDS = {'grpo', 'gspo', 'opmd', 'mix', 'dpo', 'reward_model', 'ppo critic'}
+"""One of each kind of loss: what the fast tier looks at."""
 CUTS = [{'chunks': 12}, {'chunks': 2, 'chunk_len': 48, 'token_chunk': 8}]
 
 
@@ -117,7 +119,9 @@ def test_every_algorithm_is_here():
   assert {*OPTIONS} == {*ALGORITHMS}
 
 
-@pytest.mark.parametrize('name', INVARIANT)
+@pytest.mark.parametrize(
+  'name', [name if name in KINDS else pytest.param(name, marks=pytest.mark.full) for name in INVARIANT]
+)
 def test_micro_batches_packing_padding_and_chunks_change_nothing(folder, name):
   first, second = (found_of(folder, name, **cut) for cut in CUTS)
   assert first.loss != 0.0
@@ -132,7 +136,9 @@ SHARDED = {'chunks': 2, 'axes': (('fsdp', 2), ('tensor', 2))}
 
 @pytest.mark.full
 @pytest.mark.parametrize(('precision', 'cuts'), [('float32', [PACKED]), ('float64', [PACKED, SHARDED])])
-@pytest.mark.parametrize('name', INVARIANT)
+@pytest.mark.parametrize(
+  'name', [name if name in KINDS else pytest.param(name, marks=pytest.mark.acceptance) for name in INVARIANT]
+)
 def test_nothing_about_the_layout_changes_the_decoders_gradient(folder, name, precision, cuts):
   """The cuts: micro-batches, packing, padding, chunk sizes and scanned layers; and a sharded batch and model."""
   whole = found_of(folder, name, model='decoder', dtype=precision)

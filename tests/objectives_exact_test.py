@@ -154,6 +154,7 @@ def test_the_entropy_term_has_the_gradient_of_the_entropy_at_the_prefixes_that_w
   assert_equal(found, -0.3 * e.gradient_of(e.conditional(e.entropy, e.POLICY)))
 
 
+@pytest.mark.full
 def test_the_document_says_what_the_computation_gives():
   document = e.DOCUMENT.read_text()
   assert document == e.filled(document)
