@@ -22,10 +22,11 @@ from collections.abc import Sequence
 import numpy as np
 from absl import flags
 from jaxtyping import Float, Int
+from pairs import accuracy, load_folds
 
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.tasks.preferences import Pair, PreferencesConfig, load_preferences
+from jaxrl_llm.tasks.preferences import Pair
 
 _PAIRS = flags.DEFINE_string('pairs', None, 'File of pairs, as in PreferencesConfig.source.', required=True)
 _FOLDS = flags.DEFINE_integer('folds', 5, 'Parts that the prompts are split into.', lower_bound=3)
@@ -104,26 +105,6 @@ def length_margins(longer: Float[np.ndarray, 'pairs'], fold: Int[np.ndarray, 'pa
   for k in np.unique(fold):
     margins[fold == k] = longer[fold == k] * np.sign(longer[fold != k].mean())
   return margins
-
-
-def accuracy(margins: Float[np.ndarray, 'pairs'], groups: Sequence[str]) -> tuple[float, float]:
-  """Accuracy, ties counted half, and its standard error: pairs of one group may depend on each other at will.
-
-  SE² = G/(G-1) Σ_g (Σ_{i in g} (hitᵢ - accuracy))² / N², for N pairs in G groups.
-  """
-  hits = np.where(margins == 0, 0.5, margins > 0)
-  _, cluster = np.unique(groups, return_inverse=True)
-  sums = np.bincount(cluster, hits - hits.mean())
-  return float(hits.mean()), float(np.sqrt(len(sums) / (len(sums) - 1) * (sums**2).sum()) / len(hits))
-
-
-def load_folds(source: str, folds: int) -> tuple[list[Pair], Int[np.ndarray, 'pairs']]:
-  """All pairs, fold after fold, and the fold of each."""
-  parts = [
-    load_preferences(PreferencesConfig(name='pairs', source=source, split='eval', fold=fold, folds=folds)).pairs
-    for fold in range(folds)
-  ]
-  return [pair for part in parts for pair in part], np.repeat(np.arange(folds), [len(part) for part in parts])
 
 
 def main(argv: list[str]) -> None:

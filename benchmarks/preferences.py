@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from jaxtyping import Float
-from preference_baseline import accuracy, load_folds
+from pairs import accuracy, load_folds
 
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import RunError, UserError
@@ -57,7 +57,7 @@ def train(kind: str, workdir: pathlib.Path, overrides: Sequence[str]) -> pathlib
 def sequence_values(directory: pathlib.Path, samples: Sequence[Sample]) -> Float[np.ndarray, 'samples']:
   """Of each sample alone: the log-likelihood of its answer, or its score, by the exported model."""
   spec = read_spec(directory)
-  model, params = build_model(spec), load_params(directory, spec)
+  model, params = build_model(spec), jax.tree.map(jnp.asarray, load_params(directory, spec))
 
   @jax.jit
   def one(tokens, ids, mask):

@@ -51,7 +51,7 @@ def get_config(variant: str = 'sft,gsm8k') -> Config:
       StageConfig(
         name='sft',
         algorithm=AlgorithmConfig(name='sft'),
-        steps=400,
+        steps=200,
         tasksets=('solutions',),
         demonstrations=DemonstrationsConfig(templates=('{answer}',)),
         sequences_per_batch=32,
@@ -65,11 +65,11 @@ def get_config(variant: str = 'sft,gsm8k') -> Config:
   stage = StageConfig(
     name=kind,
     algorithm=AlgorithmConfig(name=kind),
-    steps=90,
+    steps=48,
     preferences=PairsConfig(train='train', held_out='held_out'),
     sequences_per_batch=32,
     optimizer=OptimizerConfig(peak_lr=RATES[kind], schedule='cosine', b2=0.99, weight_decay=0.1),
-    evaluate_every=30,
+    evaluate_every=24,
   )
   return dataclasses.replace(
     config,

@@ -72,7 +72,7 @@ def test_ppo_warms_its_critic_up_and_moves_the_policy_after(ppo):
   # A batch that was sampled from unchanged weights is as fresh as any.
   assert {row['staleness/max'] for row in rows} == {0}
   assert max(row['sampling/sampling_logp_difference/max'] for row in rows) < 1e-4
-  penalties = [row['actor/reward_kl_penalty'] for row in rows]
+  penalties = [row['actor/kl_measured'] for row in rows]
   # The reference is the policy before the third batch, for it did not move, and before those after a refresh.
   np.testing.assert_allclose([penalties[i] for i in (0, 1, 2, 4, 8)], 0.0, atol=1e-7)
   assert min(abs(penalties[i]) for i in (3, 5, 6, 7)) > 1e-6

@@ -88,7 +88,7 @@ def test_so_many_experts_join_that_their_share_is_at_least_the_ratio(usual, rati
     ({'selection': SelectionConfig(kind='shortest_correct')}, 4, 1),
     ({'selection': SelectionConfig(kind='pairs', pairs_per_group=2)}, 4 * 2 * 2, 2),
     ({'selection': SelectionConfig(kind='pairs', pairs_per_group=99)}, 4 * 5 * 2, 2),
-    ({'preferences': PairsConfig(train='p'), 'sequences_per_batch': 10}, 10, 2),
+    ({'preferences': PairsConfig(train='p'), 'tasksets': (), 'sequences_per_batch': 10}, 10, 2),
     ({'demonstrations': DEMONSTRATIONS, 'sequences_per_batch': 10}, 10, 1),
   ],
 )

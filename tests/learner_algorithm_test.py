@@ -370,7 +370,7 @@ def test_an_adaptive_coefficient_follows_the_measured_divergence_and_survives_in
   algorithm = grpo(config)
   first = annotated(algorithm, [row(0, 'a', 1.0)], **tokens)
   assert first.metrics['actor/kl_coef'] == (0.5, 1.0)
-  assert first.metrics['actor/reward_kl_penalty'] == (0.5, 1.0)  # of the trained tokens: 1 and 0
+  assert first.metrics['actor/kl_measured'] == (1.0, 2.0)  # of the trained tokens: 1 and 0
   # Five times the target: the error is held at 0.2, one sample of a horizon of ten.
   assert first.state == {'kl_coef': pytest.approx(0.5 * (1 + 0.2 / 10))}
   second = annotated(algorithm, [row(0, 'a', 1.0)], state=first.state, **tokens)
@@ -474,3 +474,40 @@ def test_hand_worked_reward_model_loss():
   assert total(terms) == pytest.approx(LN2, rel=1e-5)
   terms, _ = reward_model(RewardModelConfig(center_rewards_coefficient=0.1), SETTING).loss(scores, chunks, {})
   assert total(terms) == pytest.approx(math.log(4 / 3) + 0.1 * (4 - math.log(3.0)) ** 2, rel=1e-5)
+
+
+def test_each_kl_coefficient_is_its_own():
+  """In the loss and in the reward at once: the penalty goes by its coefficient, not by the other's."""
+  config = ReinforcePlusPlusConfig(kl_loss_coef=1e-3, kl_reward_coef=0.5)
+  tokens = dict(
+    loss_mask=[np.array([False, True, True])],
+    proximal_logprobs=[np.array([0.0, -1.0, -1.0], np.float32)],
+    reference_logprobs=[np.array([0.0, -2.0, -1.0], np.float32)],
+  )
+  found = annotated(grpo(config), [row(0, 'a', 1.0, length=3)], **tokens)
+  assert found.constants == {'kl_coef': 1e-3}
+  # Rewards -0.5 and 1: returns 0.5 and 1, which whitening spreads around their mean.
+  spread = 0.25 / math.sqrt(2 * 0.25**2 / 1 + 1e-8)
+  np.testing.assert_allclose(found.advantages[0], [0.0, -spread, spread], rtol=1e-6)
+
+
+def test_rewards_of_turns_count_where_advantages_are_one_per_sample():
+  rows = [row(0, 'a', 0.0, turn_rewards=(1.0, 1.0)), row(1, 'a', 0.0)]
+  for algorithm in (grpo(GrpoConfig(norm_adv_by_std=False)), opmd(OpmdConfig(), SETTING)):
+    np.testing.assert_array_equal(annotated(algorithm, rows).advantages, [1.0, -1.0])
+
+
+@pytest.mark.parametrize(
+  ('make', 'message'),
+  [
+    (lambda: grpo(GrpoConfig(overlong_buffer_len=SETTING.max_response_length + 1)), 'overlong_buffer_len'),
+    (lambda: opmd(OpmdConfig(overlong_buffer_len=-1), SETTING), 'overlong_buffer_len'),
+    (lambda: grpo(GrpoConfig(kl_loss_coef=0.1, kl_target=0.0)), 'kl_target'),
+    (lambda: grpo(GrpoConfig(bypass_old_logprobs=True, rollout_rs_low=0.9, rollout_rs_high=1.1)), 'mask nothing'),
+    (lambda: opmd(OpmdConfig(tau=0.0, baseline='log_partition'), SETTING), 'opmd.tau'),
+    (lambda: dpo(DpoConfig(beta=0.0), SETTING), 'dpo.beta'),
+  ],
+)
+def test_what_could_only_fail_later_is_refused_at_once(make, message):
+  with pytest.raises(UserError, match=message):
+    make()

@@ -202,6 +202,11 @@ def shaped(config, rows) -> list[float | None]:
   return [None if row.reward is None else row.reward + x for row, x in zip(rows, extra)]
 
 
+def of_trajectories(rows, rewards):
+  """With the rewards of their turns."""
+  return [None if reward is None else reward + sum(row.turn_rewards) for row, reward in zip(rows, rewards)]
+
+
 def estimated(config, rows):
   """(advantages, returns, whether in the loss), all per token of each row."""
   rewards, groups = shaped(config, rows), [row.group for row in rows]
@@ -215,13 +220,14 @@ def estimated(config, rows):
   live = [mask & scored for mask, scored in zip(masks, in_loss)]
   returns, kind = None, config.adv_estimator
   minus_mean = lambda reward, values, _: reward - statistics.fmean(values)
+  whole = of_trajectories(rows, rewards)
   if kind == 'grpo':
     divisor = lambda values: statistics.stdev(values) + 1e-6 if config.norm_adv_by_std else 1.0
-    by_row = oracles_advantages.of_group(rewards, groups, lambda r, v, i: minus_mean(r, v, i) / divisor(v))
+    by_row = oracles_advantages.of_group(whole, groups, lambda r, v, i: minus_mean(r, v, i) / divisor(v))
   elif kind == 'rloo':
-    by_row = oracles_advantages.leave_one_out(rewards, groups)
+    by_row = oracles_advantages.leave_one_out(whole, groups)
   else:
-    by_row = oracles_advantages.of_group(rewards, groups, minus_mean)
+    by_row = oracles_advantages.of_group(whole, groups, minus_mean)
   advantages = [np.full(len(mask), advantage) for mask, advantage in zip(masks, by_row)]
   if kind in ('reinforce_plus_plus', 'gae'):
     dense = []
@@ -325,7 +331,7 @@ def mix_oracle(config, rows, now, held) -> float:
 
 
 def opmd_oracle(config, rows, now, held) -> float:
-  rewards, groups = shaped(config, rows), [row.group for row in rows]
+  rewards, groups = of_trajectories(rows, shaped(config, rows)), [row.group for row in rows]
   if config.baseline == 'mean':
     rule = lambda reward, values, _: reward - statistics.fmean(values)
     advantages = oracles_advantages.of_group(rewards, groups, rule)

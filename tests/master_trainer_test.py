@@ -356,10 +356,14 @@ def paired(rows):
   return tuple(dataclasses.replace(row, **fields(i)) for i, row in enumerate(rows))
 
 
-def test_held_out_pairs_are_measured_where_the_plan_names_them(folder):
-  """Four pairs held out where an optimizer step has room for one; the reference is the stage's first policy."""
+@pytest.mark.parametrize('chunk_len', [16, 96])
+def test_held_out_pairs_are_measured_where_the_plan_names_them(folder, chunk_len):
+  """Four pairs held out where an optimizer step has room for one; the reference is the stage's first policy.
+
+  A chunk of 96 tokens would take all of them, but the arrays have room for as many as a batch can bring.
+  """
   algorithm = dpo(DpoConfig(beta=0.3), SETTING)
-  shape = plan_shape(rows=2, ranks=1, chunks=2, chunk_len=16, unit=2)
+  shape = plan_shape(rows=2, ranks=1, chunks=2, chunk_len=chunk_len, unit=2)
   with training(folder, stage_of(algorithm, shape=shape, held_out='choices', evaluate_every=2)) as made:
     done = made.run(4, rows=paired(ROWS[:2]), held_out=paired(ROWS))
   measured = [any(key.startswith('val-core/') for key in at.metrics) for at in done]

@@ -18,6 +18,7 @@ SCRIPT = ROOT / 'benchmarks' / 'preference_baseline.py'
 
 @pytest.fixture(scope='module')
 def baseline():
+  sys.path.append(str(SCRIPT.parent))  # As Python has it for a script: what lies beside it can be imported.
   spec = importlib.util.spec_from_file_location('preference_baseline', SCRIPT)
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)

@@ -68,8 +68,17 @@ def prepare(config: Config, workdir: pathlib.Path) -> Prepared:
   scored |= {name for stage in config.stages if stage.explores for name in stage.tasksets}
   for name in sorted(scored):
     for domain in sorted({task.domain for task in tasksets[name].tasks}):
-      in_force(config.rewards.scorers, domain, name)
+      judges = {scorer.name for scorer in in_force(config.rewards.scorers, domain, name)}
+      if config.rewards.correct_by is not None and config.rewards.correct_by not in judges:
+        raise UserError(
+          f'rewards.correct_by: {config.rewards.correct_by!r} does not judge domain {domain!r} of taskset {name}, so '
+          'nothing there would be correct; let it judge all, or remove correct_by'
+        )
   preferences = {source.name: _preferences(source, tasksets) for source in config.preferences}
+  _check_pairs(config, preferences, suites)
+  for stage in config.stages:
+    if stage.critic.init_from is not None:
+      model_directory(stage.critic.init_from)  # Not only when its stage begins.
   checkpoint = checkpoint_directory(config)
   if checkpoint is not None:
     tokenizer, spec = Tokenizer.from_directory(checkpoint), read_spec(checkpoint)
@@ -123,6 +132,26 @@ def _check_names(config: Config, tasksets: Mapping[str, Taskset]) -> None:
         raise UserError(f'stages.{stage.name}.tasksets: no taskset {name!r}; configured are {sorted(tasksets)}')
       for evaluation in measured:
         check_disjoint(tasksets[name], tasksets[evaluation])
+
+
+def _check_pairs(
+  config: Config, preferences: Mapping[str, Preferences], suites: Sequence[tuple[SuiteConfig, Sequence[Task]]]
+) -> None:
+  """No prompt is trained on, as a pair, and measured."""
+  for stage in config.stages:
+    if stage.preferences is None:
+      continue
+    trained = {pair.task.digest for pair in preferences[stage.preferences.train].pairs}
+    measured = {suite.name: {task.digest for task in tasks} for suite, tasks in suites}
+    if stage.preferences.held_out is not None:
+      name = stage.preferences.held_out
+      measured[name] = {pair.task.digest for pair in preferences[name].pairs}
+    for name, digests in measured.items():
+      if common := trained & digests:
+        raise UserError(
+          f'stages.{stage.name}: preferences {stage.preferences.train} (training) and {name} (held out) share '
+          f"{len(common)} prompts; give both the same holdout or fold, and split 'train' and 'eval'"
+        )
 
 
 def _suite_tasks(suite: SuiteConfig, tasksets: Mapping[str, Taskset]) -> Sequence[Task]:
@@ -192,6 +221,8 @@ def preferences_file(name: str) -> str:
 
 def _preferences(source: PreferenceSource, tasksets: Mapping[str, Taskset]) -> Preferences:
   if not source.source.startswith('taskset:'):
+    if source.wrong:
+      raise UserError(f"preferences.{source.name}.wrong: a file's rows bring their rejected answers; use rejected")
     return load_preferences(source)
   name = source.source.removeprefix('taskset:')
   if name not in tasksets:

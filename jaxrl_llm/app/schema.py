@@ -100,7 +100,7 @@ class PairsConfig:
   train: str
   """Name of configured preferences."""
   held_out: str | None = None
-  """Measured at each evaluation: `val-core/<name>/rewards/accuracies`. None: nothing is."""
+  """Measured after each step that ends with an evaluation: `val-core/<name>/rewards/accuracies`. None: nothing is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,6 +178,8 @@ class StageConfig:
   def __post_init__(self):
     if self.demonstrations is not None and self.preferences is not None:
       raise UserError(f'stages.{self.name}: demonstrations and preferences exclude each other; give one of them')
+    if self.preferences is not None and self.tasksets:
+      raise UserError(f'stages.{self.name}.tasksets: has no meaning beside preferences; remove it')
     if self.explores and not self.tasksets:
       raise UserError(f'stages.{self.name}.tasksets: empty, and rollouts want tasks; name a configured taskset')
     batch = dict(sequences_per_batch=1, groups_per_batch=1, group_size=1, minibatches=1, epochs=1)

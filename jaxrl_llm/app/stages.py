@@ -6,9 +6,10 @@ import importlib
 from typing import Any
 
 import jax
+from absl import logging
 from jax.sharding import Mesh
 
-from jaxrl_llm.app.schema import AlgorithmConfig, Config, StageConfig
+from jaxrl_llm.app.schema import AlgorithmConfig, Config, CriticConfig, StageConfig
 from jaxrl_llm.batching.plan import plan_shape
 from jaxrl_llm.config.annotations import nearest
 from jaxrl_llm.config.values import from_json
@@ -16,6 +17,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.algorithm import Algorithm, Setting
 from jaxrl_llm.learner.catalogue import ALGORITHMS, OFFLINE, PAIRWISE
 from jaxrl_llm.learner.optimizer import build_optimizer
+from jaxrl_llm.master.selection import SelectionConfig
 from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.models.heads import with_head
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
@@ -67,7 +69,8 @@ def _stage(stage: StageConfig, config: Config, mesh: Mesh, start: int, vocab_siz
       f'learner.chunk_len: {chunk_len} tokens are too few for max_prompt_length + max_response_length = {longest}'
     )
   chunks = config.learner.chunks_per_rank
-  updates = stage.steps * stage.minibatches * stage.epochs
+  critic_updates = stage.steps * stage.minibatches * stage.epochs
+  updates = critic_updates - algorithm.critic_warmup * stage.minibatches * stage.epochs
   critic = (stage.critic.optimizer or optimizer) if algorithm.critic_loss is not None else None
   # Each kind of rows is dealt for itself, so that a minibatch may have one unit more of each than its share.
   usual = stage.groups_per_batch * stage.group_size if stage.experts is not None else stage.sequences
@@ -81,7 +84,7 @@ def _stage(stage: StageConfig, config: Config, mesh: Mesh, start: int, vocab_siz
     optimizer=build_optimizer(optimizer, updates),
     optimizer_config=optimizer,
     keep_optimizer=stage.keep_optimizer,
-    critic_optimizer=build_optimizer(critic, updates) if critic is not None else None,
+    critic_optimizer=build_optimizer(critic, critic_updates) if critic is not None else None,
     critic_optimizer_config=critic,
     shape=plan_shape(rows=rows, ranks=data_parallel_ranks(mesh), chunks=chunks, chunk_len=chunk_len, unit=stage.unit),
     token_chunk=plan_token_chunk(
@@ -109,15 +112,37 @@ def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> No
       "best with selection.kind='shortest_correct'"
     )
   if stage.selection.kind == 'shortest_correct' and name in ALGORITHMS and name != 'sft':
-    raise UserError(f"{where}.selection: one answer of a group is to be imitated, which {name} does not; use sft")
+    raise UserError(f'{where}.selection: one answer of a group is to be imitated, which {name} does not; use sft')
   if stage.experts is not None and stage.selection.kind not in ('all', 'mixed'):
-    raise UserError(f"{where}.selection: {stage.selection.kind!r} has no place beside experts; wanted all or mixed")
+    raise UserError(f'{where}.selection: {stage.selection.kind!r} has no place beside experts; wanted all or mixed')
   if not stage.explores and name in ALGORITHMS and name not in OFFLINE:
     raise UserError(f'{where}: {name} learns from rollouts; remove demonstrations and preferences')
   if (name == 'mix') != (stage.experts is not None) and name in ALGORITHMS:
     raise UserError(f'{where}.experts: mix learns from expert rows beside its rollouts, and only mix does')
   if algorithm.head == 'scalar' and stage.explores:
     raise UserError(f'{where}: {name} trains a model of one score, which generates nothing; give it preferences')
+  _check_reference(stage, config, algorithm)
+  if algorithm.critic_loss is None and stage.critic != CriticConfig():
+    raise UserError(f'{where}.critic: {name} has no critic; remove it, or use ppo')
+  if algorithm.critic_warmup >= stage.steps:
+    raise UserError(
+      f'{where}: critic_warmup={algorithm.critic_warmup} of {stage.steps} steps leaves none for the policy; lower it'
+    )
+  if not stage.explores and stage.selection != SelectionConfig():
+    raise UserError(f'{where}.selection: chooses among rollouts, and this stage learns from static data; remove it')
+  if stage.selection.kind == 'pairs' and stage.group_size < 2:
+    raise UserError(f'{where}.group_size: 1 sample makes no pair; wanted at least 2')
+  usual = stage.groups_per_batch * stage.group_size if stage.experts is not None else None
+  least = {
+    'groups_per_batch': stage.groups_per_batch if stage.selection.kind in ('pairs', 'shortest_correct') else None,
+    'experts.ratio': stage.sequences - usual if usual is not None else None,
+  }
+  for field, units in least.items():
+    if units is not None and units < stage.minibatches:
+      raise UserError(
+        f'{where}.minibatches: {stage.minibatches} want a part of each kind of rows, and {field} gives {units}; lower '
+        'minibatches or raise it'
+      )
   if stage.explores and config.rollout.engine == 'vllm' and config.rollout.vllm.speculative:
     raise UserError(f'rollout.vllm.args.speculative_config: stage {stage.name} samples rollouts; {SPECULATION}')
   if stage.explores and stage.temperature <= 0:
@@ -128,6 +153,28 @@ def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> No
       f'{where}.minibatches: {stage.sequences} sequences cannot be dealt evenly into {stage.minibatches} minibatches'
       + (' of pairs' if pairs else '')
     )
+
+
+def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:
+  """Refuses references that cannot differ from what they are compared with, or cannot move."""
+  where, rule = f'stages.{stage.name}', algorithm.reference
+  if 'reference' not in algorithm.reads:
+    return
+  if rule.ema is not None and config.policy.param_dtype != 'float32':
+    raise UserError(
+      f'{where}: reference.ema averages in the type of the parameters, and {config.policy.param_dtype} rounds its '
+      'small steps away; use param_dtype=float32, or reference.every'
+    )
+  if rule.every == 1 and stage.preferences is not None:
+    raise UserError(f'{where}: pairs are judged against a reference that stands still; reference.every=1 has none')
+  if rule.every == 1 and stage.minibatches * stage.epochs == 1:
+    text = (
+      f'{where}: with reference.every=1 and one update a batch the policy is its own reference: nothing holds it; set '
+      'minibatches or epochs above 1, or another reference'
+    )
+    if stage.algorithm.name != 'opmd':
+      raise UserError(text)
+    logging.warning('%s', text)  # What is left of it, a policy gradient, still learns.
 
 
 def model_spec(config: Config, spec: ModelSpec) -> ModelSpec:

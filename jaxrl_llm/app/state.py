@@ -38,7 +38,9 @@ def begin_stage(stage: Stage, config: Config, state: LoopState, mesh: Mesh, crit
   reference = copy_params(params) if reads and rule.every != 1 else None
   learned = Learned(
     policy=init_state(params, stage.optimizer, mesh),
-    critic=_begin_critic(stage, config, params, mesh, critic) if stage.algorithm.critic_loss is not None else None,
+    critic=_begin_critic(stage, config, state.learned, mesh, critic)
+    if stage.algorithm.critic_loss is not None
+    else None,
     reference=reference,
     reference_step=state.step,
   )
@@ -49,9 +51,14 @@ def begin_stage(stage: Stage, config: Config, state: LoopState, mesh: Mesh, crit
   return dataclasses.replace(state, learned=learned)
 
 
-def _begin_critic(stage: Stage, config: Config, policy: Params, mesh: Mesh, critic: Model) -> TrainState:
-  """The policy's body with a fresh output, or a trained reward model or critic."""
+def _begin_critic(stage: Stage, config: Config, before: Learned, mesh: Mesh, critic: Model) -> TrainState:
+  """A trained reward model or critic, else that of the stage before, else the policy's body with a fresh output."""
   source = next(s for s in config.stages if s.name == stage.name).critic.init_from
+  if source is None and before.critic is not None:
+    state = init_state(before.critic.params, stage.critic_optimizer, mesh)
+    if stage.keep_optimizer:
+      state = state.replace(opt_state=with_schedule(before.critic.opt_state, state.opt_state))
+    return state
   if source is not None:
     directory = model_directory(source)
     found = read_spec(directory)
@@ -66,7 +73,7 @@ def _begin_critic(stage: Stage, config: Config, policy: Params, mesh: Mesh, crit
     params = place_params(critic, mesh, host)
   else:
     kernel = fresh_head(critic.spec, jax.random.key(config.seed), dtype=config.policy.param_dtype)
-    params = copy_params(with_output(critic, mesh, policy, kernel))
+    params = copy_params(with_output(critic, mesh, before.policy.params, kernel))
   return init_state(params, stage.critic_optimizer, mesh)
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.advantages.group import group_advantages, log_partition_baseline
 from jaxrl_llm.batching.chunks import Chunks
+from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.algorithm import (
   Algorithm,
   Annotation,
@@ -23,8 +24,8 @@ from jaxrl_llm.learner.algorithm import (
   Stats,
   Terms,
 )
-from jaxrl_llm.learner.policy_gradient import shaped_rewards
-from jaxrl_llm.learner.policy_options import ShapingOptions
+from jaxrl_llm.learner.policy_gradient import shaped_rewards, with_turns
+from jaxrl_llm.learner.policy_options import ShapingOptions, check_shaping
 from jaxrl_llm.objectives.policy import opmd_loss
 from jaxrl_llm.ops.logprobs import TokenLogprobs
 from jaxrl_llm.ops.reduce import Stat, Term, masked_stat, segment_sums
@@ -45,14 +46,17 @@ class OpmdConfig(ShapingOptions):
 
 def opmd(config: OpmdConfig, setting: Setting) -> Algorithm:
   """See the module."""
+  check_shaping(config, setting, 'opmd')
+  if config.tau < 0 or (config.tau == 0 and config.baseline == 'log_partition'):
+    raise UserError(f'opmd.tau: {config.tau}, wanted at least 0, and above it for the log_partition baseline')
 
   def annotate(closed: Closed) -> Annotation:
     rewards = shaped_rewards(config, setting, closed)
-    groups = [row.group for row in closed.rows]
+    whole, groups = with_turns(closed.rows, rewards), [row.group for row in closed.rows]
     if config.baseline == 'mean':
-      found = group_advantages(rewards, groups, normalize_by_std=False)
+      found = group_advantages(whole, groups, normalize_by_std=False)
     else:
-      found = log_partition_baseline(rewards, groups, tau=config.tau)
+      found = log_partition_baseline(whole, groups, tau=config.tau)
     metrics = {
       'frac_reward_zero_std': (float(found.zero_std_groups), float(max(found.groups, 1))),
       'num_unscorable': (float((~found.scored).sum()), 1.0),

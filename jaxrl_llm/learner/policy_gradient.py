@@ -6,8 +6,9 @@ ratio is bounded, how tokens are aggregated, and in whether there is a critic; n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,7 +52,7 @@ from jaxrl_llm.ops.reduce import masked_stat
 
 def policy_gradient(config: PolicyGradientConfig, setting: Setting) -> Algorithm:
   """The algorithm that a configuration of the family describes."""
-  check(config)
+  check(config, setting)
   reads = {'reference'} if config.kl_loss_coef or config.kl_reward_coef else set()
   reads |= set() if config.bypass_old_logprobs else {'proximal'}
   on_host: set[Any] = set()
@@ -86,7 +87,7 @@ def annotate(config: PolicyGradientConfig, setting: Setting, closed: Closed) -> 
   scored = np.array([row.reward is not None for row in rows], bool)
   rewards = shaped_rewards(config, setting, closed)
   metrics = {'num_unscorable': (float((~scored).sum()), 1.0)}
-  coef, kl_metrics, state = _kl(config, closed)
+  coefs, kl_metrics, state = _kl(config, closed)
   metrics |= kl_metrics
   groups = _group_advantages(config, closed, rewards)
   metrics['frac_reward_zero_std'] = (float(groups.zero_std_groups), float(max(groups.groups, 1)))
@@ -99,10 +100,10 @@ def annotate(config: PolicyGradientConfig, setting: Setting, closed: Closed) -> 
     advantages, returns = groups.advantages, None
   else:
     masks = [mask & live for mask, live in zip(closed.tokens['loss_mask'], in_loss, strict=True)]
-    advantages, returns = _token_advantages(config, closed, rewards, groups, masks, coef)
+    advantages, returns = _token_advantages(config, closed, rewards, groups, masks, coefs.reward)
     if returns is not None:
       metrics |= _critic_metrics(closed.tokens['values'], returns, masks)
-  constants = {'kl_coef': coef} if config.kl_loss_coef else {}
+  constants = {'kl_coef': coefs.loss} if config.kl_loss_coef else {}
   return Annotation(advantages, in_loss, metrics, returns=returns, rewards=rewards, constants=constants, state=state)
 
 
@@ -153,9 +154,14 @@ def shaped_rewards(config: ShapingOptions, setting: Setting, closed: Closed) -> 
   return [None if row.reward is None else row.reward + float(more) for row, more in zip(rows, extra, strict=True)]
 
 
+def with_turns(rows: Sequence[Row], rewards: Sequence[float | None]) -> list[float | None]:
+  """What a whole trajectory is worth where advantages are one per sample: its reward and those of its turns."""
+  return [None if r is None else r + math.fsum(row.turn_rewards) for row, r in zip(rows, rewards, strict=True)]
+
+
 def _group_advantages(config: PolicyGradientConfig, closed: Closed, rewards: Sequence[float | None]) -> GroupAdvantages:
   rows = closed.rows
-  groups = [row.group for row in rows]
+  rewards, groups = with_turns(rows, rewards), [row.group for row in rows]
   if config.adv_estimator == 'rloo':
     estimate = leave_one_out
   else:
@@ -196,26 +202,36 @@ def _proximal(config: PolicyGradientConfig, closed: Closed) -> Sequence[np.ndarr
   return closed.tokens['behaviour_logprobs' if config.bypass_old_logprobs else 'proximal_logprobs']
 
 
-def _kl(config: PolicyGradientConfig, closed: Closed) -> tuple[float, dict[str, tuple[float, float]], Any]:
-  """The KL coefficient in force, its metrics, and the state after this batch."""
-  start = config.kl_loss_coef or config.kl_reward_coef
-  if not start:
-    return 0.0, {}, None
-  coef = start if closed.state is None else float(closed.state['kl_coef'])
-  key = 'actor/kl_coef'
-  if 'reference_logprobs' not in closed.tokens:
-    return coef, {key: (coef, 1.0)}, None
+class _KlCoefficients(NamedTuple):
+  loss: float
+  reward: float
+
+
+def _kl(config: PolicyGradientConfig, closed: Closed) -> tuple[_KlCoefficients, dict[str, tuple[float, float]], Any]:
+  """The KL coefficients in force, their metrics, and the state after this batch."""
+  coefs, state = _KlCoefficients(config.kl_loss_coef, config.kl_reward_coef), None
+  if not any(coefs):
+    return coefs, {}, None
+  measured = _measured_kl(config, closed) if 'reference_logprobs' in closed.tokens else None
+  if config.kl_target is not None:
+    start = coefs.loss or coefs.reward  # One of them, see `check`.
+    coef = start if closed.state is None else float(closed.state['kl_coef'])
+    coefs = _KlCoefficients(*(coef if given else 0.0 for given in coefs))
+    control = AdaptiveKl(init_coef=start, target=config.kl_target, horizon=config.kl_horizon)
+    total, count = measured
+    state = {'kl_coef': adapted(coef, total / max(count, 1.0), len(closed.rows), control)}
+  metrics = {'actor/kl_coef': (coefs.loss or coefs.reward, 1.0)}
+  return coefs, metrics if measured is None else metrics | {'actor/kl_measured': measured}, state
+
+
+def _measured_kl(config: PolicyGradientConfig, closed: Closed) -> tuple[float, float]:
+  """Sum over the trained tokens of log π_prox - log π_ref, and their number."""
   total, count = 0.0, 0
   tokens = zip(_proximal(config, closed), closed.tokens['reference_logprobs'], closed.tokens['loss_mask'], strict=True)
   for p, q, mask in tokens:
     total += float((p[mask].astype(np.float64) - q[mask].astype(np.float64)).sum())
     count += int(mask.sum())
-  measured = total / max(count, 1)
-  metrics = {key: (coef, 1.0), 'actor/reward_kl_penalty': (measured, 1.0)}
-  if config.kl_target is None:
-    return coef, metrics, None
-  control = AdaptiveKl(init_coef=start, target=config.kl_target, horizon=config.kl_horizon)
-  return coef, metrics, {'kl_coef': adapted(coef, measured, len(closed.rows), control)}
+  return total, float(count)
 
 
 def _critic_metrics(values, returns, masks) -> dict[str, tuple[float, float]]:

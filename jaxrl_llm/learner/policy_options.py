@@ -7,7 +7,7 @@ import re
 from typing import Literal
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.learner.algorithm import ReferenceRule
+from jaxrl_llm.learner.algorithm import ReferenceRule, Setting
 from jaxrl_llm.objectives.divergence import Estimator, has_expected_gradient
 from jaxrl_llm.ops.reduce import Aggregation
 
@@ -180,9 +180,15 @@ class PpoConfig(PolicyGradientConfig):
   """Batches at the beginning that train the critic alone."""
 
 
-def check(config: PolicyGradientConfig) -> None:
+def check(config: PolicyGradientConfig, setting: Setting) -> None:
   """Raises UserError for options that contradict each other, or do something else than they seem to."""
   where = re.sub('(?<!^)([A-Z])', r'_\1', type(config).__name__.removesuffix('Config')).lower()
+  check_shaping(config, setting, where)
+  if config.kl_target is not None and not (config.kl_target > 0 and config.kl_horizon > 0):
+    raise UserError(
+      f'{where}: kl_target {config.kl_target} and kl_horizon {config.kl_horizon}, wanted both above 0; kl_horizon well '
+      'above the samples of a batch'
+    )
   if config.adv_estimator == 'gae' and not isinstance(config, PpoConfig):
     raise UserError(f"{where}: adv_estimator 'gae' needs a critic; use algorithm ppo")
   if config.adv_estimator != 'gae' and isinstance(config, PpoConfig):
@@ -206,4 +212,13 @@ def check(config: PolicyGradientConfig) -> None:
     raise UserError(
       f"{where}: with bypass_old_logprobs the proximal logprobs are the sampler's, so rollout_rs_low and _high mask "
       'nothing; set one of them'
+    )
+
+
+def check_shaping(config: ShapingOptions, setting: Setting, where: str) -> None:
+  """Raises UserError for length terms that no response could meet."""
+  if not 0 <= config.overlong_buffer_len <= setting.max_response_length:
+    raise UserError(
+      f'{where}.overlong_buffer_len: {config.overlong_buffer_len} of max_response_length={setting.max_response_length} '
+      'tokens; wanted a part of it, or 0 for none'
     )

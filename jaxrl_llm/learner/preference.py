@@ -45,6 +45,8 @@ class DpoConfig:
 
 def dpo(config: DpoConfig, setting: Setting) -> Algorithm:
   """Direct preference optimization (arXiv:2305.18290), with IPO (arXiv:2310.12036) as a choice."""
+  if not config.beta > 0:
+    raise UserError(f'dpo.beta: {config.beta}, wanted a number above 0')
   if config.loss_type == 'ipo' and config.label_smoothing:
     raise UserError(f'dpo: label_smoothing={config.label_smoothing} has no meaning for ipo; set it to 0')
 

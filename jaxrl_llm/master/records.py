@@ -68,9 +68,14 @@ def _scorer_metrics(taken: Mapping[str, Scored]) -> dict[str, Metric]:
 
 
 def logprob_pairs(batch: Batch, updated: Updated, taken: Mapping[str, Scored]) -> list[Pair]:
-  """Of each rollout's trained, sampled tokens: the logprobs before the batch, the trainer's and the sampler's."""
+  """Of each rollout's trained, sampled tokens: the logprobs before the batch, the trainer's and the sampler's.
+
+  Rows whose logprobs an update of the batch has already moved are left out.
+  """
   pairs = []
   for i in _rollouts(batch, taken):
+    if i in updated.late:
+      continue
     sample = taken[batch.plan.rows[i].uid].sample
     tokens = sample.loss_mask & sample.sampled
     pairs.append((updated.logprobs[i][tokens], sample.behaviour_logprobs[tokens]))

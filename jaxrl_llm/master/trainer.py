@@ -57,6 +57,11 @@ class Stage:
 
   @property
   def updates(self) -> int:
+    """Optimizer steps of the policy."""
+    return self.critic_updates - self.algorithm.critic_warmup * self.minibatches * self.epochs
+
+  @property
+  def critic_updates(self) -> int:
     return (self.end - self.start) * self.minibatches * self.epochs
 
   def evaluation_due(self, done: int) -> bool:
@@ -76,13 +81,14 @@ class Batch(NamedTuple):
 class Updated(NamedTuple):
   metrics: dict[str, Metric]
   logprobs: dict[int, Any]
-  """Per-token logprobs of the policy before the batch, by row number of the plan; none of a reward model's rows.
+  """Per-token logprobs of rollouts under the policy before the batch, by row number of the plan.
 
-  Only where a plan of several optimizer steps asks for no proximal pass (demonstrations, pairs, the sampler's logprobs
-  in its place): of the policy before the optimizer step that came to the row first.
+  Of `late` rows: under the policy before the optimizer step that came to them first.
   """
   moved: bool
   """Whether the policy has changed."""
+  late: frozenset[int] = frozenset()
+  """Rows whose logprobs are of the policy after an update of the batch."""
 
 
 class Roles(NamedTuple):
@@ -143,7 +149,7 @@ class StageTrainer:
         stage.critic_optimizer_config,
         mesh,
         learned.critic,
-        updates=stage.updates,
+        updates=stage.critic_updates,
         token_chunk=stage.token_chunk,
         metrics='critic',
       )
@@ -231,6 +237,7 @@ class StageTrainer:
     if 'reference' in algorithm.reads:
       metrics['actor/reference_step'] = Mean(learned.reference_step, 1)
     logprobs: dict[int, Any] = {}
+    late: set[int] = set()
     policy, critic, moved = learned.policy, learned.critic, False
     trains = batch.plan.step - self._stage.start >= algorithm.critic_warmup
     if algorithm.renew_optimizer and trains:
@@ -243,12 +250,15 @@ class StageTrainer:
         metrics = merge(metrics, _report_metrics(report))
       outputs = packed.chunks.proximal_logprobs
       if trains:
-        policy, report = await self._apply(self._update, policy, packed, constants)
+        with self._phases.timed('update_actor'):
+          policy, report = await self._apply(self._update, policy, packed, constants)
         self._check(report, 'actor')
         metrics = merge(metrics, _report_metrics(report))
         moved |= not (report.skipped or report.empty)
         outputs = outputs if batch.plan.proximal else report.outputs
-      if algorithm.head == 'lm' and not logprobs.keys() >= set(packed.rows):
+      if self._stage.explores and not logprobs.keys() >= set(packed.rows):
+        if not batch.plan.proximal and packed is not batch.steps[0]:
+          late |= set(packed.rows) - logprobs.keys()
         before = await self._device.run(self._gather, outputs)
         lengths = [batch.plan.rows[i].length for i in packed.rows]
         for i, values in zip(packed.rows, unpack(before, packed, lengths), strict=True):
@@ -257,7 +267,7 @@ class StageTrainer:
     if batch.plan.held_out:
       metrics |= await self._measured(learned, batch.plan, constants)
     learned = await self._device.run(self._refreshed, learned, batch.plan.step + 1)
-    return learned, Updated(metrics, logprobs, moved)
+    return learned, Updated(metrics, logprobs, moved, frozenset(late))
 
   async def _apply(self, update: Update, state: TrainState, packed: PackedStep, constants: Constants):
     """One optimizer step of one role, and its report; the report's outputs stay on the devices."""
@@ -268,7 +278,9 @@ class StageTrainer:
   async def _measured(self, learned: Learned, plan: StepPlan, constants: Constants) -> dict[str, Metric]:
     """The loss and its statistics on the plan's held-out rows."""
     units, shape = units_of(plan.held_out), self._stage.shape
-    at_once = max(1, shape.ranks * shape.micro_batches * (shape.chunks // max(map(len, units))))
+    unit = max(map(len, units))
+    # As many as have room in the arrays of a training step, whatever their lengths.
+    at_once = shape.ranks * max(1, min(shape.micro_batches * (shape.chunks // unit), shape.segments // unit))
     parts = [units[i : i + at_once] for i in range(0, len(units), at_once)]
     held_out = dataclasses.replace(
       plan, rows=plan.held_out, optimizer_steps=tuple(tuple(i for unit in part for i in unit) for part in parts)

@@ -137,9 +137,10 @@ METRICS: dict[str, str] = {
   'means that the policy left the reference.',
   'actor/kl': 'KL to the reference (nats per token), whatever enters the loss. Read it as actor/kl_loss.',
   'actor/kl_coef': 'Coefficient of the KL term.',
-  'actor/reward_kl_penalty': 'Mean KL penalty that was taken from the reward.',
+  'actor/kl_measured': 'KL to the reference (k1 estimate, nats per token) before the batch, which an adapted '
+  'coefficient goes by.',
   'actor/entropy_loss': 'Negative entropy per token, before its coefficient.',
-  'actor/reference_step': 'Completed batches when the reference was last the policy; the KL starts from 0 there.',
+  'actor/reference_step': 'Completed batches when the reference was last set (by ema: last averaged).',
   'actor/log_ratio_sum': 'opmd: mean over sequences of log π(y) - log π_ref(y) (nats). 0 at the first update of a '
   'batch; a size above 1/τ means that the squared penalty rules.',
   'actor/off_policy_masked_fraction': 'Share of tokens of bad samples that were masked for being too far off-policy.',
@@ -153,7 +154,7 @@ METRICS: dict[str, str] = {
   'rewards/margins': "Mean by which the chosen answer wins: β·(log-ratio difference), or a reward model's score.",
   'rewards/chosen': 'Mean implicit reward (DPO) or score (reward model) of the chosen answers.',
   'rewards/rejected': 'The same of the rejected answers; when both fall together, likelihood is being lost.',
-  'logps/chosen': 'Mean log-likelihood of the chosen answers (whole answers, nats).',
+  'logps/chosen': 'Mean log-likelihood of the chosen answers (nats; of whole answers, for ipo per token).',
   'logps/rejected': 'Mean log-likelihood of the rejected answers.',
   # The critic.
   'critic/loss': "All terms of the critic's loss.",
@@ -163,7 +164,11 @@ METRICS: dict[str, str] = {
   'critic/grad_norm': "Global norm of the critic's gradient before clipping.",
   'critic/lr': "The critic's learning rate.",
   # Rewards.
-  **_of('critic/score', 'score of a sample as the scorers gave it, before any shaping', 'The curve that should rise.'),
+  **_of(
+    'critic/score',
+    'score of a sample that is learned from, before any shaping',
+    "The curve that should rise; a stage's selection decides which samples are in it.",
+  ),
   **_of(
     'critic/rewards', 'reward of a sample after the length terms, KL left out', 'Equals the score without shaping.'
   ),
@@ -256,8 +261,8 @@ METRICS: dict[str, str] = {
   'perf/<name>': 'Another measure of speed or memory.',
   # The run.
   'run/clock_decisions': 'Decisions taken by a clock since this start. 0 or the run is not exactly repeatable.',
-  'run/skipped_updates': 'Updates of the step that were skipped for NaN, infinity or an exploding gradient. More than '
-  'a few: lower the learning rate.',
+  'run/skipped_updates': "Updates of the step, the critic's included, that were skipped for NaN, infinity or an "
+  'exploding gradient. More than a few: lower the learning rate.',
   'run/mismatch_over_budget': '1 where trainer and sampler differed by more than rollout.mismatch allows, else 0. '
   'Should be 0; often 1: let the servers compute in float32, or raise the budget knowingly.',
   'run/empty_updates': 'Updates of the step that were not taken because no group was mixed: the gradient was zero.',

@@ -13,7 +13,7 @@ class Phase(enum.StrEnum):
   """Publishing, generation and scoring, until the batch is closed."""
   INFERENCE = 'annotate'
   """Forward passes over the closed batch."""
-  TRAIN = 'update_actor'
+  TRAIN = 'train'
 
 
 class PhaseManager:
