@@ -1,6 +1,6 @@
 """MIX where GRPO has no signal: the starting policy copies the word, and never spells it backward.
 
-Three variants from the same start: 'mix' (rollouts and 400 expert rows in one update), 'grpo' (rollouts alone: nothing
+Three variants from the same start: 'mix' (rollouts and 200 expert rows in one update), 'grpo' (rollouts alone: nothing
 to learn from) and 'sft' (the expert rows alone: a plateau).
 
 Paper:     Trinity-RFT (arXiv:2505.17826), section 3.3.
@@ -17,7 +17,7 @@ from jaxrl_llm.app.schema import AlgorithmConfig, Config, ExpertsConfig
 from jaxrl_llm.learner.optimizer import OptimizerConfig
 from jaxrl_llm.tasks.taskset import DemonstrationsConfig
 
-EXPERTS = DemonstrationsConfig(templates=('{answer}',), count=400)
+EXPERTS = DemonstrationsConfig(templates=('{answer}',), count=200)
 
 
 def get_config(variant: str = 'mix') -> Config:
@@ -35,7 +35,7 @@ def get_config(variant: str = 'mix') -> Config:
   optimizer = OptimizerConfig(peak_lr=5e-4, b2=0.99)
   if variant == 'sft':
     stage = dataclasses.replace(
-      sft, name='sft', steps=1500, demonstrations=EXPERTS, optimizer=optimizer, evaluate_every=100
+      sft, name='sft', steps=700, demonstrations=EXPERTS, optimizer=optimizer, evaluate_every=100
     )
   else:
     clip = {'clip_ratio_high': 0.28}

@@ -160,7 +160,7 @@ def test_a_users_own_algorithm_and_scorer(tmp_path):
   rows = stage_rows(run, 'grpo', 'actor/pg_loss')
   assert len(rows) == 6
   assert rows[0]['critic/advantages/mean'] != 0
-  assert all('rewards/verifier/hits' in row for row in rows)
+  assert all('rewards/verifier/share' in row for row in rows)
   bad = '--config.stages.1.algorithm.name=own_algorithm:ALGORTIHM'
   error = job.train(tmp_path / 'bad', bad, config=config(), expect=2).stderr
   assert "module own_algorithm has no 'ALGORTIHM'" in error

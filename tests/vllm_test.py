@@ -186,7 +186,7 @@ def test_a_completion_under_way_goes_on_under_the_next_version(pair, params, tmp
     async with serving.attached(TIED, pair[:1], tmp_path) as fleet:
       await fleet.load(weights(TIED, 1, A))
       asked = request(5, max_tokens=380)
-      await fault(pair[0].address, 'slow', 0.01)  # 3.8 s at the least: it is under way when the next version comes.
+      await fault(pair[0].address, 'slow', 0.2)  # A minute and more, were it not lifted: it is under way when B comes.
       task = asyncio.create_task(ask(fleet, asked))
       await generating(pair[0])
       await fleet.load(weights(TIED, 2, B))
