@@ -113,7 +113,8 @@ def test_exported_critics_and_reward_models_are_loaded_by_transformers_and_start
   model = transformers.AutoModelForSequenceClassification.from_pretrained(reward / 'hf')
   assert model.config.num_labels == 1
   run = tmp_path / 'run'
-  job.train(run, config=small('ppo.py', f'--config.stages.1.critic.init_from={reward}', steps=2))
+  critic = (f'--config.stages.1.critic.init_from={reward}', '--config.stages.1.algorithm.options.critic_warmup=1')
+  job.train(run, config=small('ppo.py', *critic, steps=2))
   assert len(stage_rows(run, 'ppo', 'critic/vf_loss')) == 2
 
 

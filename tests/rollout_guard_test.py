@@ -471,10 +471,11 @@ def test_paths_stay_while_the_owner_lives(scene, end):
   path.touch()
   ends = end == 'the command ends'
   guard = scene.start("say('command')\n" + ('' if ends else 'idle()'), f'--remove_orphaned={path}')
-  scene.wait_for('command')
   if not ends:
+    scene.wait_for('command')
     guard.terminate()
   assert guard.wait(DEADLINE_S) == 0
+  assert (scene.path / 'command').exists()
   assert path.exists()
 
 
