@@ -3,7 +3,6 @@
 python launch/report.py --workdir=runs/quickstart [--target=FILE]
 """
 
-
 from absl import flags
 
 from jaxrl_llm.core import script

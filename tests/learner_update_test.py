@@ -151,13 +151,14 @@ def test_the_mesh_changes_nothing(folder, axes):
 
 def test_a_sharded_decoder_has_the_same_gradient(folder):
   whole = compute(folder, SUBJECTS['token-mean'])
-  assert_same(compute(folder, SUBJECTS['token-mean'], chunks=2, axes=(('fsdp', 2), ('tensor', 2))), whole)
+  axes = (('fsdp', 2), ('sequence', 2), ('tensor', 2))
+  assert_same(compute(folder, SUBJECTS['token-mean'], chunks=2, axes=axes), whole)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize('precision', LIMITS)
 @pytest.mark.parametrize(
-  'axes', [{'data': 2}, {'fsdp': 8}, {'tensor': 2}, {'data': 2, 'fsdp': 2, 'tensor': 2}], ids=str
+  'axes', [{'data': 2}, {'fsdp': 8}, {'tensor': 2}, {'sequence': 8}, {'data': 2, 'fsdp': 2, 'tensor': 2}], ids=str
 )
 def test_no_mesh_changes_the_decoders_gradient(folder, axes, precision):
   whole = compute(folder, SUBJECTS['seq-mean-token-mean'], dtype=precision)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxrl_llm.batching.plan import Row, StepPlan, plan_shape
 from jaxrl_llm.core.trees import flatten
@@ -24,7 +26,7 @@ from jaxrl_llm.learner.update import gradients
 from jaxrl_llm.models.api import Model, build_model, stack_layers, unstack_layers
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import ModelOptions
-from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh, data_parallel_ranks
+from jaxrl_llm.parallel.mesh import AXES, MeshConfig, build_mesh, data_parallel_ranks
 from jaxrl_llm.replay.segments import write_segment
 
 VOCAB, CHUNK, WIDTH = 40, 24, 32
@@ -119,7 +121,7 @@ def pairs() -> tuple[Row, ...]:
   return tuple(sorted(rows, key=lambda row: row.label))
 
 
-def bigram(options: ModelOptions, head: str = 'lm') -> Model:
+def bigram(options: ModelOptions, head: str = 'lm', mesh: Mesh | None = None) -> Model:
   """The least model there is: what it says of a place depends on the token there alone."""
   matrix, outputs = {'kernel': ('vocab', 'embed')}, VOCAB if head == 'lm' else 1
 
@@ -141,10 +143,11 @@ def bigram(options: ModelOptions, head: str = 'lm') -> Model:
     init_cache=lambda batch, length: (),
     decode=lambda params, tokens, positions, cache: (params['embed']['kernel'][tokens], cache),
     axes=lambda: {'embed': matrix, 'norm': {'scale': ('norm',)}, 'head': matrix},
+    mesh=mesh,
   )
 
 
-MODELS = {'decoder': lambda options, head='lm': build_model(SPECS[head], options), 'bigram': bigram}
+MODELS = {'decoder': lambda options, head='lm', mesh=None: build_model(SPECS[head], options, mesh), 'bigram': bigram}
 
 
 @functools.cache
@@ -230,10 +233,11 @@ class Case:
   def __init__(self, folder, *, rows, head='lm', model='decoder', dtype='float64', chunks=4, chunk_len=CHUNK,
                scan=False, remat='none', order=None, axes=(), step=0, room=0):  # fmt: skip
     """`room`: rows that shapes are planned for, where it is more than there are."""
-    config = MeshConfig(**{'data': 1, 'fsdp': 1, 'tensor': 1, **dict(axes)})
-    self.mesh = build_mesh(config, jax.devices()[: config.data * config.fsdp * config.tensor])
+    sizes = dict.fromkeys(AXES, 1) | dict(axes)
+    self.mesh = build_mesh(MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())])
     self.model_name, self.head, self.dtype = model, head, dtype
-    self.model = MODELS[model](ModelOptions(scan_layers=scan, remat=remat, dtype=dtype), head)
+    options = ModelOptions(scan_layers=scan, remat=remat, dtype=dtype)
+    self.model = MODELS[model](options, head, self.mesh if self.mesh.size > 1 else None)
     order = order or (tuple(range(len(rows))),)
     self.shape = plan_shape(
       rows=max(room, *map(len, order)),
@@ -266,10 +270,10 @@ class Case:
 
 
 @functools.cache
-def program(model: str, options: ModelOptions, subject: Subject, token_chunk: int):
+def program(model: str, options: ModelOptions, subject: Subject, token_chunk: int, mesh: Mesh | None):
   function = functools.partial(
     gradients,
-    MODELS[model](options, subject.head),
+    MODELS[model](options, subject.head, mesh),
     subject.loss,
     token_chunk=token_chunk,
     on_policy=() if subject.off_policy else ('proximal_logprobs',),
@@ -288,7 +292,8 @@ def compute(folder, subject: Subject, *, token_chunk=None, rows=None, **cut):
   with jax.enable_x64(cut.get('dtype', 'float64') == 'float64'):
     case = Case(folder, rows=rows or subject.rows, head=subject.head, **cut)
     packed, constants = case.packed(subject.algorithm, off_policy=subject.off_policy)
-    function = program(case.model_name, case.model.options, subject, token_chunk or case.shape.chunk_len)
+    token_chunk = token_chunk or case.shape.chunk_len
+    function = program(case.model_name, case.model.options, subject, token_chunk, case.model.mesh)
     found = jax.device_get(function(case.params(), packed.chunks, packed.used, constants))
   return found._replace(grads=unstack_layers(found.grads)) if case.model.options.scan_layers else found
 

@@ -12,17 +12,17 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh, data_parallel_ranks
 from jaxrl_llm.parallel.rules import replicated, sharding, sharding_of_batch, tree_shardings
 
-SHAPES = [s for s in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(s) == 8]
+SHAPES = [s for s in itertools.product((1, 2, 4, 8), repeat=4) if np.prod(s) == 8]
 
 
-def mesh_of(data, fsdp, tensor):
-  return build_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor))
+def mesh_of(data, fsdp, sequence, tensor):
+  return build_mesh(MeshConfig(data=data, fsdp=fsdp, sequence=sequence, tensor=tensor))
 
 
 @pytest.mark.parametrize('shape', SHAPES)
 def test_a_mesh_has_every_device_once(shape):
   mesh = mesh_of(*shape)
-  assert mesh.axis_names == ('data', 'fsdp', 'tensor')
+  assert mesh.axis_names == ('data', 'fsdp', 'sequence', 'tensor')
   assert mesh.devices.shape == shape
   assert sorted(d.id for d in mesh.devices.flat) == sorted(d.id for d in jax.devices())
   assert set(mesh.axis_types) == {AxisType.Auto}
@@ -32,9 +32,10 @@ def test_a_mesh_has_every_device_once(shape):
 @pytest.mark.parametrize(
   ('config', 'shape'),
   [
-    (MeshConfig(), (1, 8, 1)),
-    (MeshConfig(data=None, fsdp=2, tensor=2), (2, 2, 2)),
-    (MeshConfig(data=2, fsdp=4, tensor=None), (2, 4, 1)),
+    (MeshConfig(), (1, 8, 1, 1)),
+    (MeshConfig(data=None, fsdp=2, tensor=2), (2, 2, 1, 2)),
+    (MeshConfig(data=2, fsdp=4, tensor=None), (2, 4, 1, 1)),
+    (MeshConfig(sequence=None, fsdp=2), (1, 2, 4, 1)),
   ],
 )
 def test_an_open_axis_takes_the_devices_that_are_left(config, shape):
@@ -61,13 +62,13 @@ def test_a_mesh_that_does_not_fit_is_one_line(config):
 
 def test_some_devices_may_be_chosen():
   mesh = build_mesh(MeshConfig(data=2, fsdp=None), jax.devices()[:4])
-  assert mesh.devices.shape == (2, 2, 1)
+  assert mesh.devices.shape == (2, 2, 1, 1)
 
 
 @pytest.mark.parametrize(
   ('axes', 'shape', 'part'),
   [
-    # mesh 2 x 2 x 2: 'vocab', 'heads', 'kv_heads', 'mlp' over tensor, 'embed' over fsdp, 'batch' over data and fsdp
+    # mesh 2 x 2 x 1 x 2: 'vocab', 'heads', 'kv_heads', 'mlp' over tensor, 'embed' over fsdp, 'batch' over data and fsdp
     (('vocab', 'embed'), (6, 4), (3, 2)),
     (('heads', 'embed'), (6, 4), (3, 2)),
     (('embed', 'mlp'), (4, 6), (2, 3)),
@@ -76,23 +77,23 @@ def test_some_devices_may_be_chosen():
     ((None, 'embed'), (4, 4), (4, 2)),
     (('batch', None), (8, 3), (2, 3)),
     (('vocab', 'embed'), (7, 4), (7, 2)),  # 2 does not divide 7: whole
-    (('batch',), (6,), (6,)),  # 4 does not divide 6
+    (('batch',), (6,), (3,)),  # 4 does not divide 6, data alone does
     ((), (), ()),
   ],
 )
 def test_a_dimension_is_cut_where_the_table_says_and_the_devices_divide_it(axes, shape, part):
-  assert sharding(mesh_of(2, 2, 2), axes, shape).shard_shape(shape) == part
+  assert sharding(mesh_of(2, 2, 1, 2), axes, shape).shard_shape(shape) == part
 
 
 @pytest.mark.parametrize('axes', [('vocab',), ('vocab', 'embed', 'norm')])
 def test_each_dimension_needs_its_name(axes):
   with pytest.raises(ValueError):
-    sharding(mesh_of(2, 2, 2), axes, (4, 4))
+    sharding(mesh_of(2, 2, 1, 2), axes, (4, 4))
 
 
 def test_an_unknown_axis_is_not_taken_for_a_whole_one():
   with pytest.raises(KeyError, match='hidden'):
-    sharding(mesh_of(2, 2, 2), ('hidden',), (4,))
+    sharding(mesh_of(2, 2, 1, 2), ('hidden',), (4,))
 
 
 @pytest.mark.parametrize('shape', SHAPES)
@@ -113,18 +114,18 @@ def test_sharded_weights_compute_the_same_on_every_mesh(shape):
 
 
 @pytest.mark.parametrize('shape', SHAPES)
-def test_rank_r_holds_its_chunks_in_every_micro_batch_and_tensor_parts_share_them(shape):
-  mesh, (data, fsdp, tensor) = mesh_of(*shape), shape
+def test_rank_r_holds_its_chunks_in_every_micro_batch_and_the_other_axes_share_them(shape):
+  mesh, (data, fsdp, sequence, tensor) = mesh_of(*shape), shape
   ranks, per_rank = data * fsdp, 2
   array = jax.device_put(np.arange(3 * ranks * per_rank).reshape(3, ranks * per_rank), sharding_of_batch(mesh))
   held = {shard.device: np.asarray(shard.data) for shard in array.addressable_shards}
-  for d, f, t in itertools.product(range(data), range(fsdp), range(tensor)):
+  for d, f, s, t in itertools.product(range(data), range(fsdp), range(sequence), range(tensor)):
     rank = d * fsdp + f
     wanted = np.asarray(array)[:, rank * per_rank : (rank + 1) * per_rank]
-    np.testing.assert_array_equal(held[mesh.devices[d, f, t]], wanted)
+    np.testing.assert_array_equal(held[mesh.devices[d, f, s, t]], wanted)
 
 
 def test_replicated_is_whole_everywhere():
-  array = jax.device_put(np.arange(6), replicated(mesh_of(2, 2, 2)))
+  array = jax.device_put(np.arange(6), replicated(mesh_of(2, 2, 1, 2)))
   assert all(shard.data.shape == (6,) for shard in array.addressable_shards)
   assert len(array.addressable_shards) == 8

@@ -213,7 +213,7 @@ def build_parts(
   phases = PhaseManager()
   longest = config.rollout.max_prompt_length + config.rollout.max_response_length
   prober = Prober(model, mesh, max_length=longest) if needs_proof(config) else None
-  critic = build_model(with_head(model.spec, 'value'), model.options)
+  critic = build_model(with_head(model.spec, 'value'), model.options, mesh)
   publisher = Publisher(host.engine if host else None, Gatherer(mesh), device, prober=prober)
   loader = RowLoader(workdir, mesh)
 

@@ -51,7 +51,7 @@ def print_plan(config: Config, workdir: pathlib.Path) -> None:
     prepared = prepare(config, pathlib.Path(scratch))
   mesh = mesh_of(config)
   stages = build_stages(config, mesh, prepared.spec.vocab_size)
-  model = build_model(model_spec(config, prepared.spec), policy_options(config))
+  model = build_model(model_spec(config, prepared.spec), policy_options(config), mesh)
   shapes = jax.eval_shape(model.init, jax.random.key(0))
   parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
   console.print(f'run directory: {workdir}')

@@ -71,7 +71,7 @@ async def run(config: Config, path: pathlib.Path) -> int:
   setting = _setting(await coordinator.broadcast(set_up() if coordinator.leads else None))
   mesh = mesh_of(config)
   stages = build_stages(config, mesh, setting.spec.vocab_size)
-  model = build_model(model_spec(config, setting.spec), policy_options(config))
+  model = build_model(model_spec(config, setting.spec), policy_options(config), mesh)
   committed = checkpoints.host(setting.step) if setting.step else None
   state = await device.run(_initial_state, config, setting, stages, checkpoints, model, mesh)
   host = open_host(config, path, prepared, stages, device, committed) if coordinator.leads else None

@@ -97,7 +97,7 @@ def restore_state(stage: Stage, step: int, checkpoints: Checkpoints, model: Mode
   if 'reference' in algorithm.reads and algorithm.reference.every != 1:
     like['reference'] = like['train'].params
   if algorithm.critic_loss is not None:
-    critic = build_model(with_head(model.spec, 'value'), model.options)
+    critic = build_model(with_head(model.spec, 'value'), model.options, mesh)
     like['critic'] = abstract_state(critic, stage.critic_optimizer, mesh)
   arrays, host = checkpoints.restore(step, like), checkpoints.host(step)
   learned = Learned(

@@ -21,7 +21,7 @@ from jaxrl_llm.parallel import rules
 def chunk_outputs(model: Model, params: Params, chunks: Chunks, *, token_chunk: int) -> Outputs:
   """What the model makes of one micro-batch: logprobs under each sample's own temperature, values, or scores."""
   hidden = model.apply(params, chunks.tokens, chunks.positions, chunks.segment_ids)
-  kernel = model.head_kernel(params)
+  kernel = rules.constrain(model.head_kernel(params), model.mesh, 'vocab', None)
   if model.spec.head == 'value':
     return token_values(hidden, kernel, chunks.segment_ids)
   if model.spec.head == 'scalar':

@@ -21,7 +21,7 @@ from jaxrl_llm.core.types import Params
 from jaxrl_llm.learner.algorithm import Constants, Loss
 from jaxrl_llm.learner.forward import chunk_outputs, micro_batch
 from jaxrl_llm.learner.optimizer import OptimizerConfig, learning_rate
-from jaxrl_llm.learner.state import TrainState
+from jaxrl_llm.learner.state import TrainState, param_shardings
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.ops.reduce import Stat
 from jaxrl_llm.parallel import rules
@@ -86,11 +86,14 @@ def gradients(
     return total, (stats, outputs[0])
 
   value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+  # Summed where the parameters lie, so that no device holds more of them.
+  shardings = None if model.mesh is None else param_shardings(model, model.mesh)
+  placed = lambda tree: tree if shardings is None else jax.lax.with_sharding_constraint(tree, shardings)
 
   def body(i, total: Gradients) -> Gradients:
     (part, (stats, outputs)), grads = value_and_grad(params, micro_batch(batch, i))
     return Gradients(
-      jax.tree.map(jnp.add, total.grads, grads),
+      placed(jax.tree.map(jnp.add, total.grads, grads)),
       total.loss + part,
       jax.tree.map(jnp.add, total.stats, stats),
       jax.lax.dynamic_update_index_in_dim(total.outputs, outputs, i, 0),
@@ -98,7 +101,7 @@ def gradients(
 
   part, (stats, outputs) = jax.eval_shape(loss_fn, params, first)
   start = Gradients(
-    jax.tree.map(jnp.zeros_like, params),
+    placed(jax.tree.map(jnp.zeros_like, params)),
     _zeros(part),
     jax.tree.map(_zeros, stats),
     jnp.zeros((batch.tokens.shape[0], *outputs.shape), outputs.dtype),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from jaxrl_llm.core.trees import flatten, unflatten
@@ -59,12 +60,14 @@ class Model(NamedTuple):
   init_cache: Callable[[int, int], Cache]
   decode: Callable[[Params, Array, Array, Cache], tuple[Array, Cache]]
   axes: Callable[[], Any]
+  mesh: Mesh | None = None
+  """Over which `apply` cuts activations; None: the compiler decides, from how the arguments are cut."""
 
 
-def build_model(spec: ModelSpec, options: ModelOptions | None = None) -> Model:
-  """The functions of a model of this spec, computed under these options."""
+def build_model(spec: ModelSpec, options: ModelOptions | None = None, mesh: Mesh | None = None) -> Model:
+  """The functions of a model of this spec, computed under these options, by the devices of this mesh."""
   options = ModelOptions() if options is None else options
-  decoder = Decoder(spec, options)
+  decoder = Decoder(spec, options, mesh)
   scanned = Decoder(spec, dataclasses.replace(options, scan_layers=True, remat='none'))
   unrolled = Decoder(spec, dataclasses.replace(options, scan_layers=False, remat='none'))
 
@@ -97,6 +100,7 @@ def build_model(spec: ModelSpec, options: ModelOptions | None = None) -> Model:
     init_cache=lambda batch, length: kv_cache.init_cache(spec, batch, length, dtype=jnp.dtype(options.dtype)),
     decode=decode,
     axes=lambda: _axes(jax.eval_shape(init, jax.random.key(0)), scanned=options.scan_layers),
+    mesh=mesh,
   )
 
 

@@ -10,13 +10,15 @@ import functools
 
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.heads import head_size, is_tied
-from jaxrl_llm.models.layers import Context, Layer, RMSNorm
+from jaxrl_llm.models.layers import Context, Layer, RMSNorm, cut
 from jaxrl_llm.models.rotary import inverse_frequencies, rotation
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
+from jaxrl_llm.parallel.mesh import SEQUENCE
 
 
 class Table(nn.Module):
@@ -37,6 +39,7 @@ class UnrolledLayers(nn.Module):
 
   spec: ModelSpec
   options: ModelOptions
+  mesh: Mesh | None
 
   @nn.compact
   def __call__(self, x, context: Context, cache: Cache | None):
@@ -44,12 +47,12 @@ class UnrolledLayers(nn.Module):
     written = []
     for i in range(self.spec.num_hidden_layers):
       part = None if cache is None else cache[i]
-      x, part = layer(self.spec, jnp.dtype(self.options.param_dtype), name=str(i))(x, context, part)
+      x, part = layer(self.spec, self.options, self.mesh, name=str(i))(x, context, part)
       written.append(part)
     return x, None if cache is None else tuple(written)
 
 
-def scanned_layers(spec: ModelSpec, options: ModelOptions, *, name: str) -> nn.Module:
+def scanned_layers(spec: ModelSpec, options: ModelOptions, mesh: Mesh | None, *, name: str) -> nn.Module:
   """One layer, run over stacked parameters. For training: it takes no cache."""
   # Inside a scan nothing is merged across iterations, so remat needs no barriers against it.
   layer = nn.remat(Layer, prevent_cse=False) if options.remat == 'full' else Layer
@@ -60,7 +63,7 @@ def scanned_layers(spec: ModelSpec, options: ModelOptions, *, name: str) -> nn.M
     in_axes=(nn.broadcast, nn.broadcast),
     length=spec.num_hidden_layers,
   )
-  return scan(spec, jnp.dtype(options.param_dtype), name=name)
+  return scan(spec, options, mesh, name=name)
 
 
 class Decoder(nn.Module):
@@ -68,6 +71,7 @@ class Decoder(nn.Module):
 
   spec: ModelSpec
   options: ModelOptions
+  mesh: Mesh | None = None
 
   @nn.compact
   def __call__(
@@ -81,10 +85,13 @@ class Decoder(nn.Module):
     dtype, param_dtype = jnp.dtype(options.dtype), jnp.dtype(options.param_dtype)
     table = functools.partial(Table, columns=spec.hidden_size, std=spec.initializer_range, param_dtype=param_dtype)
     frequencies = inverse_frequencies(head_dim=spec.head_dim, rope_theta=spec.rope_theta, scaling=spec.rope_scaling)
+    # Tokens of all rows in one dimension, unless that of each row's is cut over devices.
+    flat = self.mesh is None or self.mesh.shape[SEQUENCE] == 1
     context = Context(rotation(positions, frequencies, dtype=dtype), mask, positions)
-    x = table(spec.vocab_size, name='embed')()[tokens.reshape(-1)].astype(dtype)
+    x = table(spec.vocab_size, name='embed')()[tokens.reshape(-1) if flat else tokens].astype(dtype)
+    x = cut(x, self.mesh)
     layers = scanned_layers if options.scan_layers else UnrolledLayers
-    x, cache = layers(spec, options, name='layers')(x, context, cache)
+    x, cache = layers(spec, options, self.mesh, name='layers')(x, context, cache)
     x = RMSNorm(spec.rms_norm_eps, param_dtype, name='norm')(x)
     if not is_tied(spec):
       # Only so that `init` draws it: callers contract with it themselves.

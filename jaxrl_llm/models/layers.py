@@ -1,7 +1,8 @@
 """The decoder's parts as Linen modules: projection, norm, attention block, MLP, layer.
 
 Invariant: kernels are `[out, in]` as Hugging Face stores them, and activations are `[batch · time, features]` wherever
-they meet a kernel (XLA:CPU multiplies two-dimensional operands fastest); only attention sees batch and time apart.
+they meet a kernel (XLA:CPU multiplies two-dimensional operands fastest), or `[batch, time, features]` where time is cut
+over devices; only attention tells batch from time.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models import cache as kv_cache
 from jaxrl_llm.models.rotary import Rotation, rotate
-from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.spec import ModelOptions, ModelSpec
 from jaxrl_llm.ops.attention import attention
+from jaxrl_llm.ops.linear import linear
+from jaxrl_llm.parallel.rules import constrain
 
 
 class Context(NamedTuple):
@@ -26,6 +30,11 @@ class Context(NamedTuple):
   rotation: Rotation
   mask: Bool[Array, 'batch time keys']
   positions: Int[Array, 'batch time']
+
+
+def cut(x: Float[Array, '*tokens features'], mesh: Mesh | None, features: str | None = None) -> Array:
+  """Activations with their tokens, and features of that logical axis, cut over the mesh."""
+  return constrain(x, mesh, *('batch', 'time')[: x.ndim - 1], features)
 
 
 class Projection(nn.Module):
@@ -37,9 +46,9 @@ class Projection(nn.Module):
   param_dtype: jnp.dtype
 
   @nn.compact
-  def __call__(self, x: Float[Array, 'tokens in']) -> Float[Array, 'tokens out']:
+  def __call__(self, x: Float[Array, '*tokens in']) -> Float[Array, '*tokens out']:
     kernel = self.param('kernel', nn.initializers.normal(self.std), (self.features, x.shape[-1]), self.param_dtype)
-    y = jax.lax.dot_general(x, kernel.astype(x.dtype), (((1,), (1,)), ((), ())))
+    y = linear(x, kernel)
     if self.use_bias:
       y = y + self.param('bias', nn.initializers.zeros, (self.features,), self.param_dtype).astype(x.dtype)
     return y
@@ -63,12 +72,13 @@ class Attention(nn.Module):
   """Self-attention: over the call's own tokens, or, given a cache, over what it holds after these were written."""
 
   spec: ModelSpec
-  param_dtype: jnp.dtype
+  options: ModelOptions
+  mesh: Mesh | None
 
   @nn.compact
   def __call__(
-    self, x: Float[Array, 'tokens embed'], context: Context, cache: kv_cache.LayerCache | None
-  ) -> tuple[Float[Array, 'tokens embed'], kv_cache.LayerCache | None]:
+    self, x: Float[Array, '*tokens embed'], context: Context, cache: kv_cache.LayerCache | None
+  ) -> tuple[Float[Array, '*tokens embed'], kv_cache.LayerCache | None]:
     spec = self.spec
     query = self._heads('query', spec.num_attention_heads, x, context)
     key = self._heads('key', spec.num_key_value_heads, x, context)
@@ -76,19 +86,25 @@ class Attention(nn.Module):
     if cache is not None:
       cache = kv_cache.write(cache, key, value, context.positions)
       key, value = cache['k'], cache['v']
-    mixed = attention(query, key, value, context.mask).reshape(x.shape[0], -1)
-    output = Projection(spec.hidden_size, spec.o_bias, spec.initializer_range, self.param_dtype, name='output')
+    query = constrain(query, self.mesh, 'batch', 'time', 'heads', None)
+    # Every device of a sequence sees all of its keys and values.
+    key, value = (constrain(x, self.mesh, 'batch', None, 'kv_heads', None) for x in (key, value))
+    mixed = attention(query, key, value, context.mask).reshape(*x.shape[:-1], -1)
+    mixed = cut(mixed, self.mesh, 'heads')
+    output = Projection(
+      spec.hidden_size, spec.o_bias, spec.initializer_range, jnp.dtype(self.options.param_dtype), name='output'
+    )
     return output(mixed), cache
 
   def _heads(self, name: str, heads: int, x: Array, context: Context) -> Float[Array, 'batch time heads head_dim']:
     """Projects to heads; queries and keys are normalised where the family does that, and rotated."""
-    spec = self.spec
-    project = Projection(heads * spec.head_dim, spec.qkv_bias, spec.initializer_range, self.param_dtype, name=name)
+    spec, param_dtype = self.spec, jnp.dtype(self.options.param_dtype)
+    project = Projection(heads * spec.head_dim, spec.qkv_bias, spec.initializer_range, param_dtype, name=name)
     y = project(x).reshape(*context.positions.shape, heads, spec.head_dim)
     if name == 'value':
       return y
     if spec.qk_norm:
-      y = RMSNorm(spec.rms_norm_eps, self.param_dtype, name=f'{name}_norm')(y)
+      y = RMSNorm(spec.rms_norm_eps, param_dtype, name=f'{name}_norm')(y)
     return rotate(y, context.rotation)
 
 
@@ -96,15 +112,14 @@ class MLP(nn.Module):
   """SwiGLU: down(silu(gate(x)) · up(x))."""
 
   spec: ModelSpec
-  param_dtype: jnp.dtype
+  options: ModelOptions
+  mesh: Mesh | None
 
   @nn.compact
-  def __call__(self, x: Float[Array, 'tokens embed']) -> Float[Array, 'tokens embed']:
-    spec = self.spec
-    project = functools.partial(
-      Projection, use_bias=spec.mlp_bias, std=spec.initializer_range, param_dtype=self.param_dtype
-    )
-    gate, up = (project(spec.intermediate_size, name=name)(x) for name in ('gate', 'up'))
+  def __call__(self, x: Float[Array, '*tokens embed']) -> Float[Array, '*tokens embed']:
+    spec, param_dtype = self.spec, jnp.dtype(self.options.param_dtype)
+    project = functools.partial(Projection, use_bias=spec.mlp_bias, std=spec.initializer_range, param_dtype=param_dtype)
+    gate, up = (cut(project(spec.intermediate_size, name=name)(x), self.mesh, 'mlp') for name in ('gate', 'up'))
     return project(spec.hidden_size, name='down')(jax.nn.silu(gate) * up)
 
 
@@ -112,15 +127,15 @@ class Layer(nn.Module):
   """Pre-norm residual block: attention, then MLP."""
 
   spec: ModelSpec
-  param_dtype: jnp.dtype
+  options: ModelOptions
+  mesh: Mesh | None
 
   @nn.compact
   def __call__(
-    self, x: Float[Array, 'tokens embed'], context: Context, cache: kv_cache.LayerCache | None
-  ) -> tuple[Float[Array, 'tokens embed'], kv_cache.LayerCache | None]:
-    spec, param_dtype = self.spec, self.param_dtype
-    y = RMSNorm(spec.rms_norm_eps, param_dtype, name='attention_norm')(x)
-    y, cache = Attention(spec, param_dtype, name='attention')(y, context, cache)
-    x = x + y
-    y = RMSNorm(spec.rms_norm_eps, param_dtype, name='mlp_norm')(x)
-    return x + MLP(spec, param_dtype, name='mlp')(y), cache
+    self, x: Float[Array, '*tokens embed'], context: Context, cache: kv_cache.LayerCache | None
+  ) -> tuple[Float[Array, '*tokens embed'], kv_cache.LayerCache | None]:
+    whole = self.spec, self.options, self.mesh
+    norm = functools.partial(RMSNorm, self.spec.rms_norm_eps, jnp.dtype(self.options.param_dtype))
+    y, cache = Attention(*whole, name='attention')(norm(name='attention_norm')(x), context, cache)
+    x = cut(x + y, self.mesh)
+    return cut(x + MLP(*whole, name='mlp')(norm(name='mlp_norm')(x)), self.mesh), cache

@@ -9,13 +9,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.parallel.mesh import BATCH_AXES, FSDP, TENSOR
+from jaxrl_llm.parallel.mesh import BATCH_AXES, FSDP, SEQUENCE, TENSOR
 
 RULES: Mapping[str, tuple[str, ...]] = {
   'batch': BATCH_AXES,
+  'time': (SEQUENCE,),
   'layers': (),
   'vocab': (TENSOR,),
-  'embed': (FSDP,),
+  'embed': (FSDP, SEQUENCE),
   'heads': (TENSOR,),
   'kv_heads': (TENSOR,),
   'mlp': (TENSOR,),
@@ -24,7 +25,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
 
 
 def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-  """Sharding of one array: a dimension that the mesh axes do not divide stays whole, and so does one without a rule.
+  """Sharding of one array: a dimension is cut over its rule's mesh axes, as many of them as divide it.
 
   Args:
     mesh: the mesh.
@@ -34,9 +35,15 @@ def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> Na
   entries = []
   for name, size in zip(axes, shape, strict=True):
     mesh_axes = () if name is None else RULES[name]
-    parts = math.prod(mesh.shape[a] for a in mesh_axes)
-    entries.append(mesh_axes if parts > 1 and size % parts == 0 else None)
+    while size % math.prod(mesh.shape[a] for a in mesh_axes):
+      mesh_axes = mesh_axes[:-1]
+    entries.append(mesh_axes if math.prod(mesh.shape[a] for a in mesh_axes) > 1 else None)
   return NamedSharding(mesh, PartitionSpec(*entries))
+
+
+def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
+  """`x`, which the compiler is to cut by the table, inside a jitted function; as it is where there is no mesh."""
+  return x if mesh is None else jax.lax.with_sharding_constraint(x, sharding(mesh, axes, x.shape))
 
 
 def tree_shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:

@@ -1,0 +1,35 @@
+"""The product of activations with a kernel `[out, in]`, whose gradient is summed in the kernel's own precision.
+
+Invariant: a float32 kernel used in bfloat16 gets a gradient that was never rounded to bfloat16, over tokens or over
+devices: only its two factors were.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+@jax.custom_vjp
+def linear(x: Float[Array, '*tokens in'], kernel: Float[Array, 'out in']) -> Float[Array, '*tokens out']:
+  """x · kernelᵀ in the activations' dtype."""
+  return _product(x, kernel.astype(x.dtype), x.ndim - 1, 1, x.dtype)
+
+
+def _forward(x, kernel):
+  return linear(x, kernel), (x, kernel)
+
+
+def _backward(kept, dy):
+  x, kernel = kept
+  tokens = tuple(range(x.ndim - 1))
+  dx = _product(dy, kernel.astype(x.dtype), dy.ndim - 1, 0, x.dtype)
+  return dx, jax.lax.dot_general(dy, x, ((tokens, tokens), ((), ())), preferred_element_type=kernel.dtype)
+
+
+def _product(x, kernel, of_x: int, of_kernel: int, dtype: jnp.dtype):
+  return jax.lax.dot_general(x, kernel, (((of_x,), (of_kernel,)), ((), ())), preferred_element_type=dtype)
+
+
+linear.defvjp(_forward, _backward)
