@@ -17,7 +17,7 @@ from absl import logging
 from jaxrl_llm.app.build import Host, build_parts, open_host
 from jaxrl_llm.app.prepare import Prepared, checkpoint_directory, prepare
 from jaxrl_llm.app.schema import Config
-from jaxrl_llm.app.stages import build_stages, mesh_of, model_spec, policy_options
+from jaxrl_llm.app.stages import build_stages, model_spec, policy_options
 from jaxrl_llm.app.state import initial_params, restore_state
 from jaxrl_llm.app.summary import print_summary
 from jaxrl_llm.app.workdir import Workdir
@@ -31,6 +31,7 @@ from jaxrl_llm.models.heads import with_head
 from jaxrl_llm.models.spec import ModelSpec, RopeScaling
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
+from jaxrl_llm.parallel.mesh import build_mesh
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.runtime.machine import fingerprint
 from jaxrl_llm.runtime.report import build as build_report
@@ -69,7 +70,7 @@ async def run(config: Config, path: pathlib.Path) -> int:
     return {'attempt': attempt, 'step': max(checkpoints.steps(), default=0), 'spec': dataclasses.asdict(prepared.spec)}
 
   setting = _setting(await coordinator.broadcast(set_up() if coordinator.leads else None))
-  mesh = mesh_of(config)
+  mesh = build_mesh(config.learner.mesh)
   stages = build_stages(config, mesh, setting.spec.vocab_size)
   model = build_model(model_spec(config, setting.spec), policy_options(config), mesh)
   committed = checkpoints.host(setting.step) if setting.step else None

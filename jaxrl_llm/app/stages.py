@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-import jax
 from absl import logging
 from jax.sharding import Mesh
 
@@ -22,7 +21,7 @@ from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.models.heads import with_head
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
 from jaxrl_llm.ops.logprobs import plan_token_chunk
-from jaxrl_llm.parallel.mesh import build_mesh, data_parallel_ranks
+from jaxrl_llm.parallel.mesh import data_parallel_ranks
 from jaxrl_llm.rollout.replica import SPECULATION
 
 
@@ -198,7 +197,3 @@ def policy_options(config: Config) -> ModelOptions:
   return ModelOptions(
     scan_layers=policy.scan_layers, remat=policy.remat, dtype=policy.dtype, param_dtype=policy.param_dtype
   )
-
-
-def mesh_of(config: Config) -> Mesh:
-  return build_mesh(config.learner.mesh, jax.devices())
