@@ -46,7 +46,7 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
   constants = {name: jax.ShapeDtypeStruct((), np.float32) for name in algorithm.constants}
 
   def update(of: Model, loss, optimizer, config, updates: int) -> Callable[[], jax.stages.Lowered]:
-    state = abstract_state(of, optimizer, mesh)
+    state = abstract_state(of, optimizer, mesh, offload=config.offload)
     built = build_update(of, loss, optimizer, config, mesh, state, updates=updates, token_chunk=stage.token_chunk)
     return lambda: built.lower(state, *arrays, constants)
 
@@ -87,7 +87,8 @@ def held(stages: Sequence[Stage], model: Model, critic: Model, mesh: Mesh) -> li
     found[role] = max(found.get(role, size), size, key=lambda held: held.whole)
 
   for stage in stages:
-    state, algorithm = abstract_state(model, stage.optimizer, mesh), stage.algorithm
+    state = abstract_state(model, stage.optimizer, mesh, offload=stage.optimizer_config.offload)
+    algorithm = stage.algorithm
     add('policy', state.params)
     add('gradients', state.params)
     add('optimizer', state.opt_state)

@@ -52,8 +52,8 @@ class PolicyConfig:
   """Of the trained parameters."""
   scan_layers: bool = False
   """One compiled layer for all: compiles faster, runs 10 to 15 % slower on a CPU."""
-  remat: Literal['none', 'full'] = 'none'
-  """Recompute activations in the backward pass."""
+  remat: Literal['none', 'full', 'dots', 'offload'] = 'none'
+  """What the backward pass finds of each layer, see ModelOptions.remat; saves memory on a CPU only with scan_layers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ def begin_stage(stage: Stage, config: Config, state: LoopState, mesh: Mesh, crit
   reads, rule = 'reference' in stage.algorithm.reads, stage.algorithm.reference
   reference = copy_params(params) if reads and rule.every != 1 else None
   learned = Learned(
-    policy=init_state(params, stage.optimizer, mesh),
+    policy=init_state(params, stage.optimizer, mesh, offload=stage.optimizer_config.offload),
     critic=_begin_critic(stage, config, state.learned, mesh, critic)
     if stage.algorithm.critic_loss is not None
     else None,
@@ -54,8 +54,9 @@ def begin_stage(stage: Stage, config: Config, state: LoopState, mesh: Mesh, crit
 def _begin_critic(stage: Stage, config: Config, before: Learned, mesh: Mesh, critic: Model) -> TrainState:
   """A trained reward model or critic, else that of the stage before, else the policy's body with a fresh output."""
   source = next(s for s in config.stages if s.name == stage.name).critic.init_from
+  offload = stage.critic_optimizer_config.offload
   if source is None and before.critic is not None:
-    state = init_state(before.critic.params, stage.critic_optimizer, mesh)
+    state = init_state(before.critic.params, stage.critic_optimizer, mesh, offload=offload)
     if stage.keep_optimizer:
       state = state.replace(opt_state=with_schedule(before.critic.opt_state, state.opt_state))
     return state
@@ -74,7 +75,7 @@ def _begin_critic(stage: Stage, config: Config, before: Learned, mesh: Mesh, cri
   else:
     kernel = fresh_head(critic.spec, jax.random.key(config.seed), dtype=config.policy.param_dtype)
     params = copy_params(with_output(critic, mesh, before.policy.params, kernel))
-  return init_state(params, stage.critic_optimizer, mesh)
+  return init_state(params, stage.critic_optimizer, mesh, offload=offload)
 
 
 def initial_params(config: Config, model: Model, mesh: Mesh) -> Params:
@@ -93,12 +94,13 @@ def initial_params(config: Config, model: Model, mesh: Mesh) -> Params:
 def restore_state(stage: Stage, step: int, checkpoints: Checkpoints, model: Model, mesh: Mesh) -> LoopState:
   """The state that was committed at `step`, inside or at the end of `stage`."""
   algorithm = stage.algorithm
-  like = {'train': abstract_state(model, stage.optimizer, mesh)}
+  like = {'train': abstract_state(model, stage.optimizer, mesh, offload=stage.optimizer_config.offload)}
   if 'reference' in algorithm.reads and algorithm.reference.every != 1:
     like['reference'] = like['train'].params
   if algorithm.critic_loss is not None:
     critic = build_model(with_head(model.spec, 'value'), model.options, mesh)
-    like['critic'] = abstract_state(critic, stage.critic_optimizer, mesh)
+    offload = stage.critic_optimizer_config.offload
+    like['critic'] = abstract_state(critic, stage.critic_optimizer, mesh, offload=offload)
   arrays, host = checkpoints.restore(step, like), checkpoints.host(step)
   learned = Learned(
     arrays['train'],

@@ -10,6 +10,9 @@ import optax
 
 from jaxrl_llm.core.types import Params
 
+HOST, DEVICE = 'pinned_host', 'device'
+"""JAX's names of the memories."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -31,6 +34,8 @@ class OptimizerConfig:
   """An update whose global gradient norm is above this, or not finite, is skipped and counted."""
   max_skipped_updates: int = 10
   """So many skipped updates in a row stop the run."""
+  offload: bool = False
+  """The moments lie in the host's memory, pinned, and come to the devices for the update alone."""
 
 
 def learning_rate(config: OptimizerConfig, updates: int) -> optax.Schedule:
@@ -60,9 +65,31 @@ def build_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTran
   )
 
 
-def optimizer_shardings(optimizer: optax.GradientTransformation, params: Params, shardings, whole):
-  """Shardings of the optimizer's state: its copies of parameters lie as the parameters do, the rest is `whole`."""
+def optimizer_shardings(
+  optimizer: optax.GradientTransformation, params: Params, shardings, whole, *, offload: bool = False
+):
+  """Shardings of the optimizer's state: its copies of parameters lie as the parameters do, the rest is `whole`.
+
+  Args:
+    offload: the copies lie in the host's memory.
+  """
   shapes = jax.eval_shape(optimizer.init, params)
-  return optax.tree_map_params(
-    optimizer, lambda _, sharding: sharding, shapes, shardings, transform_non_params=lambda _: whole
-  )
+  place = lambda _, sharding: sharding.with_memory_kind(HOST) if offload else sharding
+  return optax.tree_map_params(optimizer, place, shapes, shardings, transform_non_params=lambda _: whole)
+
+
+def on_device(opt_state, shardings, *, after: jax.Array):
+  """The state where an update can compute with it, inside a jitted function: what lies on the host is fetched.
+
+  Args:
+    after: not before this value is there; until then a gradient's activations need the room.
+  """
+  if not any(map(is_offloaded, jax.tree.leaves(shardings))):
+    return opt_state
+  opt_state, _ = jax.lax.optimization_barrier((opt_state, after))
+  fetch = lambda x, sharding: jax.device_put(x, sharding.with_memory_kind(DEVICE)) if is_offloaded(sharding) else x
+  return jax.tree.map(fetch, opt_state, shardings)
+
+
+def is_offloaded(sharding: jax.sharding.Sharding) -> bool:
+  return sharding.memory_kind == HOST

@@ -71,16 +71,21 @@ def with_output(model: Model, mesh: Mesh, body: Params, kernel: Array) -> Params
   return replace_head(body, model.spec, placed)
 
 
-def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-  """A fresh optimizer for `params`, whose arrays it takes over."""
+def init_state(
+  params: Params, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
+) -> TrainState:
+  """A fresh optimizer for `params`, whose arrays it takes over; its moments in the host's memory with `offload`."""
   whole = rules.replicated(mesh)
-  shardings = optimizer_shardings(optimizer, params, jax.tree.map(lambda p: p.sharding, params), whole)
+  of_params = jax.tree.map(lambda p: p.sharding, params)
+  shardings = optimizer_shardings(optimizer, params, of_params, whole, offload=offload)
   opt_state = jax.jit(optimizer.init, out_shardings=shardings)(params)
   zero = lambda: jax.device_put(jnp.zeros((), jnp.int32), whole)
   return TrainState(params=params, opt_state=opt_state, updates=zero(), skipped=zero())
 
 
-def abstract_state(model: Model, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def abstract_state(
+  model: Model, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
+) -> TrainState:
   """Shapes, dtypes and shardings of a state, without making one: what a checkpoint is restored to."""
   shapes = jax.eval_shape(model.init, jax.random.key(0))
   shardings = param_shardings(model, mesh)
@@ -89,7 +94,7 @@ def abstract_state(model: Model, optimizer: optax.GradientTransformation, mesh: 
   state = TrainState(params=shapes, opt_state=jax.eval_shape(optimizer.init, shapes), updates=zero, skipped=zero)
   placed = TrainState(
     params=shardings,
-    opt_state=optimizer_shardings(optimizer, shapes, shardings, whole),
+    opt_state=optimizer_shardings(optimizer, shapes, shardings, whole, offload=offload),
     updates=whole,
     skipped=whole,
   )

@@ -20,7 +20,7 @@ from jaxrl_llm.batching.chunks import Chunks
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.learner.algorithm import Constants, Loss
 from jaxrl_llm.learner.forward import chunk_outputs, micro_batch
-from jaxrl_llm.learner.optimizer import OptimizerConfig, learning_rate
+from jaxrl_llm.learner.optimizer import OptimizerConfig, learning_rate, on_device
 from jaxrl_llm.learner.state import TrainState, param_shardings
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.ops.reduce import Stat
@@ -155,13 +155,15 @@ def build_update(
     metrics: prefix of the metrics that every role has (loss, grad_norm, lr).
   """
   schedule = learning_rate(config, updates)
+  shardings = jax.tree.map(lambda x: x.sharding, state)
 
   def update(state: TrainState, batch: Chunks, used: Int[Array, ''], constants: Constants) -> tuple[TrainState, Report]:
     result = gradients(model, loss, state.params, batch, used, constants, token_chunk=token_chunk, on_policy=on_policy)
     norm = optax.tree.norm(result.grads)
     sound = jnp.isfinite(norm) & (norm <= config.skip_grad_norm)
     take = sound & (norm > 0)
-    steps, opt_state = optimizer.update(result.grads, state.opt_state, state.params)
+    before = on_device(state.opt_state, shardings.opt_state, after=norm)
+    steps, opt_state = optimizer.update(result.grads, before, state.params)
     choose = lambda new, old: jax.tree.map(lambda a, b: jnp.where(take, a, b), new, old)
     one = jnp.ones((), jnp.float32)
     stats = result.stats | {
@@ -171,14 +173,13 @@ def build_update(
     }
     state = TrainState(
       params=choose(optax.apply_updates(state.params, steps), state.params),
-      opt_state=choose(opt_state, state.opt_state),
+      opt_state=choose(opt_state, before),
       updates=state.updates + take,
       skipped=jnp.where(sound, 0, state.skipped + 1),
     )
     return state, Report(stats, result.outputs, ~sound, sound & (norm == 0), state.skipped)
 
   whole = rules.replicated(mesh)
-  shardings = jax.tree.map(lambda x: x.sharding, state)
   return jax.jit(update, donate_argnums=0, out_shardings=(shardings, whole))
 
 

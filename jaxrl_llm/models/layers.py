@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
@@ -22,6 +23,9 @@ from jaxrl_llm.models.spec import ModelOptions, ModelSpec
 from jaxrl_llm.ops.attention import attention
 from jaxrl_llm.ops.linear import linear
 from jaxrl_llm.parallel.rules import constrain
+
+LAYER_INPUT, PRODUCT = 'layer_input', 'product'
+"""What remat policies call them."""
 
 
 class Context(NamedTuple):
@@ -48,7 +52,7 @@ class Projection(nn.Module):
   @nn.compact
   def __call__(self, x: Float[Array, '*tokens in']) -> Float[Array, '*tokens out']:
     kernel = self.param('kernel', nn.initializers.normal(self.std), (self.features, x.shape[-1]), self.param_dtype)
-    y = linear(x, kernel)
+    y = checkpoint_name(linear(x, kernel), PRODUCT)
     if self.use_bias:
       y = y + self.param('bias', nn.initializers.zeros, (self.features,), self.param_dtype).astype(x.dtype)
     return y
@@ -135,6 +139,7 @@ class Layer(nn.Module):
     self, x: Float[Array, '*tokens embed'], context: Context, cache: kv_cache.LayerCache | None
   ) -> tuple[Float[Array, '*tokens embed'], kv_cache.LayerCache | None]:
     whole = self.spec, self.options, self.mesh
+    x = checkpoint_name(x, LAYER_INPUT)
     norm = functools.partial(RMSNorm, self.spec.rms_norm_eps, jnp.dtype(self.options.param_dtype))
     y, cache = Attention(*whole, name='attention')(norm(name='attention_norm')(x), context, cache)
     x = cut(x + y, self.mesh)

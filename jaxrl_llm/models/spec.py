@@ -93,8 +93,12 @@ class ModelOptions:
 
   scan_layers: bool = False
   """One compiled layer run N times over stacked parameters: less to compile, 10-15 % slower on a CPU."""
-  remat: Literal['none', 'full'] = 'none'
-  """full: the backward pass computes each layer again, so that only the layers' inputs are kept."""
+  remat: Literal['none', 'full', 'dots', 'offload'] = 'none'
+  """What the backward pass finds of each layer.
+
+  none: all; full: its input, the rest is computed again; dots: the results of its products with kernels; offload: its
+  input, in the host's memory.
+  """
   dtype: str = 'float32'
   """Of activations and of the KV cache; statistics (softmax, norms, rotary) are at least float32 all the same."""
   param_dtype: str = 'float32'
