@@ -55,12 +55,12 @@ def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = Non
     UserError: for a program that does not fit the topology's devices, after all of them have been printed.
   """
   console = Console(markup=False, highlight=False, soft_wrap=True)
+  devices = jax.devices() if topology is None else topology_devices(topology)
+  mesh = build_mesh(config.learner.mesh, devices)
   console.print_json(json.dumps(to_json(config)))
   build_scorers(config)
   with tempfile.TemporaryDirectory() as scratch:
     prepared = prepare(config, pathlib.Path(scratch))
-  devices = jax.devices() if topology is None else topology_devices(topology)
-  mesh = build_mesh(config.learner.mesh, devices)
   stages = build_stages(config, mesh, prepared.spec.vocab_size)
   model = build_model(model_spec(config, prepared.spec), policy_options(config), mesh)
   critic = build_model(with_head(model.spec, 'value'), model.options, mesh)

@@ -13,9 +13,12 @@ from typing import Any
 
 import jax
 from absl import logging
+from rich.console import Console
 
 from jaxrl_llm.app.build import Host, build_parts, open_host
+from jaxrl_llm.app.compiled import held_table
 from jaxrl_llm.app.prepare import Prepared, checkpoint_directory, prepare
+from jaxrl_llm.app.programs import held
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.app.stages import build_stages, model_spec, policy_options
 from jaxrl_llm.app.state import initial_params, restore_state
@@ -73,6 +76,9 @@ async def run(config: Config, path: pathlib.Path) -> int:
   mesh = build_mesh(config.learner.mesh)
   stages = build_stages(config, mesh, setting.spec.vocab_size)
   model = build_model(model_spec(config, setting.spec), policy_options(config), mesh)
+  if coordinator.leads:
+    critic = build_model(with_head(model.spec, 'value'), model.options, mesh)
+    Console(highlight=False).print(held_table(mesh, held(stages, model, critic, mesh)))
   committed = checkpoints.host(setting.step) if setting.step else None
   state = await device.run(_initial_state, config, setting, stages, checkpoints, model, mesh)
   host = open_host(config, path, prepared, stages, device, committed) if coordinator.leads else None
