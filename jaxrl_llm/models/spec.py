@@ -95,6 +95,8 @@ class ModelOptions:
   """One compiled layer run N times over stacked parameters: less to compile, 10-15 % slower on a CPU."""
   remat: Literal['none', 'full'] = 'none'
   """full: the backward pass computes each layer again, so that only the layers' inputs are kept."""
+  attention: Literal['auto', 'masked', 'blockwise', 'splash', 'pallas_gpu'] = 'auto'
+  """Implementation; auto: by platform and length, see `ops.attention.choose`."""
   dtype: str = 'float32'
   """Of activations and of the KV cache; statistics (softmax, norms, rotary) are at least float32 all the same."""
   param_dtype: str = 'float32'
