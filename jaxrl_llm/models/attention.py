@@ -6,6 +6,7 @@ program is built; it changes rounding, nothing else.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxrl_llm.models.spec import ModelOptions
-from jaxrl_llm.ops.attention import Choice, Implementation, attention, choose
+from jaxrl_llm.ops.attention import Choice, attention, choose
 from jaxrl_llm.ops.fused import fill, run_splash, splash_kernel, splash_length
 from jaxrl_llm.ops.places import Places
 from jaxrl_llm.parallel.mesh import SEQUENCE
@@ -45,34 +46,36 @@ def sharded_attention(
   of_queries: Places,
   of_keys: Places,
   *,
-  implementation: Implementation,
+  choice: Choice,
   mesh: Mesh | None,
   window: int | None = None,
   softcap: float | None = None,
+  interpret: bool = False,
 ) -> Float[Array, 'batch time heads head_dim']:
   """`attention`, by each device of the mesh on its part; the masked one is left to the compiler to cut."""
-  rule = dict(window=window, softcap=softcap)
-  if mesh is None or implementation == 'masked':
-    return attention(query, key, value, of_queries, of_keys, implementation=implementation, **rule)
-  if implementation == 'splash':
+  rule = dict(window=window, softcap=softcap, interpret=interpret)
+  compute = functools.partial(attention, implementation=choice.implementation, block=choice.block, **rule)
+  if mesh is None or choice.implementation == 'masked':
+    return compute(query, key, value, of_queries, of_keys)
+  if choice.implementation == 'splash':
     return _sharded_splash(query, key, value, of_queries, mesh, **rule)
-  same_tokens = of_queries is of_keys
+  same_tokens = of_queries is of_keys and mesh.shape[SEQUENCE] == 1
 
   def local(query, key, value, of_queries, of_keys):
-    # With the kernels' time uncut (see `choose`), queries and keys are the same tokens on each device too.
-    of_keys = of_queries if same_tokens and mesh.shape[SEQUENCE] == 1 else of_keys
-    return attention(query, key, value, of_queries, of_keys, implementation=implementation, **rule)
+    # The object itself says that they are the same tokens, on each device too where time is not cut.
+    of_keys = of_queries if same_tokens else of_keys
+    return compute(query, key, value, of_queries, of_keys)
 
   return _over(mesh, local, query, key, value, of_queries, of_keys)
 
 
-def _sharded_splash(query, key, value, places: Places, mesh: Mesh, *, window, softcap) -> Array:
+def _sharded_splash(query, key, value, places: Places, mesh: Mesh, **rule) -> Array:
   """The kernel's list of blocks is an argument, so that each device has those of its own queries."""
   time, shards = query.shape[1], mesh.shape[SEQUENCE]
   length = splash_length(time, shards=shards)
   query, key, value = (fill(x, length) for x in (query, key, value))
   places = Places(*(fill(x, length) for x in places))
-  kernel = splash_kernel(length, window=window, softcap=softcap, shards=shards)
+  kernel = splash_kernel(length, shards=shards, **rule)
   spec = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, RULES['time'])))
 
   def local(query, key, value, of_queries, of_keys, kernel):

@@ -90,11 +90,10 @@ class Attention(nn.Module):
       key, value, of_keys = cache['k'], cache['v'], kv_cache.places(cache)
     query = constrain(query, self.mesh, *QUERIES)
     key, value = (constrain(x, self.mesh, *KEYS) for x in (key, value))
-    lengths = dict(time=query.shape[1], keys=key.shape[1], same_tokens=cache is None)
-    implementation = chosen(self.options, self.mesh, **lengths).implementation
-    mixed = sharded_attention(
-      query, key, value, context.places, of_keys, implementation=implementation, mesh=self.mesh
+    choice = chosen(
+      self.options, self.mesh, time=query.shape[1], keys=key.shape[1], same_tokens=of_keys is context.places
     )
+    mixed = sharded_attention(query, key, value, context.places, of_keys, choice=choice, mesh=self.mesh)
     mixed = cut(mixed.reshape(*x.shape[:-1], -1), self.mesh, 'heads')
     output = Projection(
       spec.hidden_size, spec.o_bias, spec.initializer_range, jnp.dtype(self.options.param_dtype), name='output'

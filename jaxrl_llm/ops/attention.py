@@ -12,20 +12,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.ops.blockwise import blockwise
+from jaxrl_llm.ops.blockwise import BLOCK, blockwise
 from jaxrl_llm.ops.fused import pallas_gpu, splash, why_not_pallas_gpu, why_not_splash
 from jaxrl_llm.ops.places import FLOOR, MASKED, Places, visible
 
 Implementation = Literal['masked', 'blockwise', 'splash', 'pallas_gpu']
 KERNELS = {'tpu': 'splash', 'gpu': 'pallas_gpu'}
 """The fused kernel of each platform that has one."""
-MASKED_SCORES = 1024**2
-"""Scores of a head (queries × keys) up to which holding all of them is the faster way; measured on a CPU, see docs."""
+MASKED_SCORES = 256 * 256
+"""Scores of a head (queries × keys of a row) up to which masked attention is as fast on a CPU; at 512 × 512 blockwise
+takes a third of the time or less, whatever the heads and however many segments."""
 
 
 class Choice(NamedTuple):
   implementation: Implementation
   reason: str
+  block: int
+  """Tokens of a block, for blockwise attention: on a CPU what its caches hold, else what hides the cost of a step."""
 
 
 def choose(
@@ -43,8 +46,8 @@ def choose(
   """Which implementation computes this attention, and why.
 
   Args:
-    asked: by the configuration. A fused kernel that is asked for by name computes what is trained on; a cache is read
-      as with 'auto'.
+    asked: by the configuration. A fused kernel that is asked for by name is for tokens that attend to one another; a
+      cache is read as with 'auto'.
     platform: of the devices that it is computed on.
     time: queries of a row.
     keys: of a row.
@@ -55,22 +58,22 @@ def choose(
   Raises:
     UserError: the kernel that is asked for cannot do it.
   """
+  block = 128 if platform == 'cpu' else 512
   if asked in ('masked', 'blockwise'):
-    return Choice(asked, 'as configured')
-  kernel, missing = KERNELS.get(platform), 'there is no kernel for this platform'
+    return Choice(asked, 'as configured', block)
+  kernel, why_not = KERNELS.get(platform), None
+  if same_tokens and asked not in ('auto', kernel):
+    raise UserError(f'policy.attention: {asked} does not run on this platform ({platform}); choose auto')
   if kernel == 'splash':
-    missing = why_not_splash(dtype)
+    why_not = why_not_splash(dtype)
   if kernel == 'pallas_gpu':
-    missing = why_not_pallas_gpu(dtype, window=window, softcap=softcap, shards=shards)
-  if same_tokens and asked != 'auto' and asked != kernel:
-    raise UserError(f'policy.attention: {asked} does not run on {platform}; choose auto')
-  if same_tokens and asked != 'auto' and missing:
-    raise UserError(f'policy.attention: {missing}; choose auto')
-  if same_tokens and not missing:
-    return Choice(kernel, f'the kernel of this platform ({platform})')
-  if time * keys <= MASKED_SCORES and (kernel is None or not same_tokens):
-    return Choice('masked', f'{time} × {keys} scores a head are few ({platform})')
-  return Choice('blockwise', missing or 'a cache is long')
+    why_not = why_not_pallas_gpu(dtype, window=window, softcap=softcap, shards=shards)
+  if same_tokens and asked != 'auto' and why_not:
+    raise UserError(f'policy.attention: {why_not}; choose auto')
+  if same_tokens and kernel and not why_not:
+    return Choice(kernel, f'the kernel of {platform}', block)
+  few = time * keys <= MASKED_SCORES
+  return Choice('masked' if few else 'blockwise', why_not or f'{time} × {keys} scores on {platform}', block)
 
 
 def attention(
@@ -83,6 +86,8 @@ def attention(
   window: int | None = None,
   softcap: float | None = None,
   implementation: Implementation,
+  block: int = BLOCK,
+  interpret: bool = False,
 ) -> Float[Array, 'batch time heads head_dim']:
   """softmax(query · key / √head_dim over the keys that a query sees) · value.
 
@@ -98,6 +103,8 @@ def attention(
     softcap: scores s become softcap · tanh(s / softcap).
     implementation: 'masked' holds all scores; 'blockwise' holds a block of them, forward and backward; 'splash' and
       'pallas_gpu' are the kernels of TPUs and of GPUs. See `choose`.
+    block: tokens of a block, for 'blockwise'.
+    interpret: run a kernel's program step by step on any platform, for tests.
 
   Raises:
     ValueError: the kernel cannot do this, and why.
@@ -105,14 +112,14 @@ def attention(
   if implementation == 'masked':
     return masked(query, key, value, of_queries, of_keys, window=window, softcap=softcap)
   if implementation == 'blockwise':
-    return blockwise(query, key, value, of_queries, of_keys, window=window, softcap=softcap)
+    return blockwise(query, key, value, of_queries, of_keys, window=window, softcap=softcap, block=block)
   if of_queries is not of_keys:
     raise ValueError(f'attention: {implementation} wants queries and keys of the same tokens')
   if implementation == 'splash':
-    return splash(query, key, value, of_queries, window=window, softcap=softcap)
+    return splash(query, key, value, of_queries, window=window, softcap=softcap, interpret=interpret)
   if missing := why_not_pallas_gpu(query.dtype, window=window, softcap=softcap, shards=1):
     raise ValueError(f'attention: {missing}')
-  return pallas_gpu(query, key, value, of_queries)
+  return pallas_gpu(query, key, value, of_queries, interpret=interpret)
 
 
 def masked(

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.ops.places import FLOOR, MASKED, Places, visible
 
-BLOCK = 256
+BLOCK = 128
 """Queries, and keys, of a block."""
 
 
@@ -179,7 +179,7 @@ def _scores(query, key, of_queries, of_keys, rule) -> tuple[Array, Bool[Array, '
 
 
 def _forward_row(row: _Rows, rule: _Rule) -> tuple[Array, Array]:
-  """Outputs `[blocks, kv_heads, rows, head_dim]` and the logarithm of each row's normaliser, `[blocks, kv_heads, rows, 1]`."""
+  """Outputs `[blocks, kv_heads, rows, head_dim]`, and normalisers' logarithms, `[blocks, kv_heads, rows, 1]`."""
 
   def walk(block):
     query, of_queries, first, end = block

@@ -43,7 +43,7 @@ def why_not_pallas_gpu(dtype: Any, *, window: int | None, softcap: float | None,
 
 def splash_length(time: int, *, shards: int = 1) -> int:
   """Tokens that a row of `time` is filled up to, so that blocks divide each of its shards."""
-  # The largest block for which no share grows by more than an eighth. The kernel wants shards² to divide the length too.
+  # The largest block for which no share grows by more than an eighth; shards² is to divide the length too.
   share = -(-time // shards)
   block = next((n for n in BLOCKS if -(-share // n) * n <= share * 9 / 8), BLOCKS[-1])
   step = math.lcm(shards * block, shards**2)
@@ -160,4 +160,3 @@ def fill(x: Array, length: int) -> Array:
 def _without_padding(mixed: Float[Array, 'batch time heads head_dim'], segment_ids: Int[Array, 'batch time']) -> Array:
   """Padding sees padding in the kernels; here it yields 0, and so sends no gradient."""
   return jnp.where(segment_ids[:, :, None, None] > 0, mixed, 0)
-
