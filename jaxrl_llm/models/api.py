@@ -22,7 +22,7 @@ from jaxrl_llm.models import heads
 from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
-from jaxrl_llm.ops.attention import cache_mask, segment_mask
+from jaxrl_llm.ops.places import Places
 
 AXES = {
   'embed': ('vocab', 'embed'),
@@ -73,7 +73,7 @@ def build_model(spec: ModelSpec, options: ModelOptions | None = None, mesh: Mesh
 
   def init(key: PRNGKeyArray | UInt32[Array, '2']) -> Params:
     one = jnp.zeros((1, 1), jnp.int32)
-    params = scanned.init(key, one, one, jnp.ones((1, 1, 1), bool))['params']
+    params = scanned.init(key, one, Places(one + 1, one))['params']
     return params if options.scan_layers else unstack_layers(params)
 
   def apply(
@@ -82,14 +82,13 @@ def build_model(spec: ModelSpec, options: ModelOptions | None = None, mesh: Mesh
     positions: Int[Array, 'batch time'],
     segment_ids: Int[Array, 'batch time'],
   ) -> Float[Array, 'batch time embed']:
-    hidden, _ = decoder.apply({'params': params}, tokens, positions, segment_mask(segment_ids))
+    hidden, _ = decoder.apply({'params': params}, tokens, Places(segment_ids, positions))
     return hidden
 
   def decode(
     params: Params, tokens: Int[Array, 'batch time'], positions: Int[Array, 'batch time'], cache: Cache
   ) -> tuple[Float[Array, 'batch time embed'], Cache]:
-    mask = cache_mask(positions, length=cache[0]['k'].shape[1])
-    return unrolled.apply({'params': params}, tokens, positions, mask, cache)
+    return unrolled.apply({'params': params}, tokens, Places(jnp.ones_like(positions), positions), cache)
 
   return Model(
     spec=spec,

@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.heads import head_size, is_tied
 from jaxrl_llm.models.layers import LAYER_INPUT, PRODUCT, Context, Layer, RMSNorm, cut
 from jaxrl_llm.models.rotary import inverse_frequencies, rotation
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
+from jaxrl_llm.ops.places import Places
 from jaxrl_llm.parallel.mesh import SEQUENCE
 
 
@@ -99,8 +100,7 @@ class Decoder(nn.Module):
   def __call__(
     self,
     tokens: Int[Array, 'batch time'],
-    positions: Int[Array, 'batch time'],
-    mask: Bool[Array, 'batch time keys'],
+    places: Places,
     cache: Cache | None = None,
   ) -> tuple[Float[Array, 'batch time embed'], Cache | None]:
     spec, options = self.spec, self.options
@@ -109,7 +109,7 @@ class Decoder(nn.Module):
     frequencies = inverse_frequencies(head_dim=spec.head_dim, rope_theta=spec.rope_theta, scaling=spec.rope_scaling)
     # Tokens of all rows in one dimension, unless that of each row's is cut over devices.
     flat = self.mesh is None or self.mesh.shape[SEQUENCE] == 1
-    context = Context(rotation(positions, frequencies, dtype=dtype), mask, positions)
+    context = Context(rotation(places.positions, frequencies, dtype=dtype), places)
     x = table(spec.vocab_size, name='embed')()[tokens.reshape(-1) if flat else tokens].astype(dtype)
     x = cut(x, self.mesh)
     layers = scanned_layers if options.scan_layers else UnrolledLayers

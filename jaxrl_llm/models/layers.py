@@ -15,13 +15,14 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from jaxrl_llm.models import cache as kv_cache
+from jaxrl_llm.models.attention import KEYS, QUERIES, chosen, sharded_attention
 from jaxrl_llm.models.rotary import Rotation, rotate
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
-from jaxrl_llm.ops.attention import attention
 from jaxrl_llm.ops.linear import linear
+from jaxrl_llm.ops.places import Places
 from jaxrl_llm.parallel.rules import constrain
 
 LAYER_INPUT, PRODUCT = 'layer_input', 'product'
@@ -32,8 +33,8 @@ class Context(NamedTuple):
   """What all layers share of one call."""
 
   rotation: Rotation
-  mask: Bool[Array, 'batch time keys']
-  positions: Int[Array, 'batch time']
+  places: Places
+  """Of the call's own tokens."""
 
 
 def cut(x: Float[Array, '*tokens features'], mesh: Mesh | None, features: str | None = None) -> Array:
@@ -87,14 +88,17 @@ class Attention(nn.Module):
     query = self._heads('query', spec.num_attention_heads, x, context)
     key = self._heads('key', spec.num_key_value_heads, x, context)
     value = self._heads('value', spec.num_key_value_heads, x, context)
+    of_keys = context.places
     if cache is not None:
-      cache = kv_cache.write(cache, key, value, context.positions)
-      key, value = cache['k'], cache['v']
-    query = constrain(query, self.mesh, 'batch', 'time', 'heads', None)
-    # Every device of a sequence sees all of its keys and values.
-    key, value = (constrain(x, self.mesh, 'batch', None, 'kv_heads', None) for x in (key, value))
-    mixed = attention(query, key, value, context.mask).reshape(*x.shape[:-1], -1)
-    mixed = cut(mixed, self.mesh, 'heads')
+      cache = kv_cache.write(cache, key, value, context.places.positions)
+      key, value, of_keys = cache['k'], cache['v'], kv_cache.places(cache)
+    query = constrain(query, self.mesh, *QUERIES)
+    key, value = (constrain(x, self.mesh, *KEYS) for x in (key, value))
+    choice = chosen(
+      self.options, self.mesh, time=query.shape[1], keys=key.shape[1], same_tokens=of_keys is context.places
+    )
+    mixed = sharded_attention(query, key, value, context.places, of_keys, choice=choice, mesh=self.mesh)
+    mixed = cut(mixed.reshape(*x.shape[:-1], -1), self.mesh, 'heads')
     output = Projection(
       spec.hidden_size, spec.o_bias, spec.initializer_range, jnp.dtype(self.options.param_dtype), name='output'
     )
@@ -104,7 +108,7 @@ class Attention(nn.Module):
     """Projects to heads; queries and keys are normalised where the family does that, and rotated."""
     spec, param_dtype = self.spec, jnp.dtype(self.options.param_dtype)
     project = Projection(heads * spec.head_dim, spec.qkv_bias, spec.initializer_range, param_dtype, name=name)
-    y = project(x).reshape(*context.positions.shape, heads, spec.head_dim)
+    y = project(x).reshape(*context.places.positions.shape, heads, spec.head_dim)
     if name == 'value':
       return y
     if spec.qk_norm:

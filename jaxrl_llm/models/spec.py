@@ -99,6 +99,8 @@ class ModelOptions:
   none: all; full: its input, the rest is computed again; dots: the results of its products with kernels; offload: its
   input, in the host's memory.
   """
+  attention: Literal['auto', 'masked', 'blockwise', 'splash', 'pallas_gpu'] = 'auto'
+  """Implementation; auto: by platform and length, see `ops.attention.choose`."""
   dtype: str = 'float32'
   """Of activations and of the KV cache; statistics (softmax, norms, rotary) are at least float32 all the same."""
   param_dtype: str = 'float32'
