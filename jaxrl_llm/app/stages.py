@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any
 
 from absl import logging
@@ -21,7 +22,8 @@ from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.models.heads import with_head
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
 from jaxrl_llm.ops.logprobs import plan_token_chunk
-from jaxrl_llm.parallel.mesh import data_parallel_ranks
+from jaxrl_llm.parallel.mesh import SEQUENCE, data_parallel_ranks
+from jaxrl_llm.parallel.rules import parts
 from jaxrl_llm.rollout.replica import SPECULATION
 
 
@@ -62,7 +64,13 @@ def _stage(stage: StageConfig, config: Config, mesh: Mesh, start: int, vocab_siz
   algorithm = build_algorithm(stage.algorithm, Setting(max_response_length=config.rollout.max_response_length))
   _check_stage(stage, config, algorithm)
   longest = config.rollout.max_prompt_length + config.rollout.max_response_length
-  chunk_len = config.learner.chunk_len or -(-longest // 8) * 8
+  sequence = mesh.shape[SEQUENCE]
+  chunk_len = config.learner.chunk_len or -(-longest // math.lcm(8, sequence)) * math.lcm(8, sequence)
+  if chunk_len % sequence:
+    raise UserError(
+      f'learner.chunk_len: {chunk_len} tokens cannot be cut over learner.mesh.sequence={sequence} devices; wanted a '
+      'multiple of it'
+    )
   if chunk_len < longest:
     raise UserError(
       f'learner.chunk_len: {chunk_len} tokens are too few for max_prompt_length + max_response_length = {longest}'
@@ -87,7 +95,11 @@ def _stage(stage: StageConfig, config: Config, mesh: Mesh, start: int, vocab_siz
     critic_optimizer_config=critic,
     shape=plan_shape(rows=rows, ranks=data_parallel_ranks(mesh), chunks=chunks, chunk_len=chunk_len, unit=stage.unit),
     token_chunk=plan_token_chunk(
-      chunks=chunks, time=chunk_len, vocab=vocab_size, budget_bytes=config.learner.logits_budget_bytes
+      chunks=chunks,
+      time=chunk_len,
+      vocab=vocab_size // parts(mesh, 'vocab', vocab_size),
+      budget_bytes=config.learner.logits_budget_bytes,
+      time_shards=sequence,
     ),
     minibatches=stage.minibatches,
     epochs=stage.epochs,
