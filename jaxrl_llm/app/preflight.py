@@ -86,7 +86,7 @@ def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = Non
       console.print(f'{program.name} of {stage.name}: {line}')
       refused += [] if fits else [f'{program.name} of {stage.name}']
   for name, lowered in _engine_programs(config, prepared.spec, devices[0]):
-    line, fits = compiled_line(Program(name, lambda lowered=lowered: lowered, 0.0), mesh, chip)
+    line, fits = compiled_line(Program(name, lambda lowered=lowered: lowered, 0), mesh, chip)
     console.print(f'{name}, on one device: {line}')
     refused += [] if fits else [name]
   if refused:

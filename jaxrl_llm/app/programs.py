@@ -16,15 +16,15 @@ from jaxrl_llm.learner.state import TrainState, abstract_state
 from jaxrl_llm.learner.update import build_update
 from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.models.api import Model
-from jaxrl_llm.models.flops import forward_flops, training_flops
+from jaxrl_llm.models.flops import causal_pairs, model_flops
 from jaxrl_llm.parallel.rules import sharding_of_batch
 
 
 class Program(NamedTuple):
   name: str
   lower: Callable[[], jax.stages.Lowered]
-  flops: float
-  """The model's own, over all devices, of one micro-batch whose chunks are full."""
+  flops: int
+  """The model's own, over all devices, of one micro-batch whose chunks each hold one sequence of full length."""
 
 
 class Held(NamedTuple):
@@ -41,7 +41,7 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
   """The update of each role that the stage trains, and the passes of its annotation."""
   algorithm, shape = stage.algorithm, stage.shape
   tokens = shape.ranks * shape.chunks * shape.chunk_len
-  visible = (shape.chunk_len + 1) / 2
+  pairs = causal_pairs([shape.chunk_len] * shape.ranks * shape.chunks)
   arrays = batch_shapes(stage, mesh), jax.ShapeDtypeStruct((), np.int32)
   constants = {name: jax.ShapeDtypeStruct((), np.float32) for name in algorithm.constants}
 
@@ -53,17 +53,16 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
   def score(of: Model, state: TrainState) -> Callable[[], jax.stages.Lowered]:
     return lambda: build_score(of, mesh, token_chunk=stage.token_chunk).lower(state.params, *arrays)
 
-  train, forward = (count(model.spec, tokens=tokens, visible=visible) for count in (training_flops, forward_flops))
+  flops = lambda of, backward: model_flops(of.spec, tokens, pairs=pairs, backward=backward)
   own = update(model, algorithm.loss, stage.optimizer, stage.optimizer_config, stage.updates)
-  yield Program('update', own, train)
+  yield Program('update', own, flops(model, True))
   if algorithm.reads & {'proximal', 'reference'}:
-    yield Program('logprobs', score(model, abstract_state(model, stage.optimizer, mesh)), forward)
+    yield Program('logprobs', score(model, abstract_state(model, stage.optimizer, mesh)), flops(model, False))
   if algorithm.critic_loss is not None:
-    train, forward = (count(critic.spec, tokens=tokens, visible=visible) for count in (training_flops, forward_flops))
     optimizer, config = stage.critic_optimizer, stage.critic_optimizer_config
     own = update(critic, algorithm.critic_loss, optimizer, config, stage.critic_updates)
-    yield Program('critic update', own, train)
-    yield Program('values', score(critic, abstract_state(critic, optimizer, mesh)), forward)
+    yield Program('critic update', own, flops(critic, True))
+    yield Program('values', score(critic, abstract_state(critic, optimizer, mesh)), flops(critic, False))
 
 
 def batch_shapes(stage: Stage, mesh: Mesh) -> Chunks:

@@ -1,0 +1,50 @@
+"""One side of a comparison, in a process of its own: does what standard input names, and says what it cost.
+
+Standard library and NumPy only: it runs in this project's environment and in the peers'.
+"""
+
+import json
+import os
+import sys
+import time
+
+import numpy as np
+
+
+def serve(works):
+  """Runs works by name until standard input ends.
+
+  Args:
+    works: functions by name; each does all of its work before it returns, and gives a number that all sides agree on
+      when it is called for the first time.
+  """
+  answers = os.fdopen(os.dup(1), 'w')
+  os.dup2(2, 1)  # What libraries print is not an answer.
+  print(json.dumps(sorted(works)), file=answers, flush=True)
+  for line in sys.stdin:
+    wall, cpu = time.perf_counter(), time.process_time()
+    value = works[line.strip()]()
+    cost = {'wall': time.perf_counter() - wall, 'cpu': time.process_time() - cpu, 'value': float(value)}
+    print(json.dumps(cost), file=answers, flush=True)
+
+
+def padded(path):
+  """Rows of a file as RL libraries hold them: prompts padded on the left, completions on the right.
+
+  Returns:
+    A dict of prompt_ids, prompt_mask, completion_ids, completion_mask `[rows, time]` and advantages `[rows]`.
+  """
+  rows = np.load(path)
+  tokens = np.split(rows['tokens'], np.cumsum(rows['lengths'])[:-1])
+  prompts = [row[:n] for row, n in zip(tokens, rows['prompt_lens'])]
+  completions = [row[n:] for row, n in zip(tokens, rows['prompt_lens'])]
+  found = {'advantages': rows['advantages'].astype(np.float32)}
+  for name, parts, left in (('prompt', prompts, True), ('completion', completions, False)):
+    width = max(map(len, parts))
+    found[f'{name}_ids'] = np.zeros((len(parts), width), np.int32)
+    found[f'{name}_mask'] = np.zeros((len(parts), width), np.int32)
+    for i, part in enumerate(parts):
+      at = slice(width - len(part), width) if left else slice(0, len(part))
+      found[f'{name}_ids'][i, at] = part
+      found[f'{name}_mask'][i, at] = 1
+  return found

@@ -1,0 +1,188 @@
+"""What benchmarks of the learner share: models, random rows, and optimizer steps as a run makes them of such rows.
+
+Rows are packed by the project's own packing into arrays as large as `plan_shape` plans them; reading rows from files
+is left out, and so is grain, which a machine with an accelerator may lack.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Int
+
+from jaxrl_llm.batching.chunks import Chunks
+from jaxrl_llm.batching.packing import Packing, pack
+from jaxrl_llm.batching.plan import Shape, plan_shape
+from jaxrl_llm.learner.algorithm import Loss, Setting
+from jaxrl_llm.learner.optimizer import OptimizerConfig, build_optimizer
+from jaxrl_llm.learner.policy_gradient import policy_gradient
+from jaxrl_llm.learner.policy_options import GrpoConfig
+from jaxrl_llm.learner.state import init_params, init_state, place_params
+from jaxrl_llm.learner.update import Report, build_update
+from jaxrl_llm.models.api import Model, build_model
+from jaxrl_llm.models.families import tiny
+from jaxrl_llm.models.spec import ModelOptions, ModelSpec
+from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
+
+SHAPES = {
+  'S': tiny('qwen2', 2048, hidden_size=256, intermediate_size=1024, num_hidden_layers=6, head_dim=64),
+  'T': tiny(
+    'qwen2',
+    4096,
+    hidden_size=256,
+    intermediate_size=1024,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=32,
+  ),
+}
+"""6.4 and 8.9 million parameters: 4 heads over 2, and 8 over 4; tied embeddings."""
+
+GRPO = GrpoConfig(loss_agg_mode='seq-mean-token-mean', rollout_is='none')
+"""The loss of the paper, which TRL and Tunix compute too."""
+
+
+class Row(NamedTuple):
+  tokens: Int[np.ndarray, 'time']
+  prompt_len: int
+  label: int = 0
+  """1 chosen, -1 rejected, which follows its chosen one; 0: of no pair."""
+  advantage: float = 0.0
+
+
+class Batch(NamedTuple):
+  chunks: Chunks
+  used: Int[Array, '']
+  packing: Packing
+
+
+def lognormal_lengths(count: int, *, longest: int = 512, seed: int = 0) -> list[int]:
+  """Response-like lengths: mean about 139 and 95th percentile about 350 where the longest is 512 tokens."""
+  draws = np.random.default_rng(seed).lognormal(4.70, 0.7, count) * longest / 512
+  return np.clip(draws, 2, longest).astype(int).tolist()
+
+
+def random_rows(
+  lengths: Sequence[int], *, prompt_len: int, vocab: int, pairs: bool = False, seed: int = 0
+) -> list[Row]:
+  """Rows of random tokens; a prompt is at most half of its row. With `pairs` neighbours are chosen and rejected."""
+  rng = np.random.default_rng(seed)
+  return [
+    Row(
+      rng.integers(3, vocab, length).astype(np.int32),
+      min(prompt_len, length // 2),
+      label=(1, -1)[i % 2] if pairs else 0,
+      advantage=float(rng.standard_normal()),
+    )
+    for i, length in enumerate(lengths)
+  ]
+
+
+def pack_rows(rows: Sequence[Row], *, chunks: int, chunk_len: int, apart: bool = False) -> Batch:
+  """One optimizer step on the default device.
+
+  Args:
+    chunks: of a micro-batch.
+    chunk_len: tokens.
+    apart: each row has a chunk of its own, padded.
+  """
+  unit, lengths = 2 if rows[0].label else 1, [len(row.tokens) for row in rows]
+  units = [list(range(i, i + unit)) for i in range(0, len(rows), unit)]
+  sizes = [chunk_len] * len(rows) if apart else lengths
+  packing = pack(sizes, units=units, ranks=1, chunks=chunks, chunk_len=chunk_len)
+  shape = plan_shape(rows=len(rows), ranks=1, chunks=chunks, chunk_len=chunk_len, unit=unit)
+  arrays = _empty(shape)
+  pairs: collections.Counter[int] = collections.Counter()
+  for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+    chunk, start = (int(packing.micro_batch[i]), int(packing.chunk[i])), int(packing.offset[i])
+    at, trained = (*chunk, slice(start, start + length)), np.arange(length) >= row.prompt_len
+    arrays['tokens'][at] = row.tokens
+    arrays['positions'][at] = np.arange(length)
+    arrays['segment_ids'][at] = packing.segment[i]
+    arrays['loss_mask'][at] = trained
+    arrays['advantages'][at] = np.where(trained, row.advantage, 0.0)
+    segment = (*chunk, int(packing.segment[i]) - 1)
+    # Numbered from 1 in each micro-batch.
+    pairs[chunk[0]] += row.label == 1
+    arrays['pair'][segment], arrays['label'][segment] = pairs[chunk[0]] if row.label else 0, row.label
+  used = jnp.asarray(packing.micro_batches, jnp.int32)
+  return Batch(Chunks(**jax.tree.map(jnp.asarray, arrays)), used, packing)
+
+
+def _empty(shape: Shape) -> dict[str, np.ndarray]:
+  per_token = (shape.micro_batches, shape.ranks * shape.chunks, shape.chunk_len)
+  per_segment = (*per_token[:2], shape.segments)
+  floats = ('behaviour_logprobs', 'proximal_logprobs', 'reference_logprobs', 'advantages', 'values', 'returns')
+  arrays = {name: np.zeros(per_token, np.float32) for name in floats}
+  arrays |= {name: np.zeros(per_token, np.int32) for name in ('tokens', 'positions', 'segment_ids')}
+  arrays |= {name: np.zeros(per_token, bool) for name in ('loss_mask', 'is_expert')}
+  ones, zeros = np.ones(per_segment, np.float32), np.zeros(per_segment, np.float32)
+  return arrays | {'temperature': ones, 'label': zeros, 'pair': np.zeros(per_segment, np.int32)}
+
+
+def one_device() -> Mesh:
+  return build_mesh(MeshConfig(), jax.devices()[:1])
+
+
+class Learner:
+  """A model of random weights and its optimizer on one device; `step` is the learner's own update."""
+
+  def __init__(
+    self,
+    spec: ModelSpec,
+    options: ModelOptions | None = None,
+    *,
+    loss: Loss | None = None,
+    token_chunk: int,
+    params: object = None,
+  ):
+    """
+    Args:
+      loss: None: GRPO's.
+      token_chunk: positions of a chunk whose logits are computed at a time.
+      params: host arrays to begin from; None: random ones.
+    """
+    grpo = policy_gradient(GRPO, Setting(max_response_length=spec.max_position_embeddings))
+    config = OptimizerConfig(peak_lr=1e-6, max_grad_norm=1.0, skip_grad_norm=float('inf'))
+    optimizer, self.mesh = build_optimizer(config, 1000), one_device()
+    self.model: Model = build_model(spec, options, self.mesh)
+    params = (
+      init_params(self.model, self.mesh, seed=0) if params is None else place_params(self.model, self.mesh, params)
+    )
+    self.state = init_state(params, optimizer, self.mesh)
+    on_policy = ('proximal_logprobs',) if loss is None else ()
+    self._update = build_update(
+      self.model,
+      grpo.loss if loss is None else loss,
+      optimizer,
+      config,
+      self.mesh,
+      self.state,
+      updates=1000,
+      token_chunk=token_chunk,
+      on_policy=on_policy,
+    )
+
+  def step(self, batch: Batch) -> Report:
+    """One optimizer step, whose end it waits for."""
+    self.state, report = self._update(self.state, batch.chunks, batch.used, {})
+    return jax.block_until_ready(report)
+
+  def lower(self, batch: Batch) -> jax.stages.Lowered:
+    return self._update.lower(self.state, batch.chunks, batch.used, {})
+
+
+def timed(work: Callable[[], object]) -> float:
+  """Seconds of one call."""
+  import time
+
+  before = time.perf_counter()
+  work()
+  return time.perf_counter() - before
