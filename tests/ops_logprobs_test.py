@@ -56,7 +56,7 @@ CUTS = [
 
 @pytest.mark.parametrize('cut', CUTS, ids=str)
 def test_equals_naive_loop(batch, cut):
-  found = token_logprobs(**batch, **cut)
+  found = jax.jit(functools.partial(token_logprobs, **cut))(**batch)
   logprobs, entropy = naive(batch)
   np.testing.assert_allclose(found.logprobs, logprobs, atol=2e-6)
   np.testing.assert_allclose(found.entropy, entropy, atol=5e-6)
@@ -83,7 +83,7 @@ def test_gradients_are_those_of_plain_logits_in_float64(batch, cut):
       return (weights[0] * logprobs + weights[1] * entropy).sum()
 
     states = {name: wide[name] for name in ('hidden', 'kernel')}
-    gradient = lambda of: jax.value_and_grad(lambda states: loss(of, **states))(states)
+    gradient = lambda of: jax.jit(jax.value_and_grad(lambda states: loss(of, **states)))(states)
     wanted, found = gradient(plain), gradient(functools.partial(token_logprobs, **cut))
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-12)
     for name, one in wanted[1].items():
