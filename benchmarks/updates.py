@@ -7,7 +7,7 @@ is left out, and so is grain, which a machine with an accelerator may lack.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -69,7 +69,9 @@ def lognormal_lengths(count: int, *, longest: int = 512, seed: int = 0) -> list[
   return np.clip(draws, 2, longest).astype(int).tolist()
 
 
-def random_rows(lengths: Sequence[int], *, prompt_len: int, vocab: int, pairs: bool = False, seed: int = 0) -> list[Row]:
+def random_rows(
+  lengths: Sequence[int], *, prompt_len: int, vocab: int, pairs: bool = False, seed: int = 0
+) -> list[Row]:
   """Rows of random tokens; a prompt is at most half of its row. With `pairs` neighbours are chosen and rejected."""
   rng = np.random.default_rng(seed)
   return [
@@ -151,8 +153,8 @@ class Learner:
     config = OptimizerConfig(peak_lr=1e-6, max_grad_norm=1.0, skip_grad_norm=float('inf'))
     optimizer, self.mesh = build_optimizer(config, 1000), one_device()
     self.model: Model = build_model(spec, options, self.mesh)
-    params = init_params(self.model, self.mesh, seed=0) if params is None else place_params(
-      self.model, self.mesh, params
+    params = (
+      init_params(self.model, self.mesh, seed=0) if params is None else place_params(self.model, self.mesh, params)
     )
     self.state = init_state(params, optimizer, self.mesh)
     on_policy = ('proximal_logprobs',) if loss is None else ()
@@ -175,12 +177,3 @@ class Learner:
 
   def lower(self, batch: Batch) -> jax.stages.Lowered:
     return self._update.lower(self.state, batch.chunks, batch.used, {})
-
-
-def timed(work: Callable[[], object]) -> float:
-  """Seconds of one call."""
-  import time
-
-  before = time.perf_counter()
-  work()
-  return time.perf_counter() - before

@@ -43,9 +43,7 @@ def options(folder):
 
 
 def tensors(arrays):
-  return {
-    name: torch.tensor(x) if x.dtype == np.float32 else torch.tensor(x).long() for name, x in arrays.items()
-  }
+  return {name: torch.tensor(x) if x.dtype == np.float32 else torch.tensor(x).long() for name, x in arrays.items()}
 
 
 def optimizer_step(trainer, losses):
