@@ -1,6 +1,6 @@
 """What one GPU shows: attention against the reference, training steps beside PyTorch, offload; within 8 minutes.
 
-  python3 benchmarks/accelerator.py [--models=0.5B,1.5B] [--parts=product,attention,steps,offload] [--tiny]
+  PYTHONPATH=. python3 benchmarks/accelerator.py [--models=0.5B,1.5B] [--parts=product,attention,steps,offload] [--tiny]
 
 Needs JAX, Flax and optax for the card, and for the comparison PyTorch with or without transformers; neither vLLM nor
 grain nor a network. Each part runs in a process of its own, so that its peak of memory is its own. A part for which
@@ -174,10 +174,8 @@ def own_step(model: str) -> dict[str, float]:
   rows = rows_of(spec)
   length = len(rows[0].tokens)
   token_chunk = plan_token_chunk(chunks=_CHUNKS.value, time=length, vocab=spec.vocab_size, budget_bytes=2 << 30)
-  learner, batch = (
-    Learner(spec, options, token_chunk=token_chunk),
-    pack_rows(rows, chunks=_CHUNKS.value, chunk_len=length),
-  )
+  learner = Learner(spec, options, token_chunk=token_chunk)
+  batch = pack_rows(rows, chunks=_CHUNKS.value, chunk_len=length)
   before = time.perf_counter()
   norm = float(learner.step(batch).stats['actor/grad_norm'].total)
   compiling = time.perf_counter() - before
@@ -235,7 +233,7 @@ def torch_step(model: str) -> dict[str, float]:
 
 
 def torch_decoder(spec: ModelSpec):
-  """A module from ids to (hidden states, the head's kernel), of transformers or else written here, and which of both."""
+  """A module from ids to (hidden states, the head's kernel), and whether it is transformers' or written here."""
   import torch
   import torch.utils.checkpoint
 

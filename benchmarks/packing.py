@@ -56,9 +56,7 @@ def main(argv: list[str]) -> None:
     for chunks in (1, 2, 4, 8, 16):
       found = utilisations(_ROWS.value, ranks=ranks, chunks=chunks, chunk_len=chunk_len)
       parts.append(f'{chunks}: {min(found):.3f} {statistics.mean(found):.3f}')
-    print(
-      f'{_ROWS.value} rows, {ranks} ranks, utilisation by chunks of a micro-batch (least, mean): {"; ".join(parts)}'
-    )
+    print(f'{_ROWS.value} rows, {ranks} ranks, by chunks of a micro-batch (least, mean): {"; ".join(parts)}')
   spec = tiny('qwen2', 256) if _TINY.value else SHAPES['S']
   rows = random_rows(lognormal_lengths(_TRAINED.value, longest=chunk_len), prompt_len=32, vocab=spec.vocab_size)
   learner = Learner(spec, token_chunk=chunk_len)
@@ -67,7 +65,8 @@ def main(argv: list[str]) -> None:
   tokens = sum(len(row.tokens) for row in rows)
   print(
     f'{_TRAINED.value} rows, {tokens} tokens: packed {batches[0].packing.utilisation:.3f} full, '
-    f'{tokens / packed:.0f} tokens/s; padded {tokens / padded:.0f} tokens/s ({padded:.2f} s): {padded / packed:.2f} times'
+    f'{tokens / packed:.0f} tokens/s; padded {tokens / padded:.0f} tokens/s ({padded:.2f} s): '
+    f'ratio {padded / packed:.2f}'
   )
 
 

@@ -7,7 +7,7 @@ is left out, and so is grain, which a machine with an accelerator may lack.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -177,12 +177,3 @@ class Learner:
 
   def lower(self, batch: Batch) -> jax.stages.Lowered:
     return self._update.lower(self.state, batch.chunks, batch.used, {})
-
-
-def timed(work: Callable[[], object]) -> float:
-  """Seconds of one call."""
-  import time
-
-  before = time.perf_counter()
-  work()
-  return time.perf_counter() - before

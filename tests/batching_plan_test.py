@@ -188,3 +188,58 @@ def test_the_planned_shape_holds_any_pairs(data, ranks, chunks, chunk_len):
   for first, second in units_of(rows):
     assert packing.micro_batch[first] == packing.micro_batch[second]
     assert packing.chunk[first] // chunks == packing.chunk[second] // chunks
+
+
+def lognormal_lengths(count: int, seed: int) -> list[int]:
+  """Mean about 139, longest 512."""
+  return np.clip(np.random.default_rng(seed).lognormal(4.70, 0.7, count), 1, 512).astype(int).tolist()
+
+
+KNOWN = lognormal_lengths(5000, seed=0)
+
+
+def utilisations(rows, ranks, chunks):
+  return [
+    pack(lognormal_lengths(rows, seed), ranks=ranks, chunks=chunks, chunk_len=512).utilisation for seed in range(1, 11)
+  ]
+
+
+@pytest.mark.parametrize(('ranks', 'chunks'), [(1, 4), (1, 8), (1, 16), (2, 8)])
+def test_planned_micro_batches_are_full(ranks, chunks):
+  shape = plan_shape(rows=512, ranks=ranks, chunks=chunks, chunk_len=512, lengths=KNOWN)
+  assert 1 < shape.chunks <= chunks, 'narrow micro-batches are always full, and give a device little to do'
+  assert min(utilisations(512, ranks, shape.chunks)) >= 0.95
+
+
+def test_without_the_plan_they_are_not():
+  assert min(utilisations(512, 1, 16)) < 0.95
+
+
+def test_many_ranks_lose_no_more_than_their_chunks_do():
+  # 8 ranks of 512 tokens each are 6 % of such a step: what is lost to that, no plan brings back.
+  shape = plan_shape(rows=512, ranks=8, chunks=8, chunk_len=512, lengths=KNOWN)
+  assert np.mean(utilisations(512, 8, shape.chunks)) >= 0.97 * np.mean(utilisations(512, 8, 1))
+
+
+def test_a_large_step_keeps_wide_micro_batches():
+  assert plan_shape(rows=4096, ranks=1, chunks=8, chunk_len=512, lengths=KNOWN).chunks == 8
+
+
+def test_a_plan_from_lengths_holds_any_rows_all_the_same():
+  shape = plan_shape(rows=64, ranks=2, chunks=8, chunk_len=512, lengths=KNOWN)
+  packing = pack([512] * 64, ranks=2, chunks=shape.chunks, chunk_len=512)
+  assert packing.micro_batches <= shape.micro_batches
+
+
+def test_planned_micro_batches_hold_a_pair():
+  shape = plan_shape(rows=8, ranks=1, chunks=6, chunk_len=512, unit=2, lengths=KNOWN)
+  assert 2 <= shape.chunks <= 6
+  longest = plan_shape(rows=40, ranks=1, chunks=6, chunk_len=512, unit=2, lengths=[512] * 40)
+  # A row to a chunk: 20 pairs are 7 micro-batches of 3 pairs, where 2 of 42 chunks are empty, or 10 of 2. Five chunks
+  # hold two pairs and an empty chunk.
+  assert longest.chunks == 4
+
+
+def test_the_plan_is_a_function_of_its_input():
+  shapes = {plan_shape(rows=100, ranks=2, chunks=8, chunk_len=512, lengths=KNOWN) for _ in range(2)}
+  assert len(shapes) == 1

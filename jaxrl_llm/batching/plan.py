@@ -10,9 +10,16 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxrl_llm.batching.packing import Packing, deal, pack
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
+
+_DRAWS = 16
+"""Optimizer steps that a shape is planned on."""
+_KEPT = 0.97
+"""Of the utilisation that the narrowest micro-batches reach."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,11 +108,15 @@ class Shape:
   """Upper bound of sequences in a chunk."""
 
 
-def plan_shape(*, rows: int, ranks: int, chunks: int, chunk_len: int, unit: int = 1) -> Shape:
+def plan_shape(
+  *, rows: int, ranks: int, chunks: int, chunk_len: int, unit: int = 1, lengths: Sequence[int] = ()
+) -> Shape:
   """The shape that holds any `rows` sequences of at most `chunk_len` tokens, in the worst case one in a chunk.
 
   Args:
+    chunks: of a rank and micro-batch, at most; fewer where `lengths` say that the last micro-batch would be too empty.
     unit: sequences that may not be separated (2 for pairs).
+    lengths: of the stage's sequences, or of a sample of them, those of a unit one after the other; empty: unknown.
   """
   if chunks < unit:
     raise UserError(
@@ -113,6 +124,8 @@ def plan_shape(*, rows: int, ranks: int, chunks: int, chunk_len: int, unit: int 
       f'wanted at least {unit}'
     )
   units = -(-rows // unit // ranks)
+  if lengths:
+    chunks = _plan_chunks(lengths, rows=rows, ranks=ranks, most=chunks, chunk_len=chunk_len, unit=unit)
   return Shape(
     ranks=ranks,
     chunks=chunks,
@@ -120,6 +133,29 @@ def plan_shape(*, rows: int, ranks: int, chunks: int, chunk_len: int, unit: int 
     micro_batches=-(-units // (chunks // unit)),
     segments=max(1, min(chunk_len, units * unit)),
   )
+
+
+def _plan_chunks(lengths: Sequence[int], *, rows: int, ranks: int, most: int, chunk_len: int, unit: int) -> int:
+  """The most chunks of a micro-batch whose rounding up costs no drawn step more than a share of its places.
+
+  A rank's chunks are rounded up to whole micro-batches, so that half a micro-batch is empty on average: much where a
+  step has few of them. The fewer chunks a micro-batch has, the less is lost so, and the less there is for a device to
+  do at a time.
+  """
+  groups = [lengths[i : i + unit] for i in range(0, len(lengths), unit)]
+  count, rng = max(1, rows // unit), np.random.Generator(np.random.Philox(key=0))
+  drawn = [rng.choice(len(groups), count, replace=count > len(groups)) for _ in range(_DRAWS)]
+  steps = [[length for group in draw for length in groups[group]] for draw in drawn]
+  units = [list(range(i, i + unit)) for i in range(0, count * unit, unit)]
+
+  def least(chunks: int) -> float:
+    return min(
+      pack(step, units=units, ranks=ranks, chunks=chunks, chunk_len=chunk_len).utilisation / full
+      for step, full in zip(steps, best)
+    )
+
+  best = [pack(step, units=units, ranks=ranks, chunks=unit, chunk_len=chunk_len).utilisation for step in steps]
+  return next(chunks for chunks in range(most, unit - 1, -1) if chunks == unit or least(chunks) >= _KEPT)
 
 
 def units_of(rows: Sequence[Row]) -> list[list[int]]:

@@ -1,0 +1,103 @@
+"""The benchmarks run: on shapes that measure nothing, and what they take for granted holds."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PEERS = ROOT / '.venv-peers'
+sys.path.append(str(ROOT / 'benchmarks'))  # As Python has it for a script: what lies beside it can be imported.
+
+from updates import Row, lognormal_lengths, pack_rows, random_rows  # noqa: E402
+
+
+def run(script, *arguments, **more):
+  environment = os.environ | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}
+  command = [sys.executable, str(ROOT / 'benchmarks' / script), *arguments]
+  return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, **more)
+
+
+def test_what_an_accelerator_needs_imports_neither_grain_nor_an_engine():
+  """A machine with one may have JAX, Flax and optax alone."""
+  absent = ('grain', 'array_record', 'vllm', 'torch', 'transformers', 'datasets', 'aiohttp', 'pebble', 'safetensors')
+  code = f'import sys; sys.modules.update(dict.fromkeys({absent})); import updates; import jaxrl_llm.models.flops'
+  environment = os.environ | {'PYTHONPATH': f'{ROOT}{os.pathsep}{ROOT / "benchmarks"}'}
+  subprocess.run([sys.executable, '-c', code], check=True, env=environment)
+
+
+def test_lengths_are_those_the_benchmarks_speak_of():
+  lengths = lognormal_lengths(100_000)
+  assert 130 < np.mean(lengths) < 145
+  assert 330 < np.percentile(lengths, 95) < 380
+  assert max(lengths) == 512
+
+
+def test_rows_are_packed_as_they_are():
+  rows = random_rows([5, 3, 8, 2], prompt_len=2, vocab=50)
+  batch = pack_rows(rows, chunks=1, chunk_len=8)
+  chunks, packing = batch.chunks, batch.packing
+  assert int(batch.used) == packing.micro_batches == 3
+  for i, row in enumerate(rows):
+    at = (packing.micro_batch[i], packing.chunk[i], slice(packing.offset[i], packing.offset[i] + len(row.tokens)))
+    assert np.array_equal(chunks.tokens[at], row.tokens)
+    assert np.array_equal(chunks.positions[at], np.arange(len(row.tokens)))
+    assert (np.asarray(chunks.segment_ids[at]) == packing.segment[i]).all()
+    trained = np.arange(len(row.tokens)) >= row.prompt_len
+    assert np.array_equal(chunks.loss_mask[at], trained)
+    np.testing.assert_allclose(chunks.advantages[at], trained * np.float32(row.advantage))
+  assert int(chunks.loss_mask.sum()) == sum(len(row.tokens) - row.prompt_len for row in rows)
+
+
+def test_padded_rows_have_a_chunk_each():
+  rows = random_rows([5, 3, 8], prompt_len=2, vocab=50)
+  batch = pack_rows(rows, chunks=2, chunk_len=8, apart=True)
+  assert int(batch.used) == 2
+  lengths = (np.asarray(batch.chunks.segment_ids) > 0).sum(-1).reshape(-1)
+  assert sorted(lengths.tolist()) == [0, 3, 5, 8]
+
+
+def test_pairs_share_their_number():
+  lengths = (4, 3, 8, 8, 2, 2)
+  rows = [Row(np.arange(n, dtype=np.int32), 1, label=(1, -1)[i % 2]) for i, n in enumerate(lengths)]
+  batch = pack_rows(rows, chunks=2, chunk_len=8)
+  numbers, labels = np.asarray(batch.chunks.pair), np.asarray(batch.chunks.label)
+  for micro, some in enumerate(numbers):
+    for number in range(1, some.max() + 1):
+      assert sorted(labels[micro][some == number].tolist()) == [-1, 1]
+  assert (numbers > 0).sum() == 6
+
+
+@pytest.mark.full
+def test_packing_runs():
+  done = run('packing.py', '--tiny', '--rows=32', '--trained=16', '--rounds=1')
+  assert done.returncode == 0, done.stderr
+  assert '16 rows, ' in done.stdout and 'padded' in done.stdout
+
+
+@pytest.mark.full
+def test_accelerator_runs_without_one():
+  done = run('accelerator.py', '--tiny', '--steps=1', '--chunks=2', '--micro_batches=2', '--models=0.5B')
+  assert done.returncode == 0, done.stdout + done.stderr
+  for part in ('product: ', 'attention 0.5B masked: values', '0.5B here: ', 'offload: '):
+    assert part in done.stdout, done.stdout
+
+
+def test_accelerator_begins_nothing_when_the_time_is_over():
+  done = run('accelerator.py', '--tiny', '--minutes=0', '--models=0.5B')
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.count('skipped, no time is left') == 5
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not PEERS.exists(), reason='.venv-peers is missing: launch/install_peers.sh makes it')
+def test_all_sides_do_the_same_work():
+  """The script itself refuses to measure works whose results differ."""
+  done = run('steps.py', '--tiny', '--rounds=1', '--chunks=4', cwd=ROOT)
+  assert done.returncode == 0, done.stdout + done.stderr
+  for work in ('logprobs', 'generate', 'grpo', 'grpo, lognormal lengths', 'dpo'):
+    assert f'{work}: trl' in done.stdout
+  assert 'grpo: tunix' in done.stdout
