@@ -24,6 +24,7 @@ from jaxrl_llm.learner.state import abstract_state
 from jaxrl_llm.learner.update import build_update
 from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.models.api import build_model
+from jaxrl_llm.models.attention import chosen
 from jaxrl_llm.models.families import FAMILIES
 from jaxrl_llm.parallel.rules import sharding_of_batch
 from jaxrl_llm.tasks.sources import SOURCES
@@ -57,6 +58,9 @@ def print_plan(config: Config, workdir: pathlib.Path) -> None:
   console.print(f'run directory: {workdir}')
   console.print(f'mesh: {dict(mesh.shape)} over {mesh.devices.size} {mesh.devices.flat[0].platform} device(s)')
   console.print(f'policy: {prepared.spec.family}, {parameters:,} parameters, vocabulary {prepared.spec.vocab_size}')
+  time = stages[0].shape.chunk_len
+  attention = chosen(model.options, mesh, time=time, keys=time, same_tokens=True)
+  console.print(f'attention in training: {attention.implementation} ({attention.reason})')
   for taskset in prepared.tasksets.values():
     console.print(f'taskset {taskset.name}: {dict(taskset.counts)}')
   for stage in stages:
