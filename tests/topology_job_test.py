@@ -49,7 +49,7 @@ def sharded():
 
 def test_the_training_step_compiles_for_a_tpu_slice_with_its_fused_attention(sharded):
   assert '8 × TPU v5 lite: data=1 fsdp=4 sequence=1 tensor=2' in sharded
-  assert 'attention: splash' in sharded
+  assert 'attention in training: splash (the kernel of tpu)' in sharded
   update = line_of('update', sharded)
   assert 'does not fit' not in update
   assert re.search(r'all-gather \d+ \(', update) and re.search(r'reduce-scatter \d+ \(', update)

@@ -23,6 +23,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.catalogue import ALGORITHMS
 from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.models.api import build_model, count_params
+from jaxrl_llm.models.attention import chosen
 from jaxrl_llm.models.families import FAMILIES
 from jaxrl_llm.models.heads import with_head
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
@@ -67,6 +68,9 @@ def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = Non
   console.print(f'run directory: {workdir}')
   parameters = count_params(model.spec)
   console.print(f'policy: {prepared.spec.family}, {parameters:,} parameters, vocabulary {prepared.spec.vocab_size}')
+  time = stages[0].shape.chunk_len
+  attention = chosen(model.options, mesh, time=time, keys=time, same_tokens=True)
+  console.print(f'attention in training: {attention.implementation} ({attention.reason})')
   for taskset in prepared.tasksets.values():
     console.print(f'taskset {taskset.name}: {dict(taskset.counts)}')
   for stage in stages:

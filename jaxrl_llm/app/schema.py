@@ -54,6 +54,8 @@ class PolicyConfig:
   """One compiled layer for all: compiles faster, runs 10 to 15 % slower on a CPU."""
   remat: Literal['none', 'full', 'dots', 'offload'] = 'none'
   """What the backward pass finds of each layer, see ModelOptions.remat; saves memory on a CPU only with scan_layers."""
+  attention: Literal['auto', 'masked', 'blockwise', 'splash', 'pallas_gpu'] = 'auto'
+  """In training: 'masked' holds all scores, 'blockwise' a block of them, the others are kernels of TPUs and of GPUs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -207,5 +207,9 @@ def model_spec(config: Config, spec: ModelSpec) -> ModelSpec:
 def policy_options(config: Config) -> ModelOptions:
   policy = config.policy
   return ModelOptions(
-    scan_layers=policy.scan_layers, remat=policy.remat, dtype=policy.dtype, param_dtype=policy.param_dtype
+    scan_layers=policy.scan_layers,
+    remat=policy.remat,
+    attention=policy.attention,
+    dtype=policy.dtype,
+    param_dtype=policy.param_dtype,
   )

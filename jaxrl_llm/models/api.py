@@ -19,6 +19,7 @@ from jaxrl_llm.core.trees import flatten, unflatten
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.models import cache as kv_cache
 from jaxrl_llm.models import heads
+from jaxrl_llm.models.attention import chosen
 from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
@@ -67,6 +68,7 @@ class Model(NamedTuple):
 def build_model(spec: ModelSpec, options: ModelOptions | None = None, mesh: Mesh | None = None) -> Model:
   """The functions of a model of this spec, computed under these options, by the devices of this mesh."""
   options = ModelOptions() if options is None else options
+  chosen(options, mesh, time=1, keys=1, same_tokens=True)  # A kernel that is not there is refused here.
   decoder = Decoder(spec, options, mesh)
   scanned = Decoder(spec, dataclasses.replace(options, scan_layers=True, remat='none'))
   unrolled = Decoder(spec, dataclasses.replace(options, scan_layers=False, remat='none'))
