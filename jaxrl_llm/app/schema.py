@@ -16,6 +16,7 @@ from jaxrl_llm.learner.optimizer import OptimizerConfig
 from jaxrl_llm.master.evaluation import SuiteConfig
 from jaxrl_llm.master.mismatch import MismatchConfig
 from jaxrl_llm.master.selection import SelectionConfig
+from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.parallel.mesh import MeshConfig
 from jaxrl_llm.rewards.api import RewardsConfig
 from jaxrl_llm.rollout.embedded import EmbeddedConfig
@@ -49,11 +50,13 @@ class PolicyConfig:
   dtype: Literal['float32', 'bfloat16'] = 'float32'
   """Of computation."""
   param_dtype: Literal['float32', 'bfloat16'] = 'float32'
-  """Of the trained parameters."""
+  """Of the parameters; adapters are float32."""
   scan_layers: bool = False
   """One compiled layer for all: compiles faster, runs 10 to 15 % slower on a CPU."""
   remat: Literal['none', 'full'] = 'none'
   """Recompute activations in the backward pass."""
+  lora: LoraConfig | None = None
+  """Train adapters on frozen weights, in all stages; None: train the whole model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

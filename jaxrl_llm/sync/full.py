@@ -9,8 +9,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.core.trees import flatten, unflatten
+from jaxrl_llm.core.trees import unflatten
 from jaxrl_llm.core.types import Params, Version
+from jaxrl_llm.models.lora import merged
+from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.rules import replicated
 from jaxrl_llm.rollout.api import Engine, Weights
@@ -20,8 +22,12 @@ from jaxrl_llm.sync.probe import Prober
 class Gatherer:
   """Whole host arrays of sharded parameters, in process 0; every process takes part."""
 
-  def __init__(self, mesh: Mesh):
-    whole = replicated(mesh)
+  def __init__(self, mesh: Mesh, lora: LoraConfig | None = None):
+    """
+    Args:
+      lora: of the parameters' adapters, which are merged into what they stand on; None: arrays as they are.
+    """
+    self._lora, whole = lora, replicated(mesh)
     self._replicate = jax.jit(lambda x: x, out_shardings=whole)
     self._several = jax.process_count() > 1
     self._leads = jax.process_index() == 0
@@ -32,7 +38,7 @@ class Gatherer:
     One array is whole on the devices at a time, so that a model larger than one device passes through. An array may
     be a view of a buffer that an update donates: copy what must stay.
     """
-    for name, array in sorted(flatten(params).items()):
+    for name, array in merged(params, self._lora):
       if self._several:
         array = self._replicate(array).addressable_data(0)
       yield name, np.asarray(array)
