@@ -20,9 +20,10 @@ from jaxrl_llm.app.stages import build_stages, mesh_of, model_spec, policy_optio
 from jaxrl_llm.batching.chunks import Chunks
 from jaxrl_llm.config.values import to_json
 from jaxrl_llm.learner.catalogue import ALGORITHMS
-from jaxrl_llm.learner.state import abstract_state
+from jaxrl_llm.learner.state import abstract_base, abstract_state
 from jaxrl_llm.learner.update import build_update
 from jaxrl_llm.master.trainer import Stage
+from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.families import FAMILIES
 from jaxrl_llm.parallel.rules import sharding_of_batch
@@ -53,10 +54,14 @@ def print_plan(config: Config, workdir: pathlib.Path) -> None:
   stages = build_stages(config, mesh, prepared.spec.vocab_size)
   model = build_model(model_spec(config, prepared.spec), policy_options(config), mesh)
   shapes = jax.eval_shape(model.init, jax.random.key(0))
-  parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+  trained, _ = lora.split(shapes, model.spec, model.options)
+  count = lambda tree: sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+  adapters = f', of which {count(trained):,} are trained' if config.policy.lora is not None else ''
   console.print(f'run directory: {workdir}')
   console.print(f'mesh: {dict(mesh.shape)} over {mesh.devices.size} {mesh.devices.flat[0].platform} device(s)')
-  console.print(f'policy: {prepared.spec.family}, {parameters:,} parameters, vocabulary {prepared.spec.vocab_size}')
+  console.print(
+    f'policy: {prepared.spec.family}, {count(shapes):,} parameters{adapters}, vocabulary {prepared.spec.vocab_size}'
+  )
   for taskset in prepared.tasksets.values():
     console.print(f'taskset {taskset.name}: {dict(taskset.counts)}')
   for stage in stages:
@@ -67,7 +72,7 @@ def print_plan(config: Config, workdir: pathlib.Path) -> None:
       f'at a time, optimizer state {optimizer:.1f} MB'
     )
   _print_servers(config, console, workdir)
-  _print_memory(config, console, stages, model, mesh, _megabytes(shapes))
+  _print_memory(config, console, stages, model, mesh, _megabytes(shapes), _megabytes(trained))
 
 
 def _print_servers(config: Config, console: Console, workdir: pathlib.Path) -> None:
@@ -101,7 +106,9 @@ def _megabytes(tree) -> float:
   return sum(np.dtype(x.dtype).itemsize * math.prod(x.shape) for x in jax.tree.leaves(tree)) / 1e6
 
 
-def _print_memory(config: Config, console: Console, stages: tuple[Stage, ...], model, mesh, params_mb: float) -> None:
+def _print_memory(
+  config: Config, console: Console, stages: tuple[Stage, ...], model, mesh, params_mb: float, trained_mb: float
+) -> None:
   """Compiles each stage's update and says what it needs on each device."""
   rollout = config.rollout
   length = rollout.max_prompt_length + rollout.max_response_length
@@ -110,12 +117,13 @@ def _print_memory(config: Config, console: Console, stages: tuple[Stage, ...], m
     cache = jax.eval_shape(lambda: model.init_cache(rollout.embedded.slots, length))
     engine = f', engine weights {params_mb:.1f}, engine cache {_megabytes(cache):.1f}'
   keeps = lambda algorithm: 'reference' in algorithm.reads and algorithm.reference.every != 1
-  reference = params_mb if any(keeps(stage.algorithm) for stage in stages) else 0.0
+  reference = trained_mb if any(keeps(stage.algorithm) for stage in stages) else 0.0
   critic = params_mb if any(stage.algorithm.critic_loss is not None for stage in stages) else 0.0
   console.print(
-    f'memory (MB, whole): policy {params_mb:.1f}, gradients {params_mb:.1f}, reference {reference:.1f}, '
+    f'memory (MB, whole): policy {params_mb:.1f}, gradients {trained_mb:.1f}, reference {reference:.1f}, '
     f'critic {critic:.1f}{engine}'
   )
+  base = abstract_base(model, mesh)
   for stage in stages:
     state = abstract_state(model, stage.optimizer, mesh)
     update = build_update(
@@ -130,7 +138,7 @@ def _print_memory(config: Config, console: Console, stages: tuple[Stage, ...], m
     )
     used = jax.ShapeDtypeStruct((), np.int32)
     constants = {name: jax.ShapeDtypeStruct((), np.float32) for name in stage.algorithm.constants}
-    compiled = update.lower(state, _batch_shapes(stage, mesh), used, constants).compile()
+    compiled = update.lower(state, _batch_shapes(stage, mesh), used, constants, base).compile()
     memory = compiled.memory_analysis()
     console.print(
       f'update of {stage.name}, per device: arguments {memory.argument_size_in_bytes / 1e6:.1f} MB, '

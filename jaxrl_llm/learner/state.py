@@ -117,6 +117,13 @@ def abstract_state(model: Model, optimizer: optax.GradientTransformation, mesh: 
   return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, placed)
 
 
+def abstract_base(model: Model, mesh: Mesh) -> Params | None:
+  """Shapes, dtypes and shardings of what adapters stand on; None without."""
+  parts = (jax.eval_shape(model.init, jax.random.key(0)), param_shardings(model, mesh))
+  shapes, shardings = (lora.split(part, model.spec, model.options)[1] for part in parts)
+  return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
 def renewed(state: TrainState, optimizer: optax.GradientTransformation) -> TrainState:
   """The same parameters with a fresh optimizer; the schedule goes on."""
   return state.replace(opt_state=with_schedule(optimizer.init(state.params), state.opt_state))
