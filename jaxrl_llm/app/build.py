@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxrl_llm.app.engines import build_engine, needs_proof
+from jaxrl_llm.app.engines import build_engine, needs_proof, publishes_adapters
 from jaxrl_llm.app.prepare import (
   Prepared,
   demonstrations_file,
@@ -30,6 +30,7 @@ from jaxrl_llm.master.keeper import Logs, RunKeeper
 from jaxrl_llm.master.loop import LoopState, Parts
 from jaxrl_llm.master.stage import Batches, MixedBatches, Planner, RolloutBatches, StreamBatches
 from jaxrl_llm.master.trainer import Roles, Stage, StageTrainer
+from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
@@ -214,7 +215,14 @@ def build_parts(
   longest = config.rollout.max_prompt_length + config.rollout.max_response_length
   prober = Prober(model, mesh, max_length=longest) if needs_proof(config) else None
   critic = critic_model(model)
-  publisher = Publisher(host.engine if host else None, Gatherer(mesh, config.policy.lora), device, prober=prober)
+  apart = publishes_adapters(config)
+  publisher = Publisher(
+    host.engine if host else None,
+    Gatherer(mesh, None if apart else config.policy.lora),
+    device,
+    prober=prober,
+    changing=(lambda params: lora.split(params, model.spec, model.options)[0]) if apart else lambda params: params,
+  )
   loader = RowLoader(workdir, mesh)
 
   async def enter_stage(stage: Stage, state: LoopState) -> tuple[StageTrainer, LoopState]:

@@ -256,6 +256,8 @@ class Config:
   def __post_init__(self):
     if not self.stages:
       raise UserError('stages: empty, wanted at least one')
+    if self.rollout.vllm.lora == 'adapter' and self.policy.lora is None:
+      raise UserError("rollout.vllm.lora: 'adapter', and the policy has none; set policy.lora, or remove it")
     for part in ('tasksets', 'preferences', 'stages', 'evaluation'):
       names = [item.name for item in getattr(self, part)]
       for name in names:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -60,13 +60,23 @@ class Gatherer:
 class Publisher:
   """Brings the engine to a version; a version that it already serves is not sent again."""
 
-  def __init__(self, engine: Engine | None, gatherer: Gatherer, device: DeviceThread, *, prober: Prober | None = None):
+  def __init__(
+    self,
+    engine: Engine | None,
+    gatherer: Gatherer,
+    device: DeviceThread,
+    *,
+    prober: Prober | None = None,
+    changing: Callable[[Params], Params] = lambda params: params,
+  ):
     """
     Args:
       engine: in process 0; None in the others, which take part in gathering.
       prober: says what the trainer makes of fixed sequences; None for an engine that needs no such proof.
+      changing: what of the parameters the engine is sent after it has had all of them once.
     """
     self._engine, self._device, self._gatherer, self._prober = engine, device, gatherer, prober
+    self._changing = changing
     self._served: Version | None = None
     self._moved: int | None = None
 
@@ -84,8 +94,9 @@ class Publisher:
       self._served = version
       return
     probe = await self._device.run(self._prober.probe, params) if self._prober is not None else None
+    sent = params if self._served is None else self._changing(params)
     if self._engine is None:
-      await self._device.run(self._gatherer.take_part, params)
+      await self._device.run(self._gatherer.take_part, sent)
     else:
-      await self._engine.load(Weights(version=version, leaves=self._gatherer.leaves(params), probe=probe))
+      await self._engine.load(Weights(version=version, leaves=self._gatherer.leaves(sent), probe=probe))
     self._served, self._moved = version, moved
