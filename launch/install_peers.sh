@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes the environment of the libraries that tests/peers_test.py compares with: TRL and Tunix, on the CPU.
+# Makes the environment of the libraries that tests/peers_test.py and tests/peft_test.py compare with: TRL, Tunix and
+# PEFT, on the CPU.
 #
 #   bash launch/install_peers.sh [--target=DIR]
 #
@@ -28,6 +29,6 @@ say "installing the versions of constraints/peers.txt into $venv"
 build=()
 [ -n "$UV_FIND_LINKS" ] || build=(--torch-backend=cpu)
 "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "${build[@]}" \
-  --constraint constraints/peers.txt trl google-tunix torch || fail "uv could not install the peers (its own words are above)"
-"$venv/bin/python" -c 'from importlib.metadata import version; print("install_peers: TRL", version("trl"), "and Tunix", version("google-tunix"))'
+  --constraint constraints/peers.txt trl google-tunix peft torch || fail "uv could not install the peers (its own words are above)"
+"$venv/bin/python" -c 'from importlib.metadata import version; print("install_peers: TRL", version("trl"), "Tunix", version("google-tunix"), "and PEFT", version("peft"))'
 end_separate_environment

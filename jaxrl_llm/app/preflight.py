@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import shlex
 import tempfile
@@ -18,14 +19,15 @@ from jaxrl_llm.app.prepare import prepare
 from jaxrl_llm.app.programs import Program, held, stage_programs
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.app.stages import build_stages, model_spec, policy_options
+from jaxrl_llm.app.state import critic_model
 from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.catalogue import ALGORITHMS
 from jaxrl_llm.master.trainer import Stage
-from jaxrl_llm.models.api import build_model, count_params
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.attention import chosen
 from jaxrl_llm.models.families import FAMILIES
-from jaxrl_llm.models.heads import with_head
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
 from jaxrl_llm.parallel.mesh import build_mesh
 from jaxrl_llm.parallel.topology import parse_topology, topology_devices
@@ -64,10 +66,15 @@ def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = Non
     prepared = prepare(config, pathlib.Path(scratch))
   stages = build_stages(config, mesh, prepared.spec.vocab_size)
   model = build_model(model_spec(config, prepared.spec), policy_options(config), mesh)
-  critic = build_model(with_head(model.spec, 'value'), model.options, mesh)
+  critic = critic_model(model)
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  trained, _ = lora.split(shapes, model.spec, model.options)
+  count = lambda tree: sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+  adapters = f', of which {count(trained):,} are trained' if config.policy.lora is not None else ''
   console.print(f'run directory: {workdir}')
-  parameters = count_params(model.spec)
-  console.print(f'policy: {prepared.spec.family}, {parameters:,} parameters, vocabulary {prepared.spec.vocab_size}')
+  console.print(
+    f'policy: {prepared.spec.family}, {count(shapes):,} parameters{adapters}, vocabulary {prepared.spec.vocab_size}'
+  )
   time = stages[0].shape.chunk_len
   attention = chosen(model.options, mesh, time=time, keys=time, same_tokens=True)
   console.print(f'attention in training: {attention.implementation} ({attention.reason})')

@@ -49,6 +49,14 @@ def checkpoint_directory(config: Config) -> pathlib.Path | None:
   return None if config.policy.init_from is None else model_directory(config.policy.init_from)
 
 
+def base_of(config: Config) -> str | None:
+  """What others load below the adapters: a directory or hub id; None where it is kept nowhere."""
+  source = config.policy.init_from
+  if source is None or not pathlib.Path(source).expanduser().is_dir():
+    return source
+  return str(model_directory(source).absolute())
+
+
 def model_directory(source: str) -> pathlib.Path:
   """Of a directory, a hub id or a run; a run directory stands for its export."""
   directory = resolve(source)

@@ -12,9 +12,10 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.batching.chunks import Chunks
 from jaxrl_llm.learner.forward import build_score
-from jaxrl_llm.learner.state import TrainState, abstract_state
+from jaxrl_llm.learner.state import TrainState, abstract_base, abstract_state
 from jaxrl_llm.learner.update import build_update
 from jaxrl_llm.master.trainer import Stage
+from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.models.flops import causal_pairs, model_flops
 from jaxrl_llm.parallel.rules import sharding_of_batch
@@ -48,10 +49,11 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
   def update(of: Model, loss, optimizer, config, updates: int) -> Callable[[], jax.stages.Lowered]:
     state = abstract_state(of, optimizer, mesh, offload=config.offload)
     built = build_update(of, loss, optimizer, config, mesh, state, updates=updates, token_chunk=stage.token_chunk)
-    return lambda: built.lower(state, *arrays, constants)
+    return lambda: built.lower(state, *arrays, constants, abstract_base(of, mesh))
 
   def score(of: Model, state: TrainState) -> Callable[[], jax.stages.Lowered]:
-    return lambda: build_score(of, mesh, token_chunk=stage.token_chunk).lower(state.params, *arrays)
+    whole = lora.join(state.params, abstract_base(of, mesh))
+    return lambda: build_score(of, mesh, token_chunk=stage.token_chunk).lower(whole, *arrays)
 
   flops = lambda of, backward: model_flops(of.spec, tokens, pairs=pairs, backward=backward)
   own = update(model, algorithm.loss, stage.optimizer, stage.optimizer_config, stage.updates)
@@ -85,6 +87,8 @@ def held(stages: Sequence[Stage], model: Model, critic: Model, mesh: Mesh) -> li
     size = Held(role, *held_bytes(tree))
     found[role] = max(found.get(role, size), size, key=lambda held: held.whole)
 
+  if model.options.lora is not None:
+    add('base', abstract_base(model, mesh))
   for stage in stages:
     state = abstract_state(model, stage.optimizer, mesh, offload=stage.optimizer_config.offload)
     algorithm = stage.algorithm

@@ -176,6 +176,11 @@ def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -
       f'{where}: reference.ema averages in the type of the parameters, and {config.policy.param_dtype} rounds its '
       'small steps away; use param_dtype=float32, or reference.every'
     )
+  if rule.ema is not None and config.policy.lora is not None:
+    raise UserError(
+      f"{where}: reference.ema averages parameters, and the means of two adapters' factors are not those of what they "
+      'add to the weights; use reference.every, or policy.lora=null'
+    )
   if rule.every == 1 and stage.preferences is not None:
     raise UserError(f'{where}: pairs are judged against a reference that stands still; reference.every=1 has none')
   if rule.every == 1 and stage.minibatches * stage.epochs == 1:
@@ -212,4 +217,5 @@ def policy_options(config: Config) -> ModelOptions:
     attention=policy.attention,
     dtype=policy.dtype,
     param_dtype=policy.param_dtype,
+    lora=policy.lora,
   )

@@ -27,7 +27,7 @@ class OptimizerConfig:
   b2: float = 0.95
   eps: float = 1e-8
   weight_decay: float = 0.0
-  """Applied to kernels only, not to norms and biases."""
+  """Applied to kernels and adapters only, not to norms and biases."""
   max_grad_norm: float = 1.0
   """Gradients are scaled down to this global norm."""
   skip_grad_norm: float = 1e3
@@ -36,6 +36,9 @@ class OptimizerConfig:
   """So many skipped updates in a row stop the run."""
   offload: bool = False
   """The moments lie in the host's memory, pinned, and come to the devices for the update alone."""
+
+
+_DECAYED = ('kernel', 'lora_a', 'lora_b')
 
 
 def learning_rate(config: OptimizerConfig, updates: int) -> optax.Schedule:
@@ -56,11 +59,11 @@ def learning_rate(config: OptimizerConfig, updates: int) -> optax.Schedule:
 def build_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTransformation:
   """Gradient clipping by global norm, then AdamW (Loshchilov & Hutter, arXiv:1711.05101)."""
   # By name: where layers are scanned, norms and biases have two dimensions too.
-  kernels = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == 'kernel', params)
+  decayed = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in _DECAYED, params)
   return optax.chain(
     optax.clip_by_global_norm(config.max_grad_norm),
     optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
-    optax.add_decayed_weights(config.weight_decay, mask=kernels),
+    optax.add_decayed_weights(config.weight_decay, mask=decayed),
     optax.scale_by_learning_rate(learning_rate(config, updates)),
   )
 

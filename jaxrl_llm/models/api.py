@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 from jaxrl_llm.core.trees import flatten, unflatten
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.models import cache as kv_cache
-from jaxrl_llm.models import heads
+from jaxrl_llm.models import heads, lora
 from jaxrl_llm.models.attention import chosen
 from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.decoder import Decoder
@@ -36,16 +36,17 @@ AXES = {
   'up': ('mlp', 'embed'),
   'down': ('embed', 'mlp'),
 }
-"""Logical axes (out, in) of the kernel that each module holds; its bias has the first."""
+"""Logical axes (out, in) of the kernel that each module holds; its bias has the first, its adapter one each."""
 
 
 class Model(NamedTuple):
   """A spec bound to its functions. `Params` are plain nested dicts of arrays, kernels `[out, in]`.
 
   init: key -> parameters: kernels and heads normal(initializer_range), norms 1, biases 0; the same numbers for one key
-    whether layers are scanned or not.
+    whether layers are scanned or not, and whether there are adapters or not.
   apply: (params, tokens, positions, segment_ids) -> hidden states after the final norm, in the compute dtype.
-    Attention is causal within equal segment ids; 0 is padding; positions restart at 0 in each segment.
+    Attention is causal within equal segment ids; 0 is padding; positions restart at 0 in each segment. Without their
+    adapters, `params` are the model that these stand on.
   head_kernel: params -> `[out, embed]`; logits (or values) are hidden · kernelᵀ.
   init_cache: (batch, length) -> an empty KV cache.
   decode: (params, tokens, positions, cache) -> (hidden states, cache). Writes each token's key and value at the cache
@@ -76,6 +77,8 @@ def build_model(spec: ModelSpec, options: ModelOptions | None = None, mesh: Mesh
   def init(key: PRNGKeyArray | UInt32[Array, '2']) -> Params:
     one = jnp.zeros((1, 1), jnp.int32)
     params = scanned.init(key, one, Places(one + 1, one))['params']
+    if options.lora is not None:
+      params = lora.join(lora.fresh(params, options.lora, jax.random.fold_in(key, 1)), params)
     return params if options.scan_layers else unstack_layers(params)
 
   def apply(
@@ -106,8 +109,8 @@ def build_model(spec: ModelSpec, options: ModelOptions | None = None, mesh: Mesh
 
 
 def is_stacked(params: Params) -> bool:
-  """Whether the layers' parameters are stacked along a leading axis (scanned)."""
-  return 'attention' in params['layers']
+  """Whether the layers' parameters, or only their adapters, are stacked along a leading axis (scanned)."""
+  return '0' not in params['layers']
 
 
 def unstack_layers(params: Params) -> Params:
@@ -148,7 +151,14 @@ def _axes(shapes: Params, *, scanned: bool) -> Params:
 
   def names(path: str) -> tuple[str, ...]:
     *_, module, leaf = path.split('/')
-    own = {'scale': ('norm',), 'bias': AXES.get(module, ())[:1], 'kernel': AXES.get(module, ())}[leaf]
+    kernel = AXES.get(module, ())
+    own = {
+      'scale': ('norm',),
+      'kernel': kernel,
+      'bias': kernel[:1],
+      'lora_a': ('lora', *kernel[1:]),
+      'lora_b': (*kernel[:1], 'lora'),
+    }[leaf]
     return ('layers', *own) if scanned and path.startswith('layers/') else own
 
   return unflatten({path: names(path) for path in flatten(shapes)})

@@ -43,20 +43,26 @@ def cut(x: Float[Array, '*tokens features'], mesh: Mesh | None, features: str | 
 
 
 class Projection(nn.Module):
-  """y = x · kernelᵀ (+ bias)."""
+  """y = x · kernelᵀ (+ bias) (+ what an adapter adds, where the parameters have one: `models.lora`)."""
 
   features: int
   use_bias: bool
   std: float
-  param_dtype: jnp.dtype
+  options: ModelOptions
 
   @nn.compact
   def __call__(self, x: Float[Array, '*tokens in']) -> Float[Array, '*tokens out']:
-    kernel = self.param('kernel', nn.initializers.normal(self.std), (self.features, x.shape[-1]), self.param_dtype)
+    param_dtype = jnp.dtype(self.options.param_dtype)
+    kernel = self.param('kernel', nn.initializers.normal(self.std), (self.features, x.shape[-1]), param_dtype)
     y = checkpoint_name(linear(x, kernel), PRODUCT)
     if self.use_bias:
-      y = y + self.param('bias', nn.initializers.zeros, (self.features,), self.param_dtype).astype(x.dtype)
-    return y
+      y = y + self.param('bias', nn.initializers.zeros, (self.features,), param_dtype).astype(x.dtype)
+    return y + self._adapted(x) if self.has_variable('params', 'lora_a') else y
+
+  def _adapted(self, x: Float[Array, '*tokens in']) -> Float[Array, '*tokens out']:
+    """alpha/rank · (x · Aᵀ) · Bᵀ: the product of the two is never made."""
+    a, b = (self.get_variable('params', name) for name in ('lora_a', 'lora_b'))
+    return linear(self.options.lora.scale * linear(x, a), b)
 
 
 class RMSNorm(nn.Module):
@@ -99,20 +105,18 @@ class Attention(nn.Module):
     )
     mixed = sharded_attention(query, key, value, context.places, of_keys, choice=choice, mesh=self.mesh)
     mixed = cut(mixed.reshape(*x.shape[:-1], -1), self.mesh, 'heads')
-    output = Projection(
-      spec.hidden_size, spec.o_bias, spec.initializer_range, jnp.dtype(self.options.param_dtype), name='output'
-    )
+    output = Projection(spec.hidden_size, spec.o_bias, spec.initializer_range, self.options, name='output')
     return output(mixed), cache
 
   def _heads(self, name: str, heads: int, x: Array, context: Context) -> Float[Array, 'batch time heads head_dim']:
     """Projects to heads; queries and keys are normalised where the family does that, and rotated."""
-    spec, param_dtype = self.spec, jnp.dtype(self.options.param_dtype)
-    project = Projection(heads * spec.head_dim, spec.qkv_bias, spec.initializer_range, param_dtype, name=name)
+    spec = self.spec
+    project = Projection(heads * spec.head_dim, spec.qkv_bias, spec.initializer_range, self.options, name=name)
     y = project(x).reshape(*context.places.positions.shape, heads, spec.head_dim)
     if name == 'value':
       return y
     if spec.qk_norm:
-      y = RMSNorm(spec.rms_norm_eps, param_dtype, name=f'{name}_norm')(y)
+      y = RMSNorm(spec.rms_norm_eps, jnp.dtype(self.options.param_dtype), name=f'{name}_norm')(y)
     return rotate(y, context.rotation)
 
 
@@ -125,8 +129,8 @@ class MLP(nn.Module):
 
   @nn.compact
   def __call__(self, x: Float[Array, '*tokens embed']) -> Float[Array, '*tokens embed']:
-    spec, param_dtype = self.spec, jnp.dtype(self.options.param_dtype)
-    project = functools.partial(Projection, use_bias=spec.mlp_bias, std=spec.initializer_range, param_dtype=param_dtype)
+    spec = self.spec
+    project = functools.partial(Projection, use_bias=spec.mlp_bias, std=spec.initializer_range, options=self.options)
     gate, up = (cut(project(spec.intermediate_size, name=name)(x), self.mesh, 'mlp') for name in ('gate', 'up'))
     return project(spec.hidden_size, name='down')(jax.nn.silu(gate) * up)
 

@@ -21,6 +21,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
   'kv_heads': (TENSOR,),
   'mlp': (TENSOR,),
   'norm': (),
+  'lora': (),
 }
 
 
