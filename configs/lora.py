@@ -29,4 +29,6 @@ def get_config(variant: str = 'adapters') -> Config:
   if variant != 'adapters':
     raise ValueError(f'variant {variant!r}: there are adapters, base')
   policy = dataclasses.replace(config.policy, init_from='runs/lora_base', lora=LoraConfig(rank=32, alpha=64))
-  return dataclasses.replace(config, name='lora', policy=policy)
+  # Adapters bear, and want, a higher rate than the weights that they change.
+  faster = dataclasses.replace(grpo, optimizer=dataclasses.replace(grpo.optimizer, peak_lr=1e-3))
+  return dataclasses.replace(config, name='lora', policy=policy, stages=(sft, faster))

@@ -389,7 +389,7 @@ def test_what_is_not_plain_http_is_refused_and_the_connection_closed(tmp_path, d
     '/v1/models/../../collective_rpc',
     '/reload_weights',
     '/weight_checker',
-    '/v1/load_lora_adapter',
+    '/v1/load_lora_adapter/',
     '/sleep',
     '/docs',
     '/',
@@ -575,6 +575,41 @@ def test_updates_name_directories_below_the_publish_root(tmp_path, published):
       async with session.post('/update_weights', data=twice, headers=GOOD) as response:
         assert response.status == 403
       assert len(upstream.seen) == passed == 4
+
+  asyncio.run(main())
+
+
+def test_adapters_lie_below_the_publish_root(tmp_path, published):
+  (published / 'ad').mkdir()
+  (published / 'ad' / 'adapter_config.json').write_text('{}')
+  own = lambda path, **more: {'lora_name': 'policy-0-1', 'lora_path': path, 'load_inplace': True, **more}
+
+  async def main():
+    async with standing(tmp_path, publish_root=str(published)) as (_, upstream, session):
+
+      async def load(body):
+        async with session.post('/v1/load_lora_adapter', json=body, headers=GOOD) as response:
+          return response.status, await response.json()
+
+      status, told = await load(own(f'{published}/now/../ad'))
+      assert status == 200 and json.loads(told['body']) == own(str(published / 'ad'))
+      passed = len(upstream.seen)
+      # 'v1' holds a link that leads out.
+      for path in (
+        '/etc',
+        'ad',
+        str(published),
+        f'{published}/..',
+        f'{published}/out',
+        f'{published}/v1',
+        f'{published}/no',
+      ):
+        assert (await load(own(path)))[0] == 403, path
+      for body in (own(1), own(f'{published}/ad', more=1), {'lora_path': f'{published}/ad'}):
+        assert (await load(body))[0] == 400, body
+      assert len(upstream.seen) == passed
+      async with session.post('/v1/unload_lora_adapter', json={'lora_name': 'x'}, headers=GOOD) as response:
+        assert response.status == 200
 
   asyncio.run(main())
 

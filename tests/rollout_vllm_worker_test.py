@@ -176,6 +176,40 @@ def test_a_whole_model_goes_by_its_checkpoints_names_and_shapes(tied):
   assert all(view.dim is None for view in views.values())
 
 
+def wrapped(model):
+  """As vLLM wraps what can have an adapter, where a server takes adapters."""
+  for module in list(model.modules()):
+    for name, child in list(module.named_children()):
+      if name.endswith('_proj') or name == 'embed_tokens':
+        module.add_module(name, names(base_layer=child))
+  return model
+
+
+@pytest.mark.parametrize('size', [1, 2])
+def test_what_adapters_stand_on_goes_by_its_own_name(size):
+  for rank in range(size):
+    plain, model = worker.hf_views(model_of(rank, size)), wrapped(model_of(rank, size))
+    views = worker.hf_views(model)
+    assert {name: view._replace(tensor=None) for name, view in views.items()} == {
+      name: view._replace(tensor=None) for name, view in plain.items()
+    }
+    worker.load(views, whole_of())
+    worker.load(plain, whole_of())
+    assert_same({n: v.tensor for n, v in worker.hf_views(model).items()}, {n: v.tensor for n, v in plain.items()})
+
+
+@pytest.mark.parametrize(
+  ('config', 'allowed', 'rank'), [(None, '1', 0), (8, None, 0), (8, '0', 0), (8, 'True', 8), (8, '1', 8)]
+)
+def test_a_worker_tells_which_adapters_it_takes(monkeypatch, config, allowed, rank):
+  monkeypatch.delenv('VLLM_ALLOW_RUNTIME_LORA_UPDATING', raising=False)
+  if allowed is not None:
+    monkeypatch.setenv('VLLM_ALLOW_RUNTIME_LORA_UPDATING', allowed)
+  self = told(model_of())
+  self.vllm_config.lora_config = config and types.SimpleNamespace(max_lora_rank=config)
+  assert self.jaxrl_weights()['adapter_rank'] == rank
+
+
 def test_fused_projections_hold_their_parts_one_after_the_other():
   model, whole = model_of(), whole_of()
   worker.load(worker.hf_views(model), whole)

@@ -32,7 +32,7 @@ from jaxrl_llm.rollout.replica import Replica
 from jaxrl_llm.rollout.server import Server, VllmConfig, server_commands
 from jaxrl_llm.sync.probe import Prober
 from jaxrl_llm.weights.hf import write_config
-from jaxrl_llm.weights.publication import PublicationFolder
+from jaxrl_llm.weights.publication import AdapterFolder, PublicationFolder
 
 ROOT = pathlib.Path(__file__).parents[1]
 ENVIRONMENT = os.environ.get('JAXRL_LLM_VLLM_ENVIRONMENT', str(ROOT / '.venv-vllm'))
@@ -58,7 +58,17 @@ def model_of(family: str, *, tied: bool, vocab: int = VOCAB):
   return build_model(tiny(family, vocab, **SHAPE, tie_word_embeddings=tied), ModelOptions())
 
 
-def servers_of(model, folder: pathlib.Path, *, count: int, faulty: bool = False, load='dummy', dtype='float32', **args):
+def servers_of(
+  model,
+  folder: pathlib.Path,
+  *,
+  count: int,
+  faulty: bool = False,
+  load='dummy',
+  dtype='float32',
+  adapter_rank=0,
+  **args,
+):
   """Servers, not started, of a model whose config.json is written into `folder` (or is there, with weights)."""
   folder.mkdir(exist_ok=True)
   if load == 'dummy':
@@ -69,6 +79,7 @@ def servers_of(model, folder: pathlib.Path, *, count: int, faulty: bool = False,
     dtype=dtype,
     max_model_len=LENGTH,
     load_format=load,
+    adapter_rank=adapter_rank,
     worker_files=FAULTY if faulty else None,
     worker_class='faulty_worker.Worker' if faulty else 'jaxrl_llm_worker.Worker',
   )
@@ -88,12 +99,15 @@ async def attached(model, servers, folder: pathlib.Path, *, dtype: str = 'float3
 
 
 @contextlib.asynccontextmanager
-async def fleet_of(model, replicas, folder: pathlib.Path, *, dtype: str = 'float32', seed: int = 3, **config):
+async def fleet_of(model, replicas, folder: pathlib.Path, *, dtype='float32', seed: int = 3, lora=None, **config):
+  """Args: lora: of adapters, as which versions are published; None: whole weights."""
+  kind = PublicationFolder if lora is None else functools.partial(AdapterFolder, lora=lora)
   fleet = Fleet(
     replicas,
     VllmConfig(environment=ENVIRONMENT, **config),
     spec=model.spec,
-    folder=PublicationFolder(folder / 'published', model.spec, dtype=dtype),
+    folder=kind(folder / 'published', model.spec, dtype=dtype),
+    adapter_rank=0 if lora is None else lora.rank,
     dtype=dtype,
     max_length=LENGTH,
     seed=seed,

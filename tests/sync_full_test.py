@@ -99,6 +99,23 @@ def test_each_version_is_sent_once_and_again_after_another_one(mesh):
   asyncio.run(main())
 
 
+def test_after_all_was_sent_once_only_what_changes_is(mesh):
+  async def main():
+    engine, device = RecordingEngine(), DeviceThread()
+    publisher = Publisher(engine, Gatherer(mesh), device, changing=lambda params: {'norm': params['norm']})
+    engine.refuse = True
+    with pytest.raises(RuntimeError, match='refused'):
+      await publisher.publish(params_on(mesh, 1), Version(0, 0), moved=0)
+    engine.refuse = False
+    for step in (0, 1, 2):
+      await publisher.publish(params_on(mesh, step + 1), Version(0, step), moved=step)
+    assert [sorted(params) for params, _ in engine.loaded] == [['layers/0/kernel', 'norm/scale']] + 2 * [['norm/scale']]
+    assert engine.loaded[2][0]['norm/scale'][0] == 3
+    device.close()
+
+  asyncio.run(main())
+
+
 class CountingGatherer(Gatherer):
   """Counts how often all processes are asked to go through the parameters."""
 

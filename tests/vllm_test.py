@@ -5,6 +5,7 @@ checkpoint, with speculation; two in a run, which are killed and started again; 
 """
 
 import asyncio
+import dataclasses
 import os
 import subprocess
 import sys
@@ -21,12 +22,15 @@ from serving import VOCAB, ask, fault, forward, request, weights
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.types import Version
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.api import build_model
+from jaxrl_llm.models.spec import LoraConfig, ModelOptions
 from jaxrl_llm.replay.audit import audit
-from jaxrl_llm.rollout.api import Sampling
+from jaxrl_llm.rollout.api import Sampling, Weights
 from jaxrl_llm.rollout.client import VllmClient
 from jaxrl_llm.rollout.front import ROUTES, Front, FrontConfig
-from jaxrl_llm.weights.hf import load_params
-from jaxrl_llm.weights.publication import FILE
+from jaxrl_llm.weights.hf import load_params, to_hf
+from jaxrl_llm.weights.publication import FILE, digest
 
 pytestmark = pytest.mark.full
 cabled = pytest.fixture(namespaces.cabled)
@@ -93,6 +97,64 @@ def test_a_forgotten_cache_is_not_read_by_the_next_version(pair, params, tmp_pat
           for token, logprob in zip(completion.tokens, completion.logprobs, strict=True):
             tokens.append(int(token))
             assert abs(forward(TIED, params[seed], tokens)[-1] - logprob) < 1e-4
+
+  asyncio.run(main())
+
+
+LORA = LoraConfig(rank=3, alpha=9)
+ADAPTED = build_model(TIED.spec, ModelOptions(lora=LORA))
+
+
+def adapted(step):
+  """The model's parameters with that step's adapters; bases are the same."""
+  tree = ADAPTED.init(jax.random.key(1))
+  trained, base = lora.split(tree, ADAPTED.spec, ADAPTED.options)
+  rng = np.random.default_rng(step)
+  return lora.join(jax.tree.map(lambda x: x + 0.2 * rng.normal(size=x.shape).astype(np.float32), trained), base)
+
+
+def adapter_weights(step, *, probed=None):
+  """Of a version; the first brings what all stand on.
+
+  Args:
+    probed: step of what the trainer computes with, if it is another.
+  """
+  version, tree = Version(0, step), adapted(step)
+  sent = tree if step == 0 else lora.split(tree, ADAPTED.spec, ADAPTED.options)[0]
+  merged = lora.merge(adapted(step if probed is None else probed), LORA)
+  return dataclasses.replace(serving.weights_of(TIED, merged, version), leaves=Weights.of(sent, version).leaves)
+
+
+def test_adapters_are_published_under_versioned_names_and_are_the_merged_model(tmp_path):
+  async def main():
+    (server,) = serving.servers_of(TIED, tmp_path / 'model', count=1, adapter_rank=LORA.rank)
+    try:
+      await serving.started([server])
+      async with serving.attached(TIED, [server], tmp_path, lora=LORA) as fleet:
+        for step in range(4):
+          await fleet.load(adapter_weights(step))
+          (replica,) = fleet.replicas
+          assert replica.client.adapter.adapter == f'policy-0-{step}'
+          merged = lora.merge(adapted(step), LORA)
+          for temperature in (0.0, 1.0):
+            asked = request(step, sampling=Sampling(temperature=temperature), stop_ids=(1,))
+            (completion,) = await ask(fleet, asked)
+            assert {s.version for s in completion.segments} == {Version(0, step)}
+            tokens = [*asked.prompt, *completion.tokens]
+            wanted = forward(TIED, merged, tokens)[len(asked.prompt) :]
+            np.testing.assert_allclose(completion.logprobs, wanted, atol=1e-5, rtol=1e-5)
+        models = [m['id'] for m in (await replica.client.call('GET', '/v1/models'))['data']]
+        assert models == ['policy', 'policy-0-2', 'policy-0-3']
+        # Below them the base is as it was sent, once.
+        plain = lora.split(adapted(0), ADAPTED.spec, ADAPTED.options)[1]
+        wanted = {name: digest(array) for name, array in to_hf(plain, TIED.spec)}
+        assert await serving.loaded(server) == wanted
+        assert server.log.read_text().count('POST /update_weights HTTP') == 1 + 4
+        # An adapter that is not what the trainer computes with fails its probe.
+        with pytest.raises(RunError, match='probe'):
+          await asyncio.wait_for(fleet.load(adapter_weights(4, probed=2)), 120)
+    finally:
+      await server.close()
 
   asyncio.run(main())
 
