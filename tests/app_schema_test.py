@@ -28,6 +28,9 @@ def config():
     ('learner.chunks_per_rank', '0', ['learner.chunks_per_rank: 0']),
     ('rollout.max_response_length', '0', ['rollout.max_response_length: 0']),
     ('rollout.embedded.prefill_buckets', '[2]', ['prefill_buckets', '2', 'at least 5']),
+    ('policy.lora.rank', '0', ['lora.rank: got 0', 'at least 1']),
+    ('policy.lora.targets', '["q_proj"]', ['lora.targets', 'query']),
+    ('rollout.vllm.lora', 'adapter', ["rollout.vllm.lora: 'adapter'", 'policy.lora']),
     ('stages', '[]', ['stages', 'empty']),
     ('stages.grpo.name', 'sft', ['stages', "2 are called 'sft'"]),
     ('tasksets.train.name', 'eval', ['tasksets', "2 are called 'eval'"]),
@@ -96,6 +99,13 @@ def test_what_a_batch_may_hold(fields, sequences, unit):
   made = stage(groups_per_batch=4, group_size=6, **fields)
   assert (made.sequences, made.unit) == (sequences, unit)
   assert made.explores == ('preferences' not in fields and 'demonstrations' not in fields)
+
+
+def test_adapters_reach_servers_as_files(config):
+  adapter = {'policy.lora.rank': '8', 'rollout.vllm.lora': 'adapter'}
+  apply_overrides(config, adapter)
+  with pytest.raises(UserError, match=r"rollout.vllm.transfer is 'nccl'"):
+    apply_overrides(config, {**adapter, 'rollout.vllm.transfer': 'nccl'})
 
 
 def test_filters_that_evaluation_wants_must_be_compiled(config):

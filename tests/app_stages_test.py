@@ -14,6 +14,7 @@ from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.master.selection import SelectionConfig
 from jaxrl_llm.models.families import tiny
+from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -36,7 +37,7 @@ def changed(name: str, **fields) -> Config:
 
 SHIPPED = ['quickstart.py', 'ppo.py', 'opmd.py', 'mix.py', 'mix.py:grpo', 'mix.py:sft', 'dpo.py', 'dpo.py:online',
            'dpo.py:rejection', 'reward_model.py', 'gsm8k_pairs.py:dpo,x', 'gsm8k_pairs.py:reward_model,x',
-           'grpo.py:dapo']  # fmt: skip
+           'grpo.py:dapo', 'lora.py', 'lora.py:base']  # fmt: skip
 
 
 @pytest.mark.parametrize('name', SHIPPED)
@@ -76,6 +77,13 @@ def test_a_schedule_counts_the_updates_that_are_taken():
         policy=dataclasses.replace(config_of('dpo.py').policy, param_dtype='bfloat16'),
       ),
       'rounds its small steps away',
+    ),
+    (
+      dataclasses.replace(
+        changed('dpo.py', algorithm=AlgorithmConfig(name='dpo', options={'reference': {'ema': 0.9}})),
+        policy=dataclasses.replace(config_of('dpo.py').policy, lora=LoraConfig()),
+      ),
+      "two adapters' factors",
     ),
   ],
 )
