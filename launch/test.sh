@@ -8,9 +8,9 @@
 #
 # The parity tests' PyTorch may be a CPU build; which one pip takes is up to its index: PIP_EXTRA_INDEX_URL or
 # PIP_FIND_LINKS may name a place that has it. The full tier also makes the vLLM servers' environment
-# (launch/install_vllm.sh) and that of TRL and Tunix (launch/install_peers.sh), and installs Debian packages where root
-# (or sudo without a password) permits it: Chromium and its driver, iproute2, openssl; otherwise the tests that use them
-# are skipped.
+# (launch/install_vllm.sh), that of TRL and Tunix (launch/install_peers.sh) and that of the compilers for devices that
+# are not here (launch/install_aot.sh), and installs Debian packages where root (or sudo without a password) permits it:
+# Chromium and its driver, iproute2, openssl; otherwise the tests that use them are skipped.
 # Every part runs even if one before it failed; the exit code is 0 only if all went well.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
@@ -103,6 +103,7 @@ pytest=(-m pytest --numprocesses="$workers" --dist=loadfile)
 
 [ "$tier" = fast ] || part 'vLLM environment' bash launch/install_vllm.sh
 [ "$tier" = fast ] || part "peers' environment" bash launch/install_peers.sh
+[ "$tier" = fast ] || part 'compilers for other devices' bash launch/install_aot.sh
 part 'ruff' .venv/bin/python -m ruff check .
 part "pytest, tier $tier, Python $(version_of .venv/bin/python)" .venv/bin/python "${pytest[@]}" -m "$marks" "$@"
 

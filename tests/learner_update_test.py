@@ -4,6 +4,7 @@ Gradients are compared in float64, where the contract is 1e-12, and against an i
 nothing. What is said of the update alone is said on a bigram model, which compiles in no time.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -187,7 +188,7 @@ def prepared(folder, algorithm, config, *, on_policy=('proximal_logprobs',), **o
   optimizer = build_optimizer(config, 10)
 
   def fresh(params=None):
-    return init_state(params or case.params(), optimizer, case.mesh)
+    return init_state(params or case.params(), optimizer, case.mesh, offload=config.offload)
 
   update = build_update(
     case.model,
@@ -264,6 +265,20 @@ def test_a_sharded_update_keeps_its_shardings_and_its_result(folder):
   for name, wanted in flatten(jax.device_get(plain.params)).items():
     moved = np.linalg.norm(wanted - flatten(host_params('bigram'))[name])
     assert np.linalg.norm(np.asarray(flatten(found.params)[name]) - wanted) <= 1e-3 * moved
+
+
+@pytest.mark.parametrize('axes', [(), (('fsdp', 2), ('tensor', 2))], ids=['one', 'sharded'])
+def test_moments_in_host_memory_change_no_bit(folder, axes):
+  states = {}
+  for offload in (False, True):
+    config = dataclasses.replace(CONFIG, offload=offload)
+    state, _ = step(folder, config=config, axes=axes, chunks=2)
+    state, _ = step(folder, config=config, axes=axes, chunks=2, state=state)
+    states[offload] = state
+  kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(states[True].opt_state) if leaf.ndim}
+  assert kinds == {'pinned_host'}
+  assert 'pinned_host' not in {leaf.sharding.memory_kind for leaf in jax.tree.leaves(states[True].params)}
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(states[True]), jax.device_get(states[False]))
 
 
 def test_packing_used_by_the_loader_is_the_planned_one(folder):

@@ -84,7 +84,8 @@ def assert_same(first, second, tolerance):
 def test_scanned_layers_and_remat_change_nothing():
   spec, params = SPECS['everything'], params_of(SPECS['everything'])
   wanted = loss_and_gradient(spec, params)
-  for options in ({'scan_layers': True}, {'remat': 'full'}, {'scan_layers': True, 'remat': 'full'}):
+  remat = [{'scan_layers': True, 'remat': name} for name in ('full', 'dots', 'offload')]
+  for options in ({'scan_layers': True}, {'remat': 'full'}, *remat):
     assert_same(wanted, loss_and_gradient(spec, params, **options), 1e-5)
 
 
@@ -109,6 +110,7 @@ def test_remat_keeps_less():
     return jax.jit(gradient).lower(params).compile().memory_analysis().temp_size_in_bytes
 
   assert temporaries('full') < 0.6 * temporaries('none')
+  assert temporaries('full') < 0.8 * temporaries('dots') < 0.64 * temporaries('none')
 
 
 @pytest.mark.parametrize('name', SPECS)

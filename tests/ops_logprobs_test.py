@@ -1,8 +1,13 @@
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxrl_llm.ops import logprobs as module
 from jaxrl_llm.ops.logprobs import plan_token_chunk, sequence_scores, token_logprobs, token_values
 
 ROWS, TIME, EMBED, VOCAB = 3, 12, 8, 17
@@ -38,47 +43,207 @@ def naive(b):
   return logprobs, entropy
 
 
-@pytest.mark.parametrize('token_chunk', [1, 3, 4, 12])
-def test_equals_naive_loop(batch, token_chunk):
-  found = token_logprobs(**batch, token_chunk=token_chunk)
+CUTS = [
+  dict(token_chunk=12),
+  dict(token_chunk=1),
+  dict(token_chunk=4),
+  dict(token_chunk=12, time_shards=3),
+  dict(token_chunk=4, time_shards=2),
+  dict(token_chunk=6, time_shards=6, row_shards=3),
+  dict(token_chunk=3, row_shards=3),
+]
+
+
+@pytest.mark.parametrize('cut', CUTS, ids=str)
+def test_equals_naive_loop(batch, cut):
+  found = jax.jit(functools.partial(token_logprobs, **cut))(**batch)
   logprobs, entropy = naive(batch)
   np.testing.assert_allclose(found.logprobs, logprobs, atol=2e-6)
   np.testing.assert_allclose(found.entropy, entropy, atol=5e-6)
 
 
-def test_gradients_do_not_depend_on_the_chunk(batch):
-  weights = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, TIME)), jnp.float32)
-
-  def loss(hidden, kernel, token_chunk):
-    found = token_logprobs(**{**batch, 'hidden': hidden, 'kernel': kernel}, token_chunk=token_chunk)
-    return (found.logprobs * weights + found.entropy * weights**2).sum()
-
-  whole = jax.grad(loss, (0, 1))(batch['hidden'], batch['kernel'], 12)
-  for chunk in (1, 4):
-    for a, b in zip(whole, jax.grad(loss, (0, 1))(batch['hidden'], batch['kernel'], chunk)):
-      assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(a)
+def plain(hidden, kernel, tokens, segment_ids, temperature):
+  """All logits at once, with the gradients that JAX derives."""
+  logp = jax.nn.log_softmax(hidden[:, :-1] @ kernel.T / temperature[:, 1:, None])
+  chosen = jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1)[..., 0]
+  continues = (segment_ids[:, 1:] > 0) & (segment_ids[:, 1:] == segment_ids[:, :-1])
+  first = lambda x: jnp.pad(jnp.where(continues, x, 0), ((0, 0), (1, 0)))
+  return first(chosen), first(-(jnp.exp(logp) * logp).sum(-1))
 
 
-def test_full_logits_never_exist_in_the_chunked_program():
-  rows, time, vocab = 4, 64, 50_000
-  shapes = [
-    jax.ShapeDtypeStruct(s, d)
-    for s, d in [
-      ((rows, time, 16), jnp.float32),
-      ((vocab, 16), jnp.float32),
-      ((rows, time), jnp.int32),
-      ((rows, time), jnp.int32),
-      ((rows, time), jnp.float32),
-    ]
-  ]
+@pytest.mark.parametrize('cut', CUTS, ids=str)
+def test_gradients_are_those_of_plain_logits_in_float64(batch, cut):
+  with jax.enable_x64(True):
+    wide = {name: jnp.asarray(x, jnp.float64) if x.dtype == jnp.float32 else x for name, x in batch.items()}
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=(2, ROWS, TIME)))
+
+    def loss(of, **states):
+      logprobs, entropy = of(**{**wide, **states})
+      assert logprobs.dtype == entropy.dtype == jnp.float64
+      return (weights[0] * logprobs + weights[1] * entropy).sum()
+
+    states = {name: wide[name] for name in ('hidden', 'kernel')}
+    gradient = lambda of: jax.jit(jax.value_and_grad(lambda states: loss(of, **states)))(states)
+    wanted, found = gradient(plain), gradient(functools.partial(token_logprobs, **cut))
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-12)
+    for name, one in wanted[1].items():
+      assert found[1][name].dtype == jnp.float64
+      assert np.linalg.norm(found[1][name] - one) <= 1e-12 * np.linalg.norm(one)
+
+
+def test_the_temperature_has_no_gradient(batch):
+  loss = lambda temperature: token_logprobs(**{**batch, 'temperature': temperature}, token_chunk=4).logprobs.sum()
+  np.testing.assert_array_equal(jax.grad(loss)(batch['temperature']), 0)
+
+
+@pytest.mark.parametrize('kernel_dtype', ['bfloat16', 'float32'])
+def test_many_chunks_add_up_in_float32(kernel_dtype):
+  # Each of 1,023 positions gives the kernel the same gradient, of which a sum in bfloat16 would lose all after 256.
+  time = 1024
+  ones, ids = jnp.ones((1, time, 1), jnp.bfloat16), jnp.ones((1, time), jnp.int32)
+  loss = lambda kernel: token_logprobs(ones, kernel, 0 * ids, ids, jnp.ones((1, time)), token_chunk=1).logprobs.sum()
+  found = jax.grad(loss)(jnp.zeros((2, 1), kernel_dtype))
+  assert found.dtype == kernel_dtype
+  np.testing.assert_allclose(np.asarray(found, np.float32), [[(time - 1) / 2], [-(time - 1) / 2]], rtol=2**-8)
+
+
+@pytest.mark.parametrize('token_chunk', [3, 12])
+def test_logits_are_not_kept_for_the_backward_pass(batch, token_chunk):
+  of = lambda hidden, kernel: token_logprobs(**{**batch, 'hidden': hidden, 'kernel': kernel}, token_chunk=token_chunk)
+  _, backward = jax.vjp(of, batch['hidden'], batch['kernel'])
+  kept = [leaf.size for leaf in jax.tree.leaves(backward)]
+  assert max(kept) == batch['hidden'].size < ROWS * TIME * VOCAB
+
+
+def shapes(rows, time, embed, vocab):
+  whole = jax.ShapeDtypeStruct((rows, time), jnp.int32)
+  single = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+  return single(rows, time, embed), single(vocab, embed), whole, whole, single(rows, time)
+
+
+def value_and_gradients(**cut):
+  """Of a loss that reads all logprobs and entropies, by hidden states and kernel."""
+
+  def loss(*arguments):
+    found = token_logprobs(*arguments, **cut)
+    return (found.logprobs * jnp.cos(jnp.arange(found.logprobs.shape[1])) + found.entropy**2).sum()
+
+  return jax.value_and_grad(loss, (0, 1))
+
+
+def test_chunks_take_an_eighth_of_the_temporaries_of_full_logits():
+  rows, time, vocab = 2, 64, 131_072
 
   def temporaries(chunk):
-    loss = lambda h, k, *rest: token_logprobs(h, k, *rest, token_chunk=chunk).logprobs.sum()
-    return jax.jit(jax.grad(loss, (0, 1))).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+    program = jax.jit(value_and_gradients(token_chunk=chunk)).lower(*shapes(rows, time, 4, vocab)).compile()
+    return program.memory_analysis().temp_size_in_bytes
 
-  full = rows * time * vocab * 4
-  assert temporaries(64) >= full
-  assert temporaries(4) <= full / 4
+  full = temporaries(time)
+  assert full >= rows * time * vocab * 4
+  assert temporaries(2) <= full / 8
+
+
+def collectives(program):
+  """(operation, result's shapes, whether it runs once) of each collective of a compiled program."""
+  found, once = [], False
+  for line in program.as_text().splitlines():
+    if not line.startswith(' '):
+      once = line.startswith('ENTRY')
+    kinds = 'all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute|collective-broadcast'
+    if operation := re.search(rf' = (.*?) ({kinds})(-start)?\(', line):
+      dimensions = [[int(n) for n in d.split(',') if n] for d in re.findall(r'\w\[([\d,]*)\]', operation[1])]
+      found.append((operation[2], dimensions, once))
+  return found
+
+
+STATES = (4, 48, 8)
+WORDS = 1048
+"""Of a vocabulary whose multiples are no other size in the programs below."""
+
+
+def mesh(axes):
+  return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def sharded(axes, states, kernel, **cut):
+  """Compiles for a mesh of eight devices, compares the results with those of one, and returns the collectives.
+
+  Args:
+    axes: the mesh's, with their sizes.
+    states: mesh axes of rows and time.
+    kernel: mesh axes of the kernel.
+    cut: as in `token_logprobs`.
+  """
+  rng, (rows, time, embed) = np.random.default_rng(0), STATES
+  arguments = [
+    rng.normal(size=(rows, time, embed)).astype(np.float32),
+    rng.normal(size=(WORDS, embed)).astype(np.float32),
+    rng.integers(0, WORDS, (rows, time), np.int32),
+    np.repeat([[1, 2], [1, 1], [1, 0], [1, 2]], time // 2, axis=1).astype(np.int32),
+    rng.uniform(0.5, 2.0, (rows, time)).astype(np.float32),
+  ]
+  of = lambda *names: NamedSharding(mesh(axes), PartitionSpec(*names))
+  places = [of(*states), of(*kernel), of(*states), of(*states), of(*states)]
+  program = jax.jit(value_and_gradients(**cut), in_shardings=places, out_shardings=(of(), tuple(places[:2])))
+  program = program.lower(*arguments).compile()
+  wanted = jax.jit(value_and_gradients(token_chunk=time))(*arguments)
+  found = program(*(jax.device_put(x, place) for x, place in zip(arguments, places)))
+  for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found)):
+    assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(a)
+  return collectives(program)
+
+
+def of_the_whole_vocabulary(found):
+  return [each for each in found if any(n % WORDS == 0 for shape in each[1] for n in shape if n)]
+
+
+@pytest.mark.parametrize('token_chunk', [48, 12])
+def test_a_sharded_vocabulary_stays_sharded(token_chunk):
+  found = sharded(dict(data=2, tensor=4), ('data',), ('tensor', None), token_chunk=token_chunk)
+  assert {name for name, *_ in found} == {'all-reduce'}
+  assert not of_the_whole_vocabulary(found)
+
+
+def test_logits_that_are_made_whole_would_be_seen(monkeypatch):
+  whole, logits = NamedSharding(mesh(dict(data=2, tensor=4)), PartitionSpec()), module._logits
+  monkeypatch.setattr(module, '_logits', lambda *args: jax.lax.with_sharding_constraint(logits(*args), whole))
+  found = sharded(dict(data=2, tensor=4), ('data',), ('tensor', None), token_chunk=12)
+  assert 'all-gather' in {name for name, *_ in of_the_whole_vocabulary(found)}
+
+
+def test_the_kernels_gradient_is_reduced_once_where_the_rows_parts_are_known():
+  def gradients(**cut):
+    found = sharded(dict(data=2, tensor=4), ('data',), ('tensor', None), token_chunk=12, **cut)
+    return [
+      once for _, dimensions, once in found if any(np.prod(shape) == STATES[-1] * WORDS // 4 for shape in dimensions)
+    ]
+
+  assert gradients(row_shards=2) == [True]
+  assert gradients() == [False]
+
+
+@pytest.mark.parametrize('token_chunk', [12, 48])
+def test_parts_of_time_stay_where_they_are(token_chunk):
+  axes, states = dict(data=2, sequence=4), ('data', 'sequence')
+  found = sharded(axes, states, (), token_chunk=token_chunk, time_shards=4, row_shards=2)
+  assert {name for name, *_ in found} == {'all-reduce', 'collective-permute'}
+  # The shift moves one position of each row to the neighbour.
+  moved = [shape for name, dimensions, _ in found if name == 'collective-permute' for shape in dimensions]
+  assert {int(np.prod(shape)) for shape in moved} == {2}
+
+
+def test_chunks_across_the_parts_of_time_would_be_seen():
+  found = sharded(dict(data=2, sequence=4), ('data', 'sequence'), (), token_chunk=12)
+  assert any(
+    name == 'all-gather' and np.prod(shape) == np.prod(STATES) / 2 for name, each, _ in found for shape in each
+  )
+
+
+def test_vocabulary_rows_and_time_are_sharded_together():
+  axes, states = dict(data=2, sequence=2, tensor=2), ('data', 'sequence')
+  found = sharded(axes, states, ('tensor', None), token_chunk=12, time_shards=2, row_shards=2)
+  assert {name for name, *_ in found} == {'all-reduce', 'collective-permute'}
+  assert not of_the_whole_vocabulary(found)
 
 
 def test_plan_fits_the_budget_and_divides():
@@ -86,11 +251,22 @@ def test_plan_fits_the_budget_and_divides():
   assert plan_token_chunk(chunks=8, time=12, vocab=100, budget_bytes=10_000) == 3
   assert plan_token_chunk(chunks=8, time=12, vocab=100, budget_bytes=38_400) == 12
   assert plan_token_chunk(chunks=8, time=12, vocab=100, budget_bytes=1) == 1
+  # A device of two has one part's share of a chunk: 3 of its 6 positions, and so 6 of all.
+  assert plan_token_chunk(chunks=8, time=12, vocab=100, budget_bytes=10_000, time_shards=2) == 6
+  assert plan_token_chunk(chunks=8, time=12, vocab=100, budget_bytes=1, time_shards=4) == 4
 
 
-def test_chunk_that_does_not_divide_is_refused(batch):
-  with pytest.raises(ValueError, match='does not divide'):
-    token_logprobs(**batch, token_chunk=5)
+@pytest.mark.parametrize(
+  ('cut', 'message'),
+  [
+    (dict(token_chunk=5), 'token_chunk 5 does not divide the 12 positions'),
+    (dict(token_chunk=4, time_shards=3), 'time_shards 3 does not divide token_chunk 4'),
+    (dict(token_chunk=4, row_shards=2), 'row_shards 2 does not divide the 3 rows'),
+  ],
+)
+def test_cuts_that_do_not_divide_are_refused(batch, cut, message):
+  with pytest.raises(ValueError, match=message):
+    token_logprobs(**batch, **cut)
 
 
 # Hidden states of two numbers, (1, 2, ... in reading order) and a second that the kernel (1, 0) does not read, so that

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxrl_llm.app.engines import build_engine, needs_proof
+from jaxrl_llm.app.engines import build_engine, needs_proof, publishes_adapters
 from jaxrl_llm.app.prepare import (
   Prepared,
   demonstrations_file,
@@ -18,7 +18,7 @@ from jaxrl_llm.app.prepare import (
 )
 from jaxrl_llm.app.schema import Config, StageConfig
 from jaxrl_llm.app.stages import own_part
-from jaxrl_llm.app.state import begin_stage
+from jaxrl_llm.app.state import begin_stage, critic_model
 from jaxrl_llm.config.annotations import nearest
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.data.load import RowLoader
@@ -30,8 +30,8 @@ from jaxrl_llm.master.keeper import Logs, RunKeeper
 from jaxrl_llm.master.loop import LoopState, Parts
 from jaxrl_llm.master.stage import Batches, MixedBatches, Planner, RolloutBatches, StreamBatches
 from jaxrl_llm.master.trainer import Roles, Stage, StageTrainer
-from jaxrl_llm.models.api import Model, build_model
-from jaxrl_llm.models.heads import with_head
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.api import Model
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.replay.index import ReplayStore, open_store
@@ -208,13 +208,21 @@ def build_parts(
   host: Host | None,
   attempt: int,
   best: tuple[float, int] | None,
+  base: str | None,
 ) -> Parts:
-  """The loop's parts; `host` is process 0's and None elsewhere."""
+  """The loop's parts; `host` is process 0's and None elsewhere, `base` the digest of what adapters stand on."""
   phases = PhaseManager()
   longest = config.rollout.max_prompt_length + config.rollout.max_response_length
   prober = Prober(model, mesh, max_length=longest) if needs_proof(config) else None
-  critic = build_model(with_head(model.spec, 'value'), model.options, mesh)
-  publisher = Publisher(host.engine if host else None, Gatherer(mesh), device, prober=prober)
+  critic = critic_model(model)
+  apart = publishes_adapters(config)
+  publisher = Publisher(
+    host.engine if host else None,
+    Gatherer(mesh, None if apart else config.policy.lora),
+    device,
+    prober=prober,
+    changing=(lambda params: lora.split(params, model.spec, model.options)[0]) if apart else lambda params: params,
+  )
   loader = RowLoader(workdir, mesh)
 
   async def enter_stage(stage: Stage, state: LoopState) -> tuple[StageTrainer, LoopState]:
@@ -248,6 +256,7 @@ def build_parts(
       logs=host.logs if host else None,
       generates=bool(config.evaluation),
       best=best,
+      base=base,
     ),
     enter_stage=enter_stage,
     planner=Planner(

@@ -21,6 +21,7 @@ from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import apply_overrides, load_file, parse_flags, split_argv
 from jaxrl_llm.core.errors import RunError, UserError, first_cause
 from jaxrl_llm.core.waits import WaitExpired
+from jaxrl_llm.parallel.topology import has_compiler, parse_topology
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('workdir', None, 'Run directory; by default runs/<name of the configuration>.', flag_values=FLAGS)
@@ -31,9 +32,15 @@ flags.DEFINE_bool(
   'dry_run', False, 'Print the resolved configuration, derived numbers, memory and shapes; train nothing.',
   flag_values=FLAGS,
 )  # fmt: skip
+flags.DEFINE_string(
+  'topology', None, 'With --dry_run: compile for these devices, such as v5e:4x4 or h100:8, which need not be here.',
+  flag_values=FLAGS,
+)  # fmt: skip
 flags.DEFINE_bool('list', False, 'Print what a configuration can name, and leave.', flag_values=FLAGS)
 flags.DEFINE_integer('verbosity', 0, 'absl log level: -1 warning, 0 info, 1 debug.', flag_values=FLAGS)
 
+AOT_ENVIRONMENT = pathlib.Path(__file__).parents[2] / '.venv-aot'
+"""Made by launch/install_aot.sh."""
 _LEAVE_DEADLINE_S = 30.0
 """Longest that process 0 waits at the end for the others to leave."""
 
@@ -58,6 +65,8 @@ def _main(argv: Sequence[str]) -> int:
   if FLAGS.list:
     print_list()
     return 0
+  if FLAGS.topology:
+    _compile_elsewhere(FLAGS.topology, dry_run=FLAGS.dry_run)
   if config_spec is None:
     raise UserError('--config=FILE.py[:VARIANT]: missing; try --config=configs/quickstart.py')
   if FLAGS.init_from:
@@ -67,15 +76,34 @@ def _main(argv: Sequence[str]) -> int:
   logging.set_verbosity(FLAGS.verbosity)
   faulthandler.enable()
   _join_job()
-  if config.compilation_cache:
+  if config.compilation_cache and not FLAGS.topology:  # Programs for devices that are not here cannot be read back.
     jax.config.update('jax_compilation_cache_dir', config.compilation_cache)
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
   if FLAGS.dry_run:
-    print_plan(config, workdir)
+    print_plan(config, workdir, FLAGS.topology)
     return 0
   code = asyncio.run(run(config, workdir))
   _leave_job(workdir)
   return code
+
+
+def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
+  """Goes on in the environment that has the compiler, where this one has not: the same command, in another Python."""
+  chip, _ = parse_topology(topology)
+  if not dry_run:
+    raise UserError('--topology: compiles and trains nothing, so it wants --dry_run beside it')
+  jax.config.update('jax_platforms', 'cpu')
+  if has_compiler(chip):
+    return
+  python = AOT_ENVIRONMENT / 'bin' / 'python'
+  if not python.exists() or pathlib.Path(sys.prefix).resolve() == AOT_ENVIRONMENT.resolve():
+    raise UserError(
+      f"--topology={topology}: wants the compilers of {AOT_ENVIRONMENT.name}, which is not there; make it with 'bash "
+      "launch/install_aot.sh'"
+    )
+  # libtpu asks the machine for its place in a slice, and lets one process in at a time, unless it is told.
+  told = {'TPU_SKIP_MDS_QUERY': '1', 'TPU_WORKER_HOSTNAMES': 'localhost', 'ALLOW_MULTIPLE_LIBTPU_LOAD': 'true'}
+  os.execve(python, [str(python), *sys.orig_argv[1:]], {**os.environ, **told, 'JAX_PLATFORMS': 'cpu'})
 
 
 def _join_job() -> None:

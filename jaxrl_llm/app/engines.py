@@ -22,7 +22,7 @@ from jaxrl_llm.rollout.server import Server, ServerCommand, VllmConfig, server_c
 from jaxrl_llm.rollout.transfer import Transfer, build_transfer
 from jaxrl_llm.tasks.tokenizer import Tokenizer
 from jaxrl_llm.weights.hf import write_config
-from jaxrl_llm.weights.publication import PublicationFolder
+from jaxrl_llm.weights.publication import AdapterFolder, PublicationFolder
 
 ENGINES: Mapping[str, str] = {
   'embedded': 'JAX sampler in the trainer process',
@@ -36,6 +36,11 @@ SHARED_MEMORY = pathlib.Path('/dev/shm')
 def needs_proof(config: Config) -> bool:
   """Whether the engine computes in another way than the trainer, so that a probe must show it to be the same model."""
   return config.rollout.engine == 'vllm'
+
+
+def publishes_adapters(config: Config) -> bool:
+  """Whether the engine is sent adapters, instead of weights that they are merged into."""
+  return config.policy.lora is not None and config.rollout.engine == 'vllm' and config.rollout.vllm.lora == 'adapter'
 
 
 def build_engine(config: Config, workdir: pathlib.Path, prepared: Prepared, device: DeviceThread) -> Engine:
@@ -65,12 +70,18 @@ def build_engine(config: Config, workdir: pathlib.Path, prepared: Prepared, devi
     ]
   else:
     replicas = _owned(config, workdir, prepared, published)
+  # A directory that was named is for servers that others may run; shared memory is for those of this user.
+  how = dict(dtype=_dtype(config), private=vllm.publish_dir is None)
+  if publishes_adapters(config):
+    folder = AdapterFolder(published, prepared.spec, lora=config.policy.lora, **how)
+  else:
+    folder = PublicationFolder(published, prepared.spec, **how)
   return Fleet(
     replicas,
     vllm,
     spec=prepared.spec,
-    # A directory that was named is for servers that others may run; shared memory is for those of this user.
-    folder=PublicationFolder(published, prepared.spec, dtype=_dtype(config), private=vllm.publish_dir is None),
+    folder=folder,
+    adapter_rank=_adapter_rank(config),
     dtype=_dtype(config),
     max_length=longest,
     seed=config.seed,
@@ -100,7 +111,17 @@ def publish_directory(config: VllmConfig, workdir: pathlib.Path) -> pathlib.Path
 def owned_commands(config: Config, workdir: pathlib.Path) -> list[ServerCommand]:
   """What the trainer starts its servers with; the model's directory need not be there yet."""
   longest = config.rollout.max_prompt_length + config.rollout.max_response_length
-  return server_commands(config.rollout.vllm, _model(workdir), dtype=_dtype(config), max_model_len=longest)
+  return server_commands(
+    config.rollout.vllm,
+    _model(workdir),
+    dtype=_dtype(config),
+    max_model_len=longest,
+    adapter_rank=_adapter_rank(config),
+  )
+
+
+def _adapter_rank(config: Config) -> int:
+  return config.policy.lora.rank if publishes_adapters(config) else 0
 
 
 def _model(workdir: pathlib.Path) -> pathlib.Path:

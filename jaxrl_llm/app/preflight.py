@@ -7,25 +7,31 @@ import math
 import pathlib
 import shlex
 import tempfile
+from collections.abc import Iterator
 
 import jax
-import numpy as np
 from rich.console import Console
 
 from jaxrl_llm.app.build import SCORERS, build_scorers
+from jaxrl_llm.app.compiled import compiled_line, held_table
 from jaxrl_llm.app.engines import ENGINES, owned_commands
 from jaxrl_llm.app.prepare import prepare
+from jaxrl_llm.app.programs import Program, held, stage_programs
 from jaxrl_llm.app.schema import Config
-from jaxrl_llm.app.stages import build_stages, mesh_of, model_spec, policy_options
-from jaxrl_llm.batching.chunks import Chunks
+from jaxrl_llm.app.stages import build_stages, model_spec, policy_options
+from jaxrl_llm.app.state import critic_model
 from jaxrl_llm.config.values import to_json
+from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.catalogue import ALGORITHMS
-from jaxrl_llm.learner.state import abstract_state
-from jaxrl_llm.learner.update import build_update
 from jaxrl_llm.master.trainer import Stage
+from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import build_model
+from jaxrl_llm.models.attention import chosen
 from jaxrl_llm.models.families import FAMILIES
-from jaxrl_llm.parallel.rules import sharding_of_batch
+from jaxrl_llm.models.spec import ModelOptions, ModelSpec
+from jaxrl_llm.parallel.mesh import build_mesh
+from jaxrl_llm.parallel.topology import parse_topology, topology_devices
+from jaxrl_llm.rollout.embedded import build_programs
 from jaxrl_llm.tasks.sources import SOURCES
 
 
@@ -42,32 +48,75 @@ def print_list() -> None:
     console.print(f'{kind:10} {name:40} {description}')
 
 
-def print_plan(config: Config, workdir: pathlib.Path) -> None:
-  """Resolved configuration, derived numbers, parameters, memory by role, compiled shapes. Trains and leaves nothing."""
+def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = None) -> None:
+  """Resolved configuration, derived numbers, parameters, memory by role, compiled programs. Trains and leaves nothing.
+
+  Args:
+    topology: compile for these devices ('v5e:4x4'), which need not be here; None: for those that are.
+
+  Raises:
+    UserError: for a program that does not fit the topology's devices, after all of them have been printed.
+  """
   console = Console(markup=False, highlight=False, soft_wrap=True)
+  devices = jax.devices() if topology is None else topology_devices(topology)
+  mesh = build_mesh(config.learner.mesh, devices)
   console.print_json(json.dumps(to_json(config)))
   build_scorers(config)
   with tempfile.TemporaryDirectory() as scratch:
     prepared = prepare(config, pathlib.Path(scratch))
-  mesh = mesh_of(config)
   stages = build_stages(config, mesh, prepared.spec.vocab_size)
   model = build_model(model_spec(config, prepared.spec), policy_options(config), mesh)
+  critic = critic_model(model)
   shapes = jax.eval_shape(model.init, jax.random.key(0))
-  parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+  trained, _ = lora.split(shapes, model.spec, model.options)
+  count = lambda tree: sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+  adapters = f', of which {count(trained):,} are trained' if config.policy.lora is not None else ''
   console.print(f'run directory: {workdir}')
-  console.print(f'mesh: {dict(mesh.shape)} over {mesh.devices.size} {mesh.devices.flat[0].platform} device(s)')
-  console.print(f'policy: {prepared.spec.family}, {parameters:,} parameters, vocabulary {prepared.spec.vocab_size}')
+  console.print(
+    f'policy: {prepared.spec.family}, {count(shapes):,} parameters{adapters}, vocabulary {prepared.spec.vocab_size}'
+  )
+  time = stages[0].shape.chunk_len
+  attention = chosen(model.options, mesh, time=time, keys=time, same_tokens=True)
+  console.print(f'attention in training: {attention.implementation} ({attention.reason})')
   for taskset in prepared.tasksets.values():
     console.print(f'taskset {taskset.name}: {dict(taskset.counts)}')
   for stage in stages:
-    optimizer = _megabytes(abstract_state(model, stage.optimizer, mesh).opt_state)
     console.print(
       f'stage {stage.name}: steps {stage.start}–{stage.end}, {stage.updates} updates, {_sequences(config, stage)} '
       f'sequences a batch, arrays {_arrays(stage)}, logits for {stage.token_chunk} of {stage.shape.chunk_len} tokens '
-      f'at a time, optimizer state {optimizer:.1f} MB'
+      'at a time'
     )
-  _print_servers(config, console, workdir)
-  _print_memory(config, console, stages, model, mesh, _megabytes(shapes))
+  if topology is None:
+    _print_servers(config, console, workdir)
+  console.print(held_table(mesh, held(stages, model, critic, mesh)))
+  chip = None if topology is None else parse_topology(topology)[0]
+  refused = []
+  for stage in stages:
+    for program in stage_programs(stage, model, critic, mesh):
+      line, fits = compiled_line(program, mesh, chip)
+      console.print(f'{program.name} of {stage.name}: {line}')
+      refused += [] if fits else [f'{program.name} of {stage.name}']
+  for name, lowered in _engine_programs(config, prepared.spec, devices[0]):
+    line, fits = compiled_line(Program(name, lambda lowered=lowered: lowered, 0), mesh, chip)
+    console.print(f'{name}, on one device: {line}')
+    refused += [] if fits else [name]
+  if refused:
+    raise UserError(
+      f'topology {topology}: {", ".join(refused)}: more memory than a device has (above, by how much); use more '
+      'devices, policy.remat, policy.dtype=bfloat16, fewer learner.chunks_per_rank, or another engine'
+    )
+
+
+def _engine_programs(config: Config, spec: ModelSpec, device: jax.Device) -> Iterator[tuple[str, jax.stages.Lowered]]:
+  """Of the embedded engine, which samples on one device."""
+  if config.rollout.engine != 'embedded' or not config.generates:
+    return
+  options = ModelOptions(dtype=config.policy.dtype, param_dtype=config.policy.param_dtype)
+  length = config.rollout.max_prompt_length + config.rollout.max_response_length
+  programs = build_programs(build_model(spec, options), config.rollout.embedded, length, device)
+  for (kind, detail), lowered in programs.lower(filtered=config.rollout.embedded.filters).items():
+    if kind != 'admit':
+      yield f'{kind} {detail}' if kind == 'prefill' else 'filtered decode' if detail else 'decode', lowered
 
 
 def _print_servers(config: Config, console: Console, workdir: pathlib.Path) -> None:
@@ -95,55 +144,3 @@ def _arrays(stage: Stage) -> str:
   return (
     f'[≤{shape.micro_batches} micro-batches, {shape.ranks} ranks × {shape.chunks} chunks, {shape.chunk_len} tokens]'
   )
-
-
-def _megabytes(tree) -> float:
-  return sum(np.dtype(x.dtype).itemsize * math.prod(x.shape) for x in jax.tree.leaves(tree)) / 1e6
-
-
-def _print_memory(config: Config, console: Console, stages: tuple[Stage, ...], model, mesh, params_mb: float) -> None:
-  """Compiles each stage's update and says what it needs on each device."""
-  rollout = config.rollout
-  length = rollout.max_prompt_length + rollout.max_response_length
-  engine = ''
-  if rollout.engine == 'embedded':
-    cache = jax.eval_shape(lambda: model.init_cache(rollout.embedded.slots, length))
-    engine = f', engine weights {params_mb:.1f}, engine cache {_megabytes(cache):.1f}'
-  keeps = lambda algorithm: 'reference' in algorithm.reads and algorithm.reference.every != 1
-  reference = params_mb if any(keeps(stage.algorithm) for stage in stages) else 0.0
-  critic = params_mb if any(stage.algorithm.critic_loss is not None for stage in stages) else 0.0
-  console.print(
-    f'memory (MB, whole): policy {params_mb:.1f}, gradients {params_mb:.1f}, reference {reference:.1f}, '
-    f'critic {critic:.1f}{engine}'
-  )
-  for stage in stages:
-    state = abstract_state(model, stage.optimizer, mesh)
-    update = build_update(
-      model,
-      stage.algorithm.loss,
-      stage.optimizer,
-      stage.optimizer_config,
-      mesh,
-      state,
-      updates=stage.updates,
-      token_chunk=stage.token_chunk,
-    )
-    used = jax.ShapeDtypeStruct((), np.int32)
-    constants = {name: jax.ShapeDtypeStruct((), np.float32) for name in stage.algorithm.constants}
-    compiled = update.lower(state, _batch_shapes(stage, mesh), used, constants).compile()
-    memory = compiled.memory_analysis()
-    console.print(
-      f'update of {stage.name}, per device: arguments {memory.argument_size_in_bytes / 1e6:.1f} MB, '
-      f'temporaries {memory.temp_size_in_bytes / 1e6:.1f} MB'
-    )
-
-
-def _batch_shapes(stage: Stage, mesh) -> Chunks:
-  shape = stage.shape
-  rows = (shape.micro_batches, shape.ranks * shape.chunks)
-  kinds = {'tokens': np.int32, 'positions': np.int32, 'segment_ids': np.int32, 'loss_mask': bool, 'is_expert': bool}
-  per_segment = {'temperature': np.float32, 'pair': np.int32, 'label': np.float32}
-  names = [field for field in Chunks.__dataclass_fields__ if field not in per_segment]
-  of = lambda columns, kind: jax.ShapeDtypeStruct((*rows, columns), kind, sharding=sharding_of_batch(mesh))
-  arrays = {name: of(shape.chunk_len, kinds.get(name, np.float32)) for name in names}
-  return Chunks(**arrays, **{name: of(shape.segments, kind) for name, kind in per_segment.items()})

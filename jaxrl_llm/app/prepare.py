@@ -49,6 +49,14 @@ def checkpoint_directory(config: Config) -> pathlib.Path | None:
   return None if config.policy.init_from is None else model_directory(config.policy.init_from)
 
 
+def base_of(config: Config) -> str | None:
+  """What others load below the adapters: a directory or hub id; None where it is kept nowhere."""
+  source = config.policy.init_from
+  if source is None or not pathlib.Path(source).expanduser().is_dir():
+    return source
+  return str(model_directory(source).absolute())
+
+
 def model_directory(source: str) -> pathlib.Path:
   """Of a directory, a hub id or a run; a run directory stands for its export."""
   directory = resolve(source)
@@ -84,8 +92,13 @@ def prepare(config: Config, workdir: pathlib.Path) -> Prepared:
     tokenizer, spec = Tokenizer.from_directory(checkpoint), read_spec(checkpoint)
   else:
     tokenizer = _tokenizer(config, tasksets, preferences, workdir)
-    overrides = {'max_position_embeddings': _longest(config), **config.policy.model}
-    spec = tiny(config.policy.family, tokenizer.vocab_size, **overrides)
+    overrides = {'vocab_size': tokenizer.vocab_size, 'max_position_embeddings': _longest(config), **config.policy.model}
+    spec = tiny(config.policy.family, **overrides)
+    if spec.vocab_size < tokenizer.vocab_size:
+      raise UserError(
+        f'policy.model.vocab_size: {spec.vocab_size}, and the tokenizer has {tokenizer.vocab_size} tokens; raise it, '
+        'or leave it out'
+      )
   limit = config.rollout.max_prompt_length
   length = lambda task: len(tokenizer.render_prompt(task.prompt))
   tasksets = {name: drop_long(taskset, limit, length) for name, taskset in tasksets.items()}

@@ -9,16 +9,19 @@ import os
 import pathlib
 import signal
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from absl import logging
+from rich.console import Console
 
 from jaxrl_llm.app.build import Host, build_parts, open_host
-from jaxrl_llm.app.prepare import Prepared, checkpoint_directory, prepare
+from jaxrl_llm.app.compiled import held_table
+from jaxrl_llm.app.prepare import Prepared, base_of, checkpoint_directory, prepare
+from jaxrl_llm.app.programs import held
 from jaxrl_llm.app.schema import Config
-from jaxrl_llm.app.stages import build_stages, mesh_of, model_spec, policy_options
-from jaxrl_llm.app.state import initial_params, restore_state
+from jaxrl_llm.app.stages import build_stages, model_spec, policy_options
+from jaxrl_llm.app.state import base_digest, check_base, critic_model, initial_params, restore_state
 from jaxrl_llm.app.summary import print_summary
 from jaxrl_llm.app.workdir import Workdir
 from jaxrl_llm.core.types import Params
@@ -31,11 +34,13 @@ from jaxrl_llm.models.heads import with_head
 from jaxrl_llm.models.spec import ModelSpec, RopeScaling
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
+from jaxrl_llm.parallel.mesh import build_mesh
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.runtime.machine import fingerprint
 from jaxrl_llm.runtime.report import build as build_report
 from jaxrl_llm.sync.full import Gatherer
 from jaxrl_llm.weights.hf import export
+from jaxrl_llm.weights.peft import export_adapter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +51,15 @@ class _Setting:
   step: int
   """The commit to resume from; 0 = none."""
   spec: ModelSpec
+
+
+class Exports(NamedTuple):
+  """What a finished run leaves behind, on the host of process 0; None elsewhere, and what there is none of."""
+
+  policy: Params | None
+  """With its adapters merged into it."""
+  adapter: Params | None = None
+  critic: Params | None = None
 
 
 async def run(config: Config, path: pathlib.Path) -> int:
@@ -69,11 +83,13 @@ async def run(config: Config, path: pathlib.Path) -> int:
     return {'attempt': attempt, 'step': max(checkpoints.steps(), default=0), 'spec': dataclasses.asdict(prepared.spec)}
 
   setting = _setting(await coordinator.broadcast(set_up() if coordinator.leads else None))
-  mesh = mesh_of(config)
+  mesh = build_mesh(config.learner.mesh)
   stages = build_stages(config, mesh, setting.spec.vocab_size)
   model = build_model(model_spec(config, setting.spec), policy_options(config), mesh)
+  if coordinator.leads:
+    Console(highlight=False).print(held_table(mesh, held(stages, model, critic_model(model), mesh)))
   committed = checkpoints.host(setting.step) if setting.step else None
-  state = await device.run(_initial_state, config, setting, stages, checkpoints, model, mesh)
+  state, base = await device.run(_initial_state, config, setting, stages, checkpoints, model, mesh)
   host = open_host(config, path, prepared, stages, device, committed) if coordinator.leads else None
   parts = build_parts(
     config,
@@ -88,6 +104,7 @@ async def run(config: Config, path: pathlib.Path) -> int:
     host=host,
     attempt=setting.attempt,
     best=tuple(committed['best']) if committed and committed['best'] else None,
+    base=base,
   )
   left = state.step < stages[-1].end or not state.evaluated
   async with _opened(host, start=left):
@@ -97,13 +114,15 @@ async def run(config: Config, path: pathlib.Path) -> int:
     outcome = await loop.run(parts, state)
   if outcome.stop:
     return _stopped(outcome, path, leads=coordinator.leads)
-  learned, gatherer = outcome.state.learned, Gatherer(mesh)
-  host_params = await device.run(gatherer.gather, learned.policy.params)
-  critic = None
+  learned, gather = outcome.state.learned, Gatherer(mesh).gather
+  merged = Gatherer(mesh, config.policy.lora).gather
+  exports = Exports(await device.run(merged, learned.whole(learned.policy.params)))
+  if config.policy.lora is not None:
+    exports = exports._replace(adapter=await device.run(gather, learned.policy.params))
   if learned.critic is not None:
-    critic = await device.run(gatherer.gather, learned.critic.params)
+    exports = exports._replace(critic=await device.run(gather, learned.critic.params))
   if coordinator.leads:
-    await asyncio.to_thread(_finish, config, path, prepared, model.spec, host_params, critic)
+    await asyncio.to_thread(_finish, config, path, prepared, model.spec, exports)
   device.close()
   return 0
 
@@ -165,12 +184,20 @@ def _setting(value: Any) -> _Setting:
 
 def _initial_state(
   config: Config, setting: _Setting, stages: tuple[Stage, ...], checkpoints: Checkpoints, model: Model, mesh
-) -> LoopState:
+) -> tuple[LoopState, str | None]:
+  """Where the run begins or goes on, and the digest of what its adapters stand on."""
+  params, base, found = None, None, None
+  if setting.step == 0 or model.options.lora is not None:
+    params, base = initial_params(config, model, mesh)
+  if base is not None:
+    found = base_digest(base, mesh)
   if setting.step == 0:
-    params = initial_params(config, model, mesh)
-    return LoopState(Learned(TrainState(params=params, opt_state=None, updates=None, skipped=None)), 0)
-  stage = next(s for s in stages if s.name == checkpoints.host(setting.step)['stage'])
-  return restore_state(stage, setting.step, checkpoints, model, mesh)
+    policy = TrainState(params=params, opt_state=None, updates=None, skipped=None)
+    return LoopState(Learned(policy, base=base), 0), found
+  host = checkpoints.host(setting.step)
+  check_base(found, host, config)
+  stage = next(s for s in stages if s.name == host['stage'])
+  return restore_state(stage, setting.step, checkpoints, model, mesh, base), found
 
 
 @contextlib.asynccontextmanager
@@ -199,14 +226,12 @@ def _stopped(outcome: Outcome, path: pathlib.Path, *, leads: bool) -> int:
   return 128 + outcome.stop
 
 
-def _finish(
-  config: Config, path: pathlib.Path, prepared: Prepared, spec: ModelSpec, params: Params, critic: Params | None
-) -> None:
+def _finish(config: Config, path: pathlib.Path, prepared: Prepared, spec: ModelSpec, exports: Exports) -> None:
   """The exports and the report of a finished run, and what a person reads first."""
-  exports = [(path / 'hf', params, spec)]
-  if critic is not None:
-    exports.append((path / 'critic', critic, with_head(spec, 'value')))
-  for directory, weights, of in exports:
+  models = [(path / 'hf', exports.policy, spec)]
+  if exports.critic is not None:
+    models.append((path / 'critic', exports.critic, with_head(spec, 'value')))
+  for directory, weights, of in models:
     export(
       directory,
       weights,
@@ -216,6 +241,8 @@ def _finish(
       eos_ids=prepared.tokenizer.stop_ids,
       pad_id=prepared.tokenizer.pad_id,
     )
+  if exports.adapter is not None:
+    export_adapter(path / 'adapter', exports.adapter, spec, config.policy.lora, base=base_of(config))
   report = build_report(path)
   logging.info('exported %s, wrote %s', path / 'hf', report)
   print_summary(path, [stage.name for stage in config.stages], report)

@@ -16,6 +16,7 @@ from jaxrl_llm.learner.optimizer import OptimizerConfig
 from jaxrl_llm.master.evaluation import SuiteConfig
 from jaxrl_llm.master.mismatch import MismatchConfig
 from jaxrl_llm.master.selection import SelectionConfig
+from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.parallel.mesh import MeshConfig
 from jaxrl_llm.rewards.api import RewardsConfig
 from jaxrl_llm.rollout.embedded import EmbeddedConfig
@@ -49,11 +50,15 @@ class PolicyConfig:
   dtype: Literal['float32', 'bfloat16'] = 'float32'
   """Of computation."""
   param_dtype: Literal['float32', 'bfloat16'] = 'float32'
-  """Of the trained parameters."""
+  """Of the parameters; adapters are float32."""
   scan_layers: bool = False
   """One compiled layer for all: compiles faster, runs 10 to 15 % slower on a CPU."""
-  remat: Literal['none', 'full'] = 'none'
-  """Recompute activations in the backward pass."""
+  remat: Literal['none', 'full', 'dots', 'offload'] = 'none'
+  """What the backward pass finds of each layer, see ModelOptions.remat; saves memory on a CPU only with scan_layers."""
+  attention: Literal['auto', 'masked', 'blockwise', 'splash', 'pallas_gpu'] = 'auto'
+  """In training: 'masked' holds all scores, 'blockwise' a block of them, the others are kernels of TPUs and of GPUs."""
+  lora: LoraConfig | None = None
+  """Train adapters on frozen weights, in all stages; None: train the whole model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -253,6 +258,8 @@ class Config:
   def __post_init__(self):
     if not self.stages:
       raise UserError('stages: empty, wanted at least one')
+    if self.rollout.vllm.lora == 'adapter' and self.policy.lora is None:
+      raise UserError("rollout.vllm.lora: 'adapter', and the policy has none; set policy.lora, or remove it")
     for part in ('tasksets', 'preferences', 'stages', 'evaluation'):
       names = [item.name for item in getattr(self, part)]
       for name in names:

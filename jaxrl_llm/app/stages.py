@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any
 
-import jax
 from absl import logging
 from jax.sharding import Mesh
 
@@ -22,7 +22,8 @@ from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.models.heads import with_head
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
 from jaxrl_llm.ops.logprobs import plan_token_chunk
-from jaxrl_llm.parallel.mesh import build_mesh, data_parallel_ranks
+from jaxrl_llm.parallel.mesh import SEQUENCE, data_parallel_ranks
+from jaxrl_llm.parallel.rules import parts
 from jaxrl_llm.rollout.replica import SPECULATION
 
 
@@ -63,7 +64,13 @@ def _stage(stage: StageConfig, config: Config, mesh: Mesh, start: int, vocab_siz
   algorithm = build_algorithm(stage.algorithm, Setting(max_response_length=config.rollout.max_response_length))
   _check_stage(stage, config, algorithm)
   longest = config.rollout.max_prompt_length + config.rollout.max_response_length
-  chunk_len = config.learner.chunk_len or -(-longest // 8) * 8
+  sequence = mesh.shape[SEQUENCE]
+  chunk_len = config.learner.chunk_len or -(-longest // math.lcm(8, sequence)) * math.lcm(8, sequence)
+  if chunk_len % sequence:
+    raise UserError(
+      f'learner.chunk_len: {chunk_len} tokens cannot be cut over learner.mesh.sequence={sequence} devices; wanted a '
+      'multiple of it'
+    )
   if chunk_len < longest:
     raise UserError(
       f'learner.chunk_len: {chunk_len} tokens are too few for max_prompt_length + max_response_length = {longest}'
@@ -88,7 +95,11 @@ def _stage(stage: StageConfig, config: Config, mesh: Mesh, start: int, vocab_siz
     critic_optimizer_config=critic,
     shape=plan_shape(rows=rows, ranks=data_parallel_ranks(mesh), chunks=chunks, chunk_len=chunk_len, unit=stage.unit),
     token_chunk=plan_token_chunk(
-      chunks=chunks, time=chunk_len, vocab=vocab_size, budget_bytes=config.learner.logits_budget_bytes
+      chunks=chunks,
+      time=chunk_len,
+      vocab=vocab_size // parts(mesh, 'vocab', vocab_size),
+      budget_bytes=config.learner.logits_budget_bytes,
+      time_shards=sequence,
     ),
     minibatches=stage.minibatches,
     epochs=stage.epochs,
@@ -165,6 +176,11 @@ def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -
       f'{where}: reference.ema averages in the type of the parameters, and {config.policy.param_dtype} rounds its '
       'small steps away; use param_dtype=float32, or reference.every'
     )
+  if rule.ema is not None and config.policy.lora is not None:
+    raise UserError(
+      f"{where}: reference.ema averages parameters, and the means of two adapters' factors are not those of what they "
+      'add to the weights; use reference.every, or policy.lora=null'
+    )
   if rule.every == 1 and stage.preferences is not None:
     raise UserError(f'{where}: pairs are judged against a reference that stands still; reference.every=1 has none')
   if rule.every == 1 and stage.minibatches * stage.epochs == 1:
@@ -196,9 +212,10 @@ def model_spec(config: Config, spec: ModelSpec) -> ModelSpec:
 def policy_options(config: Config) -> ModelOptions:
   policy = config.policy
   return ModelOptions(
-    scan_layers=policy.scan_layers, remat=policy.remat, dtype=policy.dtype, param_dtype=policy.param_dtype
+    scan_layers=policy.scan_layers,
+    remat=policy.remat,
+    attention=policy.attention,
+    dtype=policy.dtype,
+    param_dtype=policy.param_dtype,
+    lora=policy.lora,
   )
-
-
-def mesh_of(config: Config) -> Mesh:
-  return build_mesh(config.learner.mesh, jax.devices())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
+import xxhash
 from jax.sharding import Mesh
 
 from jaxrl_llm.app.prepare import checkpoint_directory, model_directory
@@ -19,16 +22,25 @@ from jaxrl_llm.learner.state import (
   copy_params,
   init_params,
   init_state,
+  init_trained,
   place_params,
   with_output,
   with_schedule,
 )
 from jaxrl_llm.master.loop import LoopState
 from jaxrl_llm.master.trainer import Stage
+from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import Model, build_model
 from jaxrl_llm.models.heads import fresh_head, replace_head, with_head
 from jaxrl_llm.runtime.checkpoint import Checkpoints
+from jaxrl_llm.sync.full import Gatherer
 from jaxrl_llm.weights.hf import load_params, read_spec
+from jaxrl_llm.weights.publication import digest
+
+
+def critic_model(model: Model) -> Model:
+  """PPO's critic beside that policy: of its shape with one output per token, and trained in full."""
+  return build_model(with_head(model.spec, 'value'), dataclasses.replace(model.options, lora=None), model.mesh)
 
 
 def begin_stage(stage: Stage, config: Config, state: LoopState, mesh: Mesh, critic: Model) -> LoopState:
@@ -37,12 +49,13 @@ def begin_stage(stage: Stage, config: Config, state: LoopState, mesh: Mesh, crit
   reads, rule = 'reference' in stage.algorithm.reads, stage.algorithm.reference
   reference = copy_params(params) if reads and rule.every != 1 else None
   learned = Learned(
-    policy=init_state(params, stage.optimizer, mesh),
+    policy=init_state(params, stage.optimizer, mesh, offload=stage.optimizer_config.offload),
     critic=_begin_critic(stage, config, state.learned, mesh, critic)
     if stage.algorithm.critic_loss is not None
     else None,
     reference=reference,
     reference_step=state.step,
+    base=state.learned.base,
   )
   if before is not None and stage.keep_optimizer:
     # The moments go on; the schedule is this stage's own, from its beginning.
@@ -54,8 +67,9 @@ def begin_stage(stage: Stage, config: Config, state: LoopState, mesh: Mesh, crit
 def _begin_critic(stage: Stage, config: Config, before: Learned, mesh: Mesh, critic: Model) -> TrainState:
   """A trained reward model or critic, else that of the stage before, else the policy's body with a fresh output."""
   source = next(s for s in config.stages if s.name == stage.name).critic.init_from
+  offload = stage.critic_optimizer_config.offload
   if source is None and before.critic is not None:
-    state = init_state(before.critic.params, stage.critic_optimizer, mesh)
+    state = init_state(before.critic.params, stage.critic_optimizer, mesh, offload=offload)
     if stage.keep_optimizer:
       state = state.replace(opt_state=with_schedule(before.critic.opt_state, state.opt_state))
     return state
@@ -72,33 +86,63 @@ def _begin_critic(stage: Stage, config: Config, before: Learned, mesh: Mesh, cri
     host = load_params(directory, found, scan_layers=config.policy.scan_layers, dtype=config.policy.param_dtype)
     params = place_params(critic, mesh, host)
   else:
-    kernel = fresh_head(critic.spec, jax.random.key(config.seed), dtype=config.policy.param_dtype)
-    params = copy_params(with_output(critic, mesh, before.policy.params, kernel))
-  return init_state(params, stage.critic_optimizer, mesh)
+    dtype = config.policy.param_dtype
+    kernel = fresh_head(critic.spec, jax.random.key(config.seed), dtype=dtype)
+    body = lora.merge(before.whole(before.policy.params), config.policy.lora)
+    body = jax.tree.map(lambda leaf: leaf.astype(dtype), body)
+    params = copy_params(with_output(critic, mesh, body, kernel))
+  return init_state(params, stage.critic_optimizer, mesh, offload=offload)
 
 
-def initial_params(config: Config, model: Model, mesh: Mesh) -> Params:
-  """The trained model before the first stage; a checkpoint with another output gets a fresh one."""
+def initial_params(config: Config, model: Model, mesh: Mesh) -> tuple[Params, Params | None]:
+  """What is trained before the first stage, and what it stands on (`models.lora.split`).
+
+  A checkpoint with another output gets a fresh one.
+  """
   directory = checkpoint_directory(config)
   if directory is None:
-    return init_params(model, mesh, seed=config.seed)
+    return lora.split(init_params(model, mesh, seed=config.seed), model.spec, model.options)
   found = read_spec(directory)
   host = load_params(directory, found, scan_layers=config.policy.scan_layers, dtype=config.policy.param_dtype)
   if found.head != model.spec.head:
     kernel = fresh_head(model.spec, jax.random.key(config.seed), dtype=config.policy.param_dtype)
     host = replace_head(host, model.spec, np.asarray(kernel))
-  return place_params(model, mesh, host)
+  placed = place_params(model, mesh, host)
+  if model.options.lora is not None:
+    placed = lora.join(placed, init_trained(model, mesh, seed=config.seed))
+  return lora.split(placed, model.spec, model.options)
 
 
-def restore_state(stage: Stage, step: int, checkpoints: Checkpoints, model: Model, mesh: Mesh) -> LoopState:
-  """The state that was committed at `step`, inside or at the end of `stage`."""
+def base_digest(base: Params, mesh: Mesh) -> str:
+  """Of all names and bits of what adapters stand on; every process takes part."""
+  hasher = xxhash.xxh3_128()
+  for name, array in Gatherer(mesh).leaves(base):
+    hasher.update(f'{name} {array.dtype} {array.shape} {digest(array)}\n'.encode())
+  return hasher.hexdigest()
+
+
+def check_base(found: str | None, committed: Mapping[str, Any], config: Config) -> None:
+  """Refuses to go on with adapters on other weights than those that they were trained on."""
+  if found != committed.get('base'):
+    source = config.policy.init_from or f'random weights of seed {config.seed}'
+    raise UserError(
+      f'policy.init_from: {source} no longer gives the weights that the adapters of the commit at step '
+      f'{committed["step"]} were trained on (digest {found}, wanted {committed["base"]}); put those back, or begin '
+      'another run'
+    )
+
+
+def restore_state(
+  stage: Stage, step: int, checkpoints: Checkpoints, model: Model, mesh: Mesh, base: Params | None = None
+) -> LoopState:
+  """The state that was committed at `step`, inside or at the end of `stage`; `base` is what its adapters stand on."""
   algorithm = stage.algorithm
-  like = {'train': abstract_state(model, stage.optimizer, mesh)}
+  like = {'train': abstract_state(model, stage.optimizer, mesh, offload=stage.optimizer_config.offload)}
   if 'reference' in algorithm.reads and algorithm.reference.every != 1:
     like['reference'] = like['train'].params
   if algorithm.critic_loss is not None:
-    critic = build_model(with_head(model.spec, 'value'), model.options, mesh)
-    like['critic'] = abstract_state(critic, stage.critic_optimizer, mesh)
+    critic, offload = critic_model(model), stage.critic_optimizer_config.offload
+    like['critic'] = abstract_state(critic, stage.critic_optimizer, mesh, offload=offload)
   arrays, host = checkpoints.restore(step, like), checkpoints.host(step)
   learned = Learned(
     arrays['train'],
@@ -106,5 +150,6 @@ def restore_state(stage: Stage, step: int, checkpoints: Checkpoints, model: Mode
     arrays.get('reference'),
     reference_step=host['reference_step'],
     algorithm_state=host['algorithm_state'],
+    base=base,
   )
   return LoopState(learned, step, evaluated=host['evaluated'])

@@ -36,7 +36,10 @@ def print_summary(workdir: pathlib.Path, stages: Sequence[str], report: pathlib.
     # Before: what the last stage started from, as the same suite saw it.
     before = next((f for f in reversed(same) if f.parent.name != stages[-1]), same[0])
     console.print(_answers(before, same[-1]))
-  for what, path in (('report', report), ('checkpoint (Hugging Face)', workdir / 'hf')):
+  exports = [('report', report), ('checkpoint (Hugging Face)', workdir / 'hf'), ('adapter (PEFT)', workdir / 'adapter')]
+  for what, path in exports:
+    if not path.exists():
+      continue
     console.print(Text(f'{what}: {path}'), soft_wrap=True)
 
 

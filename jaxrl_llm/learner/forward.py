@@ -27,7 +27,17 @@ def chunk_outputs(model: Model, params: Params, chunks: Chunks, *, token_chunk: 
   if model.spec.head == 'scalar':
     return sequence_scores(hidden, kernel, chunks.segment_ids, segments=chunks.temperature.shape[-1])
   temperature = by_segment(chunks.temperature, chunks.segment_ids)
-  return token_logprobs(hidden, kernel, chunks.tokens, chunks.segment_ids, temperature, token_chunk=token_chunk)
+  return token_logprobs(
+    hidden, kernel, chunks.tokens, chunks.segment_ids, temperature, token_chunk=token_chunk, **_parts(model, chunks)
+  )
+
+
+def _parts(model: Model, chunks: Chunks) -> dict[str, int]:
+  """Into how many parts the mesh cuts rows and time, where it does."""
+  if model.mesh is None:
+    return {}
+  rows, time = (rules.parts(model.mesh, axis, size) for axis, size in zip(('batch', 'time'), chunks.tokens.shape))
+  return {'row_shards': rows, 'time_shards': time}
 
 
 def micro_batch(batch: Chunks, i: int | Int[Array, '']) -> Chunks:

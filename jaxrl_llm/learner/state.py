@@ -13,8 +13,10 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from jaxrl_llm.core.trees import flatten, unflatten
 from jaxrl_llm.core.types import Json, Params
 from jaxrl_llm.learner.optimizer import optimizer_shardings
+from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.models.heads import replace_head
 from jaxrl_llm.parallel import rules
@@ -26,6 +28,7 @@ Leaves = Any
 @flax.struct.dataclass
 class TrainState:
   params: Leaves
+  """What is trained: the whole model, or adapters (`models.lora.split`)."""
   opt_state: Leaves
   updates: Leaves
   """i32, updates taken by this optimizer"""
@@ -40,11 +43,17 @@ class Learned(NamedTuple):
   """Or a reward model's, where that is what the stage trains."""
   critic: TrainState | None = None
   reference: Params | None = None
-  """None where no reference is read, and where it is the policy before each batch."""
+  """As `policy.params`. None where no reference is read, and where it is the policy before each batch."""
   reference_step: int = 0
   """Completed batches of the run when the reference was last set."""
   algorithm_state: Json = None
   """What the algorithm's annotation keeps from batch to batch."""
+  base: Params | None = None
+  """What the policy's adapters stand on, and the reference's: never trained, donated or committed. None without."""
+
+  def whole(self, params: Params) -> Params:
+    """The model of which these are the trained parameters."""
+    return lora.join(params, self.base)
 
 
 def param_shardings(model: Model, mesh: Mesh) -> Any:
@@ -52,17 +61,29 @@ def param_shardings(model: Model, mesh: Mesh) -> Any:
   return rules.tree_shardings(mesh, model.axes(), shapes)
 
 
+def trained_shardings(model: Model, mesh: Mesh) -> Any:
+  """Of the parameters that are trained."""
+  return lora.split(param_shardings(model, mesh), model.spec, model.options)[0]
+
+
 def init_params(model: Model, mesh: Mesh, *, seed: int) -> Params:
   """Random parameters; the same on every mesh (bits may differ between meshes in the last place)."""
   return jax.jit(model.init, out_shardings=param_shardings(model, mesh))(jax.random.key(seed))
 
 
+def init_trained(model: Model, mesh: Mesh, *, seed: int) -> Params:
+  """Those of `init_params` that are trained, without making the others."""
+  trained = lambda key: lora.split(model.init(key), model.spec, model.options)[0]
+  return jax.jit(trained, out_shardings=trained_shardings(model, mesh))(jax.random.key(seed))
+
+
 def place_params(model: Model, mesh: Mesh, params: Mapping[str, Any]) -> Params:
-  """Host arrays onto the mesh; each process holds all of `params` and gives its devices their parts."""
+  """Host arrays, of all parameters or of some, onto the mesh; each process holds them and gives its devices a part."""
+  shardings = flatten(param_shardings(model, mesh))
   place = lambda array, sharding: jax.make_array_from_callback(
     array.shape, sharding, lambda index: np.ascontiguousarray(array[index])
   )
-  return jax.tree.map(place, params, param_shardings(model, mesh))
+  return unflatten({name: place(array, shardings[name]) for name, array in flatten(params).items()})
 
 
 def with_output(model: Model, mesh: Mesh, body: Params, kernel: Array) -> Params:
@@ -71,29 +92,41 @@ def with_output(model: Model, mesh: Mesh, body: Params, kernel: Array) -> Params
   return replace_head(body, model.spec, placed)
 
 
-def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-  """A fresh optimizer for `params`, whose arrays it takes over."""
+def init_state(
+  params: Params, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
+) -> TrainState:
+  """A fresh optimizer for `params`, whose arrays it takes over; its moments in the host's memory with `offload`."""
   whole = rules.replicated(mesh)
-  shardings = optimizer_shardings(optimizer, params, jax.tree.map(lambda p: p.sharding, params), whole)
+  of_params = jax.tree.map(lambda p: p.sharding, params)
+  shardings = optimizer_shardings(optimizer, params, of_params, whole, offload=offload)
   opt_state = jax.jit(optimizer.init, out_shardings=shardings)(params)
   zero = lambda: jax.device_put(jnp.zeros((), jnp.int32), whole)
   return TrainState(params=params, opt_state=opt_state, updates=zero(), skipped=zero())
 
 
-def abstract_state(model: Model, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def abstract_state(
+  model: Model, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
+) -> TrainState:
   """Shapes, dtypes and shardings of a state, without making one: what a checkpoint is restored to."""
-  shapes = jax.eval_shape(model.init, jax.random.key(0))
-  shardings = param_shardings(model, mesh)
+  shapes, _ = lora.split(jax.eval_shape(model.init, jax.random.key(0)), model.spec, model.options)
+  shardings = trained_shardings(model, mesh)
   whole = rules.replicated(mesh)
   zero = jax.ShapeDtypeStruct((), jnp.int32)
   state = TrainState(params=shapes, opt_state=jax.eval_shape(optimizer.init, shapes), updates=zero, skipped=zero)
   placed = TrainState(
     params=shardings,
-    opt_state=optimizer_shardings(optimizer, shapes, shardings, whole),
+    opt_state=optimizer_shardings(optimizer, shapes, shardings, whole, offload=offload),
     updates=whole,
     skipped=whole,
   )
   return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, placed)
+
+
+def abstract_base(model: Model, mesh: Mesh) -> Params | None:
+  """Shapes, dtypes and shardings of what adapters stand on; None without."""
+  parts = (jax.eval_shape(model.init, jax.random.key(0)), param_shardings(model, mesh))
+  shapes, shardings = (lora.split(part, model.spec, model.options)[1] for part in parts)
+  return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
 def renewed(state: TrainState, optimizer: optax.GradientTransformation) -> TrainState:

@@ -20,8 +20,9 @@ from jaxrl_llm.batching.chunks import Chunks
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.learner.algorithm import Constants, Loss
 from jaxrl_llm.learner.forward import chunk_outputs, micro_batch
-from jaxrl_llm.learner.optimizer import OptimizerConfig, learning_rate
-from jaxrl_llm.learner.state import TrainState, param_shardings
+from jaxrl_llm.learner.optimizer import OptimizerConfig, learning_rate, on_device
+from jaxrl_llm.learner.state import TrainState, trained_shardings
+from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.ops.reduce import Stat
 from jaxrl_llm.parallel import rules
@@ -61,17 +62,20 @@ def gradients(
   *,
   token_chunk: int,
   on_policy: OnPolicy = (),
+  base: Params | None = None,
 ) -> Gradients:
   """Loss and gradient of the first `used` micro-batches of one optimizer step.
 
   Args:
+    params: what is trained, and differentiated.
     batch: arrays `[micro_batches, chunks, ...]`; micro-batches from `used` on are empty (no loss_mask).
     constants: what the batch's annotation hands the loss.
     on_policy: the fields that are logprobs of the very policy that is being updated: the update's own, held constant.
+    base: what adapters stand on.
   """
 
   def outputs_of(params, chunks):
-    return chunk_outputs(model, params, chunks, token_chunk=token_chunk)
+    return chunk_outputs(model, lora.join(params, base), chunks, token_chunk=token_chunk)
 
   first = jax.eval_shape(lambda b: micro_batch(b, 0), batch)
   denominators = _denominators(loss, jax.eval_shape(outputs_of, params, first), batch, constants)
@@ -87,7 +91,7 @@ def gradients(
 
   value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
   # Summed where the parameters lie, so that no device holds more of them.
-  shardings = None if model.mesh is None else param_shardings(model, model.mesh)
+  shardings = None if model.mesh is None else trained_shardings(model, model.mesh)
   placed = lambda tree: tree if shardings is None else jax.lax.with_sharding_constraint(tree, shardings)
 
   def body(i, total: Gradients) -> Gradients:
@@ -127,7 +131,8 @@ def _denominators(loss: Loss, outputs: Any, batch: Chunks, constants: Constants)
   return jax.tree.map(lambda d: jnp.where(d > 0, d, 1.0), sums)
 
 
-Update = Callable[[TrainState, Chunks, Int[Array, ''], Constants], tuple[TrainState, Report]]
+Update = Callable[..., tuple[TrainState, Report]]
+"""(state, batch, used, constants, base=None); `base` is what adapters stand on, and is not donated."""
 
 
 def build_update(
@@ -155,13 +160,19 @@ def build_update(
     metrics: prefix of the metrics that every role has (loss, grad_norm, lr).
   """
   schedule = learning_rate(config, updates)
+  shardings = jax.tree.map(lambda x: x.sharding, state)
 
-  def update(state: TrainState, batch: Chunks, used: Int[Array, ''], constants: Constants) -> tuple[TrainState, Report]:
-    result = gradients(model, loss, state.params, batch, used, constants, token_chunk=token_chunk, on_policy=on_policy)
+  def update(
+    state: TrainState, batch: Chunks, used: Int[Array, ''], constants: Constants, base: Params | None = None
+  ) -> tuple[TrainState, Report]:
+    result = gradients(
+      model, loss, state.params, batch, used, constants, token_chunk=token_chunk, on_policy=on_policy, base=base
+    )
     norm = optax.tree.norm(result.grads)
     sound = jnp.isfinite(norm) & (norm <= config.skip_grad_norm)
     take = sound & (norm > 0)
-    steps, opt_state = optimizer.update(result.grads, state.opt_state, state.params)
+    before = on_device(state.opt_state, shardings.opt_state, after=norm)
+    steps, opt_state = optimizer.update(result.grads, before, state.params)
     choose = lambda new, old: jax.tree.map(lambda a, b: jnp.where(take, a, b), new, old)
     one = jnp.ones((), jnp.float32)
     stats = result.stats | {
@@ -171,14 +182,13 @@ def build_update(
     }
     state = TrainState(
       params=choose(optax.apply_updates(state.params, steps), state.params),
-      opt_state=choose(opt_state, state.opt_state),
+      opt_state=choose(opt_state, before),
       updates=state.updates + take,
       skipped=jnp.where(sound, 0, state.skipped + 1),
     )
     return state, Report(stats, result.outputs, ~sound, sound & (norm == 0), state.skipped)
 
   whole = rules.replicated(mesh)
-  shardings = jax.tree.map(lambda x: x.sharding, state)
   return jax.jit(update, donate_argnums=0, out_shardings=(shardings, whole))
 
 

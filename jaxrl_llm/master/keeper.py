@@ -70,6 +70,7 @@ class RunKeeper:
     logs: Logs | None,
     generates: bool,
     best: tuple[float, int] | None,
+    base: str | None = None,
   ):
     """
     Args:
@@ -77,10 +78,12 @@ class RunKeeper:
       logs: in process 0; None in the others.
       generates: whether there are suites, for which the engine has to serve the policy.
       best: accuracy and step of the best evaluation so far.
+      base: digest of what the policy's adapters stand on, which is not committed; None without adapters.
     """
     self._coordinator, self._device, self._phases = coordinator, device, phases
     self._publisher, self._checkpoints, self._attempt = publisher, checkpoints, attempt
     self._stop, self._logs, self._generates, self._best = stop, logs, generates, best
+    self._base = base
     self._warned: dict[str, int] = {}
     """Budget to the step of its last note."""
 
@@ -177,6 +180,7 @@ class RunKeeper:
         'batches': self._logs.batches[stage.name].state(),
         'reference_step': state.learned.reference_step,
         'algorithm_state': state.learned.algorithm_state,
+        'base': self._base,
       }
     learned = state.learned
     roles = {'train': learned.policy, 'critic': learned.critic, 'reference': learned.reference}

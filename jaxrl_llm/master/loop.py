@@ -107,7 +107,8 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
 
 async def publish(publisher: Publisher, state: LoopState, attempt: int) -> None:
   """Brings the engine to the policy of `state`, under that step's version."""
-  await publisher.publish(state.learned.policy.params, Version(attempt, state.step), moved=state.moved)
+  learned = state.learned
+  await publisher.publish(learned.whole(learned.policy.params), Version(attempt, state.step), moved=state.moved)
 
 
 async def _close(parts: Parts, stage: Stage, step: int, batches: Batches | None) -> StepPlan:

@@ -203,13 +203,14 @@ class StageTrainer:
     chunks, passed = packed.chunks, self._passed(plan)
     if 'proximal_logprobs' in passed:
       with self._phases.timed('old_log_prob'):
-        logprobs = await self._device.run(self._score, learned.policy.params, chunks, packed.used)
+        params = learned.whole(learned.policy.params)
+        logprobs = await self._device.run(self._score, params, chunks, packed.used)
         chunks = chunks.replace(proximal_logprobs=logprobs)
     if 'reference_logprobs' in passed:
       with self._phases.timed('ref'):
         logprobs = chunks.proximal_logprobs
         if not self._own_reference:
-          logprobs = await self._device.run(self._score, learned.reference, chunks, packed.used)
+          logprobs = await self._device.run(self._score, learned.whole(learned.reference), chunks, packed.used)
         chunks = chunks.replace(reference_logprobs=logprobs)
     if 'values' in passed:
       with self._phases.timed('values'):
@@ -251,7 +252,7 @@ class StageTrainer:
       outputs = packed.chunks.proximal_logprobs
       if trains:
         with self._phases.timed('update_actor'):
-          policy, report = await self._apply(self._update, policy, packed, constants)
+          policy, report = await self._apply(self._update, policy, packed, constants, learned.base)
         self._check(report, 'actor')
         metrics = merge(metrics, _report_metrics(report))
         moved |= not (report.skipped or report.empty)
@@ -269,9 +270,11 @@ class StageTrainer:
     learned = await self._device.run(self._refreshed, learned, batch.plan.step + 1)
     return learned, Updated(metrics, logprobs, moved, frozenset(late))
 
-  async def _apply(self, update: Update, state: TrainState, packed: PackedStep, constants: Constants):
+  async def _apply(
+    self, update: Update, state: TrainState, packed: PackedStep, constants: Constants, base: Params | None = None
+  ):
     """One optimizer step of one role, and its report; the report's outputs stay on the devices."""
-    state, report = await self._device.run(update, state, packed.chunks, packed.used, constants)
+    state, report = await self._device.run(update, state, packed.chunks, packed.used, constants, base)
     told = await self._device.run(jax.device_get, report._replace(outputs=None))
     return state, told._replace(outputs=report.outputs)
 
@@ -286,11 +289,12 @@ class StageTrainer:
       plan, rows=plan.held_out, optimizer_steps=tuple(tuple(i for unit in part for i in unit) for part in parts)
     )
     found: dict[str, Metric] = {}
+    params = learned.whole(learned.policy.params)
     with self._phases.timed('testing'):
       for number in range(len(parts)):
         packed = await self._device.run(self._loader.load, held_out, number, shape)
         packed = await self._passes(learned, held_out, packed)
-        stats = await self._device.run(self._measure_loss, learned.policy.params, packed.chunks, packed.used, constants)
+        stats = await self._device.run(self._measure_loss, params, packed.chunks, packed.used, constants)
         stats = await self._device.run(jax.device_get, stats)
         found = merge(found, {name: Mean(float(s.total), float(s.count)) for name, s in stats.items()})
     return {f'val-core/{self._stage.held_out}/{name.removeprefix("actor/")}': value for name, value in found.items()}

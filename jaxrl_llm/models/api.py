@@ -18,11 +18,12 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 from jaxrl_llm.core.trees import flatten, unflatten
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.models import cache as kv_cache
-from jaxrl_llm.models import heads
+from jaxrl_llm.models import heads, lora
+from jaxrl_llm.models.attention import chosen
 from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
-from jaxrl_llm.ops.attention import cache_mask, segment_mask
+from jaxrl_llm.ops.places import Places
 
 AXES = {
   'embed': ('vocab', 'embed'),
@@ -35,16 +36,17 @@ AXES = {
   'up': ('mlp', 'embed'),
   'down': ('embed', 'mlp'),
 }
-"""Logical axes (out, in) of the kernel that each module holds; its bias has the first."""
+"""Logical axes (out, in) of the kernel that each module holds; its bias has the first, its adapter one each."""
 
 
 class Model(NamedTuple):
   """A spec bound to its functions. `Params` are plain nested dicts of arrays, kernels `[out, in]`.
 
   init: key -> parameters: kernels and heads normal(initializer_range), norms 1, biases 0; the same numbers for one key
-    whether layers are scanned or not.
+    whether layers are scanned or not, and whether there are adapters or not.
   apply: (params, tokens, positions, segment_ids) -> hidden states after the final norm, in the compute dtype.
-    Attention is causal within equal segment ids; 0 is padding; positions restart at 0 in each segment.
+    Attention is causal within equal segment ids; 0 is padding; positions restart at 0 in each segment. Without their
+    adapters, `params` are the model that these stand on.
   head_kernel: params -> `[out, embed]`; logits (or values) are hidden · kernelᵀ.
   init_cache: (batch, length) -> an empty KV cache.
   decode: (params, tokens, positions, cache) -> (hidden states, cache). Writes each token's key and value at the cache
@@ -67,13 +69,16 @@ class Model(NamedTuple):
 def build_model(spec: ModelSpec, options: ModelOptions | None = None, mesh: Mesh | None = None) -> Model:
   """The functions of a model of this spec, computed under these options, by the devices of this mesh."""
   options = ModelOptions() if options is None else options
+  chosen(options, mesh, time=1, keys=1, same_tokens=True)  # A kernel that is not there is refused here.
   decoder = Decoder(spec, options, mesh)
   scanned = Decoder(spec, dataclasses.replace(options, scan_layers=True, remat='none'))
   unrolled = Decoder(spec, dataclasses.replace(options, scan_layers=False, remat='none'))
 
   def init(key: PRNGKeyArray | UInt32[Array, '2']) -> Params:
     one = jnp.zeros((1, 1), jnp.int32)
-    params = scanned.init(key, one, one, jnp.ones((1, 1, 1), bool))['params']
+    params = scanned.init(key, one, Places(one + 1, one))['params']
+    if options.lora is not None:
+      params = lora.join(lora.fresh(params, options.lora, jax.random.fold_in(key, 1)), params)
     return params if options.scan_layers else unstack_layers(params)
 
   def apply(
@@ -82,14 +87,13 @@ def build_model(spec: ModelSpec, options: ModelOptions | None = None, mesh: Mesh
     positions: Int[Array, 'batch time'],
     segment_ids: Int[Array, 'batch time'],
   ) -> Float[Array, 'batch time embed']:
-    hidden, _ = decoder.apply({'params': params}, tokens, positions, segment_mask(segment_ids))
+    hidden, _ = decoder.apply({'params': params}, tokens, Places(segment_ids, positions))
     return hidden
 
   def decode(
     params: Params, tokens: Int[Array, 'batch time'], positions: Int[Array, 'batch time'], cache: Cache
   ) -> tuple[Float[Array, 'batch time embed'], Cache]:
-    mask = cache_mask(positions, length=cache[0]['k'].shape[1])
-    return unrolled.apply({'params': params}, tokens, positions, mask, cache)
+    return unrolled.apply({'params': params}, tokens, Places(jnp.ones_like(positions), positions), cache)
 
   return Model(
     spec=spec,
@@ -105,8 +109,8 @@ def build_model(spec: ModelSpec, options: ModelOptions | None = None, mesh: Mesh
 
 
 def is_stacked(params: Params) -> bool:
-  """Whether the layers' parameters are stacked along a leading axis (scanned)."""
-  return 'attention' in params['layers']
+  """Whether the layers' parameters, or only their adapters, are stacked along a leading axis (scanned)."""
+  return '0' not in params['layers']
 
 
 def unstack_layers(params: Params) -> Params:
@@ -147,7 +151,14 @@ def _axes(shapes: Params, *, scanned: bool) -> Params:
 
   def names(path: str) -> tuple[str, ...]:
     *_, module, leaf = path.split('/')
-    own = {'scale': ('norm',), 'bias': AXES.get(module, ())[:1], 'kernel': AXES.get(module, ())}[leaf]
+    kernel = AXES.get(module, ())
+    own = {
+      'scale': ('norm',),
+      'kernel': kernel,
+      'bias': kernel[:1],
+      'lora_a': ('lora', *kernel[1:]),
+      'lora_b': (*kernel[:1], 'lora'),
+    }[leaf]
     return ('layers', *own) if scanned and path.startswith('layers/') else own
 
   return unflatten({path: names(path) for path in flatten(shapes)})

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.ops.places import Places
 
 LayerCache = dict[str, Float[Array, 'batch length kv_heads head_dim']]
 """One layer's rotated keys `k` and values `v`."""
@@ -22,6 +23,13 @@ def init_cache(spec: ModelSpec, batch: int, length: int, *, dtype: jnp.dtype) ->
   """An empty cache for `batch` rows of at most `length` tokens."""
   shape = (batch, length, spec.num_key_value_heads, spec.head_dim)
   return tuple({name: jnp.zeros(shape, dtype) for name in ('k', 'v')} for _ in range(spec.num_hidden_layers))
+
+
+def places(cache: LayerCache) -> Places:
+  """Where the entries stand: all of one segment, each at its index."""
+  batch, length = cache['k'].shape[:2]
+  indices = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+  return Places(jnp.ones_like(indices), indices)
 
 
 def write(

@@ -7,17 +7,21 @@ the same numbers; only the parameters' arrangement differs.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.heads import head_size, is_tied
-from jaxrl_llm.models.layers import Context, Layer, RMSNorm, cut
+from jaxrl_llm.models.layers import LAYER_INPUT, PRODUCT, Context, Layer, RMSNorm, cut
 from jaxrl_llm.models.rotary import inverse_frequencies, rotation
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
+from jaxrl_llm.ops.places import Places
 from jaxrl_llm.parallel.mesh import SEQUENCE
 
 
@@ -34,6 +38,26 @@ class Table(nn.Module):
     return self.param('kernel', nn.initializers.normal(self.std), (self.rows, self.columns), self.param_dtype)
 
 
+POLICIES: Mapping[str, Any] = {
+  'full': None,
+  'dots': jax.checkpoint_policies.save_only_these_names(PRODUCT),
+  'offload': jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=[LAYER_INPUT],
+    offload_src='device',
+    offload_dst='pinned_host',
+  ),
+}
+
+
+def remat_layer(remat: str, *, in_scan: bool) -> type[nn.Module]:
+  """A layer whose backward pass keeps what `ModelOptions.remat` says."""
+  if remat == 'none':
+    return Layer
+  # Inside a scan nothing is merged across iterations, so it needs no barriers against that.
+  return nn.remat(Layer, prevent_cse=not in_scan, policy=POLICIES[remat])
+
+
 class UnrolledLayers(nn.Module):
   """Layers one after the other, named by their index."""
 
@@ -43,7 +67,7 @@ class UnrolledLayers(nn.Module):
 
   @nn.compact
   def __call__(self, x, context: Context, cache: Cache | None):
-    layer = nn.remat(Layer) if self.options.remat == 'full' else Layer
+    layer = remat_layer(self.options.remat, in_scan=False)
     written = []
     for i in range(self.spec.num_hidden_layers):
       part = None if cache is None else cache[i]
@@ -54,8 +78,7 @@ class UnrolledLayers(nn.Module):
 
 def scanned_layers(spec: ModelSpec, options: ModelOptions, mesh: Mesh | None, *, name: str) -> nn.Module:
   """One layer, run over stacked parameters. For training: it takes no cache."""
-  # Inside a scan nothing is merged across iterations, so remat needs no barriers against it.
-  layer = nn.remat(Layer, prevent_cse=False) if options.remat == 'full' else Layer
+  layer = remat_layer(options.remat, in_scan=True)
   scan = nn.scan(
     layer,
     variable_axes={'params': 0},
@@ -77,8 +100,7 @@ class Decoder(nn.Module):
   def __call__(
     self,
     tokens: Int[Array, 'batch time'],
-    positions: Int[Array, 'batch time'],
-    mask: Bool[Array, 'batch time keys'],
+    places: Places,
     cache: Cache | None = None,
   ) -> tuple[Float[Array, 'batch time embed'], Cache | None]:
     spec, options = self.spec, self.options
@@ -87,7 +109,7 @@ class Decoder(nn.Module):
     frequencies = inverse_frequencies(head_dim=spec.head_dim, rope_theta=spec.rope_theta, scaling=spec.rope_scaling)
     # Tokens of all rows in one dimension, unless that of each row's is cut over devices.
     flat = self.mesh is None or self.mesh.shape[SEQUENCE] == 1
-    context = Context(rotation(positions, frequencies, dtype=dtype), mask, positions)
+    context = Context(rotation(places.positions, frequencies, dtype=dtype), places)
     x = table(spec.vocab_size, name='embed')()[tokens.reshape(-1) if flat else tokens].astype(dtype)
     x = cut(x, self.mesh)
     layers = scanned_layers if options.scan_layers else UnrolledLayers

@@ -13,23 +13,28 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from jaxrl_llm.models import cache as kv_cache
+from jaxrl_llm.models.attention import KEYS, QUERIES, chosen, sharded_attention
 from jaxrl_llm.models.rotary import Rotation, rotate
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
-from jaxrl_llm.ops.attention import attention
 from jaxrl_llm.ops.linear import linear
+from jaxrl_llm.ops.places import Places
 from jaxrl_llm.parallel.rules import constrain
+
+LAYER_INPUT, PRODUCT = 'layer_input', 'product'
+"""What remat policies call them."""
 
 
 class Context(NamedTuple):
   """What all layers share of one call."""
 
   rotation: Rotation
-  mask: Bool[Array, 'batch time keys']
-  positions: Int[Array, 'batch time']
+  places: Places
+  """Of the call's own tokens."""
 
 
 def cut(x: Float[Array, '*tokens features'], mesh: Mesh | None, features: str | None = None) -> Array:
@@ -38,20 +43,26 @@ def cut(x: Float[Array, '*tokens features'], mesh: Mesh | None, features: str | 
 
 
 class Projection(nn.Module):
-  """y = x · kernelᵀ (+ bias)."""
+  """y = x · kernelᵀ (+ bias) (+ what an adapter adds, where the parameters have one: `models.lora`)."""
 
   features: int
   use_bias: bool
   std: float
-  param_dtype: jnp.dtype
+  options: ModelOptions
 
   @nn.compact
   def __call__(self, x: Float[Array, '*tokens in']) -> Float[Array, '*tokens out']:
-    kernel = self.param('kernel', nn.initializers.normal(self.std), (self.features, x.shape[-1]), self.param_dtype)
-    y = linear(x, kernel)
+    param_dtype = jnp.dtype(self.options.param_dtype)
+    kernel = self.param('kernel', nn.initializers.normal(self.std), (self.features, x.shape[-1]), param_dtype)
+    y = checkpoint_name(linear(x, kernel), PRODUCT)
     if self.use_bias:
-      y = y + self.param('bias', nn.initializers.zeros, (self.features,), self.param_dtype).astype(x.dtype)
-    return y
+      y = y + self.param('bias', nn.initializers.zeros, (self.features,), param_dtype).astype(x.dtype)
+    return y + self._adapted(x) if self.has_variable('params', 'lora_a') else y
+
+  def _adapted(self, x: Float[Array, '*tokens in']) -> Float[Array, '*tokens out']:
+    """alpha/rank · (x · Aᵀ) · Bᵀ: the product of the two is never made."""
+    a, b = (self.get_variable('params', name) for name in ('lora_a', 'lora_b'))
+    return linear(self.options.lora.scale * linear(x, a), b)
 
 
 class RMSNorm(nn.Module):
@@ -83,28 +94,29 @@ class Attention(nn.Module):
     query = self._heads('query', spec.num_attention_heads, x, context)
     key = self._heads('key', spec.num_key_value_heads, x, context)
     value = self._heads('value', spec.num_key_value_heads, x, context)
+    of_keys = context.places
     if cache is not None:
-      cache = kv_cache.write(cache, key, value, context.positions)
-      key, value = cache['k'], cache['v']
-    query = constrain(query, self.mesh, 'batch', 'time', 'heads', None)
-    # Every device of a sequence sees all of its keys and values.
-    key, value = (constrain(x, self.mesh, 'batch', None, 'kv_heads', None) for x in (key, value))
-    mixed = attention(query, key, value, context.mask).reshape(*x.shape[:-1], -1)
-    mixed = cut(mixed, self.mesh, 'heads')
-    output = Projection(
-      spec.hidden_size, spec.o_bias, spec.initializer_range, jnp.dtype(self.options.param_dtype), name='output'
+      cache = kv_cache.write(cache, key, value, context.places.positions)
+      key, value, of_keys = cache['k'], cache['v'], kv_cache.places(cache)
+    query = constrain(query, self.mesh, *QUERIES)
+    key, value = (constrain(x, self.mesh, *KEYS) for x in (key, value))
+    choice = chosen(
+      self.options, self.mesh, time=query.shape[1], keys=key.shape[1], same_tokens=of_keys is context.places
     )
+    mixed = sharded_attention(query, key, value, context.places, of_keys, choice=choice, mesh=self.mesh)
+    mixed = cut(mixed.reshape(*x.shape[:-1], -1), self.mesh, 'heads')
+    output = Projection(spec.hidden_size, spec.o_bias, spec.initializer_range, self.options, name='output')
     return output(mixed), cache
 
   def _heads(self, name: str, heads: int, x: Array, context: Context) -> Float[Array, 'batch time heads head_dim']:
     """Projects to heads; queries and keys are normalised where the family does that, and rotated."""
-    spec, param_dtype = self.spec, jnp.dtype(self.options.param_dtype)
-    project = Projection(heads * spec.head_dim, spec.qkv_bias, spec.initializer_range, param_dtype, name=name)
-    y = project(x).reshape(*context.positions.shape, heads, spec.head_dim)
+    spec = self.spec
+    project = Projection(heads * spec.head_dim, spec.qkv_bias, spec.initializer_range, self.options, name=name)
+    y = project(x).reshape(*context.places.positions.shape, heads, spec.head_dim)
     if name == 'value':
       return y
     if spec.qk_norm:
-      y = RMSNorm(spec.rms_norm_eps, param_dtype, name=f'{name}_norm')(y)
+      y = RMSNorm(spec.rms_norm_eps, jnp.dtype(self.options.param_dtype), name=f'{name}_norm')(y)
     return rotate(y, context.rotation)
 
 
@@ -117,8 +129,8 @@ class MLP(nn.Module):
 
   @nn.compact
   def __call__(self, x: Float[Array, '*tokens embed']) -> Float[Array, '*tokens embed']:
-    spec, param_dtype = self.spec, jnp.dtype(self.options.param_dtype)
-    project = functools.partial(Projection, use_bias=spec.mlp_bias, std=spec.initializer_range, param_dtype=param_dtype)
+    spec = self.spec
+    project = functools.partial(Projection, use_bias=spec.mlp_bias, std=spec.initializer_range, options=self.options)
     gate, up = (cut(project(spec.intermediate_size, name=name)(x), self.mesh, 'mlp') for name in ('gate', 'up'))
     return project(spec.hidden_size, name='down')(jax.nn.silu(gate) * up)
 
@@ -135,6 +147,7 @@ class Layer(nn.Module):
     self, x: Float[Array, '*tokens embed'], context: Context, cache: kv_cache.LayerCache | None
   ) -> tuple[Float[Array, '*tokens embed'], kv_cache.LayerCache | None]:
     whole = self.spec, self.options, self.mesh
+    x = checkpoint_name(x, LAYER_INPUT)
     norm = functools.partial(RMSNorm, self.spec.rms_norm_eps, jnp.dtype(self.options.param_dtype))
     y, cache = Attention(*whole, name='attention')(norm(name='attention_norm')(x), context, cache)
     x = cut(x + y, self.mesh)

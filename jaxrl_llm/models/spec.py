@@ -1,7 +1,7 @@
 """What a model is (`ModelSpec`) and how it is computed (`ModelOptions`): values, checked when they are built.
 
 Invariant: the spec alone decides the parameters' names and shapes; the options never do, except that `scan_layers`
-stacks the layers along a leading axis and `param_dtype` is the type they are made in.
+stacks the layers along a leading axis, `param_dtype` is the type they are made in, and `lora` adds adapters.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Literal
 from jaxrl_llm.core.errors import UserError
 
 DTYPES = ('float32', 'bfloat16', 'float16', 'float64')
+PROJECTIONS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,17 +89,48 @@ class ModelSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+  """Low-rank adapters (Hu et al., arXiv:2106.09685) beside frozen kernels: y = x·Wᵀ + alpha/rank · (x·Aᵀ)·Bᵀ."""
+
+  rank: int = 16
+  """Rows of A and columns of B."""
+  alpha: int = 32
+  """The adapter counts alpha/rank times."""
+  targets: tuple[str, ...] = PROJECTIONS
+  """Projections that have one."""
+
+  def __post_init__(self):
+    for name in ('rank', 'alpha'):
+      if getattr(self, name) < 1:
+        raise UserError(f'lora.{name}: got {getattr(self, name)}, wanted at least 1')
+    if not self.targets or not set(self.targets) <= set(PROJECTIONS) or len(set(self.targets)) < len(self.targets):
+      raise UserError(f'lora.targets: got {self.targets}, wanted some of {", ".join(PROJECTIONS)}, each once')
+
+  @property
+  def scale(self) -> float:
+    return self.alpha / self.rank
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions:
   """How a spec is computed; results agree for all values up to rounding."""
 
   scan_layers: bool = False
   """One compiled layer run N times over stacked parameters: less to compile, 10-15 % slower on a CPU."""
-  remat: Literal['none', 'full'] = 'none'
-  """full: the backward pass computes each layer again, so that only the layers' inputs are kept."""
+  remat: Literal['none', 'full', 'dots', 'offload'] = 'none'
+  """What the backward pass finds of each layer.
+
+  none: all; full: its input, the rest is computed again; dots: the results of its products with kernels; offload: its
+  input, in the host's memory.
+  """
+  attention: Literal['auto', 'masked', 'blockwise', 'splash', 'pallas_gpu'] = 'auto'
+  """Implementation; auto: by platform and length, see `ops.attention.choose`."""
   dtype: str = 'float32'
   """Of activations and of the KV cache; statistics (softmax, norms, rotary) are at least float32 all the same."""
   param_dtype: str = 'float32'
-  """Of freshly drawn parameters."""
+  """Of freshly drawn parameters; adapters are at least float32."""
+  lora: LoraConfig | None = None
+  """Which projections have adapters; None: none, and the whole model is trained."""
 
   def __post_init__(self):
     for name, value in (('dtype', self.dtype), ('param_dtype', self.param_dtype)):

@@ -21,6 +21,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
   'kv_heads': (TENSOR,),
   'mlp': (TENSOR,),
   'norm': (),
+  'lora': (),
 }
 
 
@@ -32,13 +33,24 @@ def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> Na
     axes: a logical name for each dimension; None for one that is never cut.
     shape: the array's shape.
   """
-  entries = []
-  for name, size in zip(axes, shape, strict=True):
-    mesh_axes = () if name is None else RULES[name]
-    while size % math.prod(mesh.shape[a] for a in mesh_axes):
-      mesh_axes = mesh_axes[:-1]
-    entries.append(mesh_axes if math.prod(mesh.shape[a] for a in mesh_axes) > 1 else None)
-  return NamedSharding(mesh, PartitionSpec(*entries))
+  found = [() if name is None else _dividing(mesh, name, size) for name, size in zip(axes, shape, strict=True)]
+  return NamedSharding(mesh, PartitionSpec(*(over if _parts(mesh, over) > 1 else None for over in found)))
+
+
+def parts(mesh: Mesh, axis: str, size: int) -> int:
+  """Into how many parts a dimension of a logical axis is cut."""
+  return _parts(mesh, _dividing(mesh, axis, size))
+
+
+def _dividing(mesh: Mesh, name: str, size: int) -> tuple[str, ...]:
+  over = RULES[name]
+  while size % _parts(mesh, over):
+    over = over[:-1]
+  return over
+
+
+def _parts(mesh: Mesh, over: tuple[str, ...]) -> int:
+  return math.prod(mesh.shape[axis] for axis in over)
 
 
 def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:

@@ -22,6 +22,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.experience.sample import Finish, Segment
 from jaxrl_llm.rollout.api import CUT, Completion, Request
+from jaxrl_llm.weights.publication import Publication
 
 MODEL = 'policy'
 """What the policy is called on our servers (`--served-model-name`)."""
@@ -31,6 +32,8 @@ _UNDRAWABLE = -9000.0
 """vLLM writes -9999 for minus infinity: a token that its own distribution cannot yield."""
 
 
+_KEPT_ADAPTERS = 2
+"""The newest, and the one that completions under way may still be asked of."""
 _KEEP_ALIVE_S = 2.0
 """Idle connections are closed from here, before vLLM closes them (after 5 s) under the next request's feet."""
 
@@ -59,6 +62,10 @@ class VllmClient:
     self._session: aiohttp.ClientSession | None = None
     self._labels: dict[str, Version] = {}
     """What was published from here; tokens under another label are somebody else's."""
+    self.adapter: Publication | None = None
+    """What completions are asked of; None: the model itself."""
+    self._adapters: list[str] = []
+    """Names of those that the server was given from here, the newest last."""
     self._closed = False
     if address.startswith('unix:'):
       self._base = 'http://server'
@@ -89,9 +96,16 @@ class VllmClient:
       self._session = None
 
   async def call(
-    self, method: str, path: str, body: Any = None, *, deadline_s: float = 60.0, params: Mapping[str, str] | None = None
+    self,
+    method: str,
+    path: str,
+    body: Any = None,
+    *,
+    deadline_s: float = 60.0,
+    params: Mapping[str, str] | None = None,
+    is_text: bool = False,
   ) -> Any:
-    """The answer's JSON (None for an empty one).
+    """The answer's JSON (None for an empty one), or its text.
 
     Raises:
       Lost: no answer within `deadline_s`, a broken one, or a 5xx.
@@ -114,7 +128,7 @@ class VllmClient:
     if response.status != 200:
       raise Refused(f'{self.name}: {path}: HTTP {response.status}: {_message(text)}')
     with contextlib.suppress(ValueError):
-      return json.loads(text) if text else None
+      return text if is_text else json.loads(text) if text else None
     raise Lost(f'{self.name}: {path}: answered {text[:80]!r}, wanted JSON')
 
   async def is_healthy(self, *, deadline_s: float = 5.0) -> bool:
@@ -159,14 +173,21 @@ class VllmClient:
       Lost: no answer, or not what was asked for.
       UserError: the server refuses the request itself.
     """
-    body = {'request_id': f'{request.uid}/{index}', 'token_ids': list(request.prompt)}
+    adapter = self.adapter
+    body = {'request_id': f'{request.uid}/{index}', 'token_ids': list(request.prompt), **_model(adapter)}
     body['sampling_params'] = _sampling_params(request, sampler_seed(seed, request.key, index))
     try:
       answer = await self.call('POST', _GENERATE, body, deadline_s=deadline_s)
     except Refused as error:
+      if adapter is not None and 'HTTP 404' in str(error):  # It was started again, and knows no adapters.
+        raise Lost(str(error)) from None
       raise UserError(f'request {request.uid}: {error}') from None
     try:
       (choice,) = answer['choices']
+      if adapter is not None:
+        # The server's own labels say what it was brought to last; this was drawn by the adapter that was asked.
+        span = {'version': adapter.label, 'start': 0, 'end': len(choice['token_ids'])}
+        choice = {**choice, 'weight_versions': [span]}
       return _completion(choice, request, self.name, self._labels)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
       raise Lost(f'{self.name}: answer to {request.uid}: {type(error).__name__}: {error}') from None
@@ -180,7 +201,7 @@ class VllmClient:
 
   async def prompt_logprobs(self, tokens: Sequence[int], *, deadline_s: float) -> Float32[np.ndarray, 'time']:
     """Of each token given those before it, at temperature 1; 0 for the first."""
-    body = {'token_ids': [int(t) for t in tokens]}
+    body = {'token_ids': [int(t) for t in tokens], **_model(self.adapter)}
     body['sampling_params'] = {'max_tokens': 1, 'temperature': 0.0, 'prompt_logprobs': 0, 'detokenize': False}
     answer = await self.call('POST', _GENERATE, body, deadline_s=deadline_s)
     try:
@@ -225,6 +246,23 @@ class VllmClient:
   async def finish_update(self, *, deadline_s: float = 60.0) -> None:
     await self.call('POST', '/finish_weight_update', {}, deadline_s=deadline_s)
 
+  async def load_adapter(self, publication: Publication, *, deadline_s: float) -> None:
+    """From now on completions are asked of this adapter; those under way end with theirs.
+
+    Raises:
+      Refused: it does not suit the server; what was asked before still is.
+      Lost: no answer.
+    """
+    # In place: this server may have got it before, or, where somebody attached it, another of that name.
+    body = {'lora_name': publication.adapter, 'lora_path': str(publication.directory.absolute()), 'load_inplace': True}
+    await self.call('POST', '/v1/load_lora_adapter', body, deadline_s=deadline_s, is_text=True)
+    self.adapter = publication
+    self._adapters = [*(name for name in self._adapters if name != publication.adapter), publication.adapter]
+    while len(self._adapters) > _KEPT_ADAPTERS:
+      with contextlib.suppress(Refused):  # It was started again meanwhile.
+        await self.call('POST', '/v1/unload_lora_adapter', {'lora_name': self._adapters[0]}, is_text=True)
+      del self._adapters[0]
+
   async def pause(self) -> None:
     """Running requests stay, and get nothing until `resume`."""
     await self.call('POST', '/pause', params={'mode': 'keep'})
@@ -257,6 +295,10 @@ class VllmClient:
     except (Lost, Refused):
       return None
     return [int(t) for t in answer['tokens']]
+
+
+def _model(adapter: Publication | None) -> dict[str, str]:
+  return {} if adapter is None else {'model': adapter.adapter}
 
 
 def sampler_seed(seed: int, key: tuple[int, ...], index: int) -> int:

@@ -56,6 +56,20 @@ def plan_buckets(buckets: tuple[int, ...], *, max_length: int) -> tuple[int, ...
   return tuple(sorted({min(bucket, max_length) for bucket in buckets}))
 
 
+def build_programs(model: Model, config: EmbeddedConfig, max_length: int, device: jax.Device) -> Programs:
+  """The programs of an engine for sequences of at most `max_length` tokens, not compiled yet."""
+  return Programs(
+    model,
+    slots=config.slots,
+    max_length=max_length,
+    prefill_rows=config.prefill_rows,
+    buckets=plan_buckets(config.prefill_buckets, max_length=max_length),
+    decode_steps=config.decode_steps,
+    max_stop_ids=config.max_stop_ids,
+    device=device,
+  )
+
+
 class EmbeddedEngine:
   """Draws from a JAX model in this process; see `rollout.api.Engine` for what the methods promise.
 
@@ -89,16 +103,7 @@ class EmbeddedEngine:
     """Since the start: prefill_calls, prefilled_prompts, decode_calls, decode_steps, tokens, completions."""
     self._config, self._run, self._max_length = config, run, max_length
     self._vocab = model.spec.vocab_size
-    self._programs = Programs(
-      model,
-      slots=config.slots,
-      max_length=max_length,
-      prefill_rows=config.prefill_rows,
-      buckets=plan_buckets(config.prefill_buckets, max_length=max_length),
-      decode_steps=config.decode_steps,
-      max_stop_ids=config.max_stop_ids,
-      device=jax.local_devices()[0] if device is None else device,
-    )
+    self._programs = build_programs(model, config, max_length, jax.local_devices()[0] if device is None else device)
     self._version: Version | None = None
     self._scheduler = Scheduler(
       name=name,

@@ -49,7 +49,7 @@ class Fleet:
   """Draws from vLLM servers; see `rollout.api.Engine` for what the methods promise.
 
   When weights are replaced, a server forgets its cache: the later tokens of what was running are drawn as if the new
-  weights had read all of it, in a segment of their own.
+  weights had read all of it, in a segment of their own. With adapters it goes on under its own one to its end.
   """
 
   def __init__(
@@ -65,6 +65,7 @@ class Fleet:
     run: Callable[..., Awaitable[Any]],
     name: str = 'vllm',
     check_tokenizer: Callable[[Replica], Awaitable[None]] | None = None,
+    adapter_rank: int = 0,
   ):
     """
     Args:
@@ -74,6 +75,7 @@ class Fleet:
       seed: of all randomness, with the requests' keys.
       run: awaits `function(*args, **kwargs)` on the process's device thread.
       check_tokenizer: raises a UserError for a server that reads text in another way than the policy.
+      adapter_rank: of the adapters that `folder` publishes; 0: whole weights.
     """
     self.name = name
     self.counts: collections.Counter[str] = collections.Counter()
@@ -81,7 +83,7 @@ class Fleet:
     self.replicas = tuple(replicas)
     self._config, self._spec, self._folder, self._dtype = config, spec, folder, dtype
     self._max_length, self._seed, self._run = max_length, seed, run
-    self._check_tokenizer = check_tokenizer
+    self._check_tokenizer, self._adapter_rank = check_tokenizer, adapter_rank
     self._tolerance = config.probe_tolerance
     if self._tolerance is None:
       self._tolerance = 1e-3 if dtype == 'float32' else 0.5
@@ -149,6 +151,7 @@ class Fleet:
       dtype=self._dtype,
       max_length=self._max_length,
       speculative=self._config.speculative,
+      adapter_rank=self._adapter_rank,
       deadline_s=self._config.start_deadline_s,
     )
     if self._check_tokenizer is not None:

@@ -29,7 +29,7 @@ from aiohttp import hdrs, web
 
 from jaxrl_llm.core.errors import UserError
 
-RPC_PATH, UPDATE_PATH = '/collective_rpc', '/update_weights'
+RPC_PATH, UPDATE_PATH, ADAPTER_PATH = '/collective_rpc', '/update_weights', '/v1/load_lora_adapter'
 ROUTES = (
   ('GET', '/health'),
   ('GET', '/version'),
@@ -52,6 +52,8 @@ ROUTES = (
   ('POST', '/start_weight_update'),
   ('POST', UPDATE_PATH),
   ('POST', '/finish_weight_update'),
+  ('POST', ADAPTER_PATH),
+  ('POST', '/v1/unload_lora_adapter'),
   ('POST', '/update_weight_version'),
   ('POST', RPC_PATH),
 )
@@ -236,7 +238,9 @@ class Front:
 
   async def _body(self, request: web.BaseRequest, path: str) -> bytes | _Upload | None:
     """What to send on: as it comes in, or read and looked through on the paths that need it."""
-    limits = {RPC_PATH: MAX_RPC_BODY} | ({UPDATE_PATH: MAX_UPDATE_BODY} if self._publish_root is not None else {})
+    limits = {RPC_PATH: MAX_RPC_BODY}
+    if self._publish_root is not None:
+      limits |= {UPDATE_PATH: MAX_UPDATE_BODY, ADAPTER_PATH: MAX_UPDATE_BODY}
     upload = _Upload(request, limits.get(path, MAX_BODY))
     if request.headers.get(hdrs.EXPECT, '').lower() == '100-continue':
       await request.writer.write(b'HTTP/1.1 100 Continue\r\n\r\n')
@@ -247,7 +251,8 @@ class Front:
     content = _parse_object(b''.join([chunk async for chunk in upload]))
     if path == RPC_PATH:
       return _checked_rpc(content)
-    return await asyncio.to_thread(_checked_update, content, self._publish_root)
+    check = _checked_update if path == UPDATE_PATH else _checked_adapter
+    return await asyncio.to_thread(check, content, self._publish_root)
 
   def _headers(self, request: web.BaseRequest, body: bytes | _Upload | None) -> dict[str, str]:
     """All that the upstream is told of the request's headers."""
@@ -451,8 +456,8 @@ def _checked_rpc(body: dict[str, Any]) -> bytes:
 def _checked_update(body: dict[str, Any], root: str) -> bytes:
   """Written anew with the directory as resolved here; its files may not lead out of `root` either."""
   info = body.get('update_info')
-  if set(body) != {'update_info'} or not isinstance(info, dict) or not set(info) <= {'directory', 'files'}:
-    raise _Refusal(400, 'wanted {"update_info": {"directory": …, "files": …}} and nothing else')
+  if set(body) != {'update_info'} or not isinstance(info, dict) or not set(info) <= {'directory', 'files', 'adapter'}:
+    raise _Refusal(400, 'wanted {"update_info": {"directory": …, "files": …, "adapter": …}} and nothing else')
   directory, files = info.get('directory'), info.get('files', {})
   if not isinstance(directory, str) or not isinstance(files, dict):
     raise _Refusal(400, 'wanted a string as directory, and an object as files')
@@ -465,6 +470,22 @@ def _checked_update(body: dict[str, Any], root: str) -> bytes:
   if not (plain and inside):
     raise _Refusal(403, 'wanted an absolute path of a directory below publish_root, with files named inside it')
   return json.dumps({'update_info': {**info, 'directory': resolved}}).encode()
+
+
+def _checked_adapter(body: dict[str, Any], root: str) -> bytes:
+  """Written anew with the path as resolved here; no file of it may lead out of `root` either."""
+  path = body.get('lora_path')
+  if set(body) != {'lora_name', 'lora_path', 'load_inplace'} or not isinstance(path, str):
+    raise _Refusal(400, 'wanted {"lora_name": …, "lora_path": …, "load_inplace": …} and nothing else')
+  try:
+    resolved = os.path.realpath(path)
+    inside = os.path.isabs(path) and os.path.isdir(resolved) and _is_below(root, resolved)
+    inside = inside and all(_is_below(root, os.path.join(resolved, file)) for file in os.listdir(resolved))
+  except (ValueError, OSError):
+    inside = False
+  if not inside:
+    raise _Refusal(403, 'wanted an absolute path of a directory below publish_root, with files inside it')
+  return json.dumps({**body, 'lora_path': resolved}).encode()
 
 
 def _is_below(root: str, path: str) -> bool:

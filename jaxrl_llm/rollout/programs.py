@@ -110,31 +110,35 @@ class Programs:
     self._shapes = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(model.options.dtype), sharding=self._place), self._shapes
     )
+    self._empty = functools.partial(_empty_slots, model, slots, max_length, max_stop_ids)
     self._params: Params | None = None
     self._state: Slots | None = None
 
-  def compile(self, *, filtered: bool) -> None:
-    """Compiles every program that the engine will run, those of filtered sampling only if asked for."""
+  def lower(self, *, filtered: bool) -> dict[tuple[str, int], jax.stages.Lowered]:
+    """Every program that the engine will run: ('prefill' or 'admit', bucket), ('decode', whether filtered)."""
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._place)
 
-    empty = functools.partial(_empty_slots, self._model, self.slots, self.max_length, self.max_stop_ids)
-    state = self._abstract(jax.eval_shape(empty))
-    self._state = jax.jit(empty, out_shardings=self._place)()
-    self._prefill, self._admit, self._decode = {}, {}, {}
+    state = self._abstract(jax.eval_shape(self._empty))
+    lowered = {}
     for bucket in self.buckets:
       prefill = jax.jit(functools.partial(_prefill, self._model))
-      lowered = prefill.lower(self._shapes, ints(self.prefill_rows, bucket))
-      self._prefill[bucket] = lowered.compile()
-      prefilled = self._abstract(lowered.out_info)
+      lowered['prefill', bucket] = prefill.lower(self._shapes, ints(self.prefill_rows, bucket))
+      prefilled = self._abstract(lowered['prefill', bucket].out_info)
       admit = jax.jit(_admit, donate_argnums=0)
-      self._admit[bucket] = admit.lower(state, prefilled, ints(self.slots, 9 + self.max_stop_ids)).compile()
-    for kind in {False, filtered}:
+      lowered['admit', bucket] = admit.lower(state, prefilled, ints(self.slots, 9 + self.max_stop_ids))
+    for kind in sorted({False, filtered}):
       decode = jax.jit(
         functools.partial(_decode, self._model, steps=self.decode_steps, filtered=kind), donate_argnums=1
       )
-      self._decode[kind] = decode.lower(self._shapes, state, ints(1 + self.slots)).compile()
+      lowered['decode', kind] = decode.lower(self._shapes, state, ints(1 + self.slots))
+    return lowered
+
+  def compile(self, *, filtered: bool) -> None:
+    """Compiles every program, those of filtered sampling only if asked for, and empties the slots."""
+    self._compiled = {name: lowered.compile() for name, lowered in self.lower(filtered=filtered).items()}
+    self._state = jax.jit(self._empty, out_shardings=self._place)()
 
   def load(self, params: Params) -> None:
     """Copies the weights, nested or flat, scanned or unrolled, into buffers of its own."""
@@ -154,11 +158,11 @@ class Programs:
 
   def prefill(self, tokens: Int32[np.ndarray, 'rows bucket']) -> Cache:
     """Keys and values of `prefill_rows` prompts, zero-padded to a bucket."""
-    return self._prefill[tokens.shape[1]](self._params, tokens)
+    return self._compiled['prefill', tokens.shape[1]](self._params, tokens)
 
   def admit(self, prefilled: Cache, admissions: Int32[np.ndarray, 'slots columns']) -> None:
     """Copies prefilled rows into slots and sets what else a slot needs; see `Admission`."""
-    self._state = self._admit[prefilled[0]['k'].shape[1]](self._state, prefilled, admissions)
+    self._state = self._compiled['admit', prefilled[0]['k'].shape[1]](self._state, prefilled, admissions)
 
   def decode(self, control: Int32[np.ndarray, 'controls'], *, filtered: bool) -> Decoded:
     """Draws up to `decode_steps` tokens in every active slot.
@@ -167,7 +171,7 @@ class Programs:
       control: first the number of active slots at which to stop early, then 1 for each slot that may go on.
       filtered: whether top-k and top-p are applied.
     """
-    self._state, out = self._decode[filtered](self._params, self._state, control)
+    self._state, out = self._compiled['decode', filtered](self._params, self._state, control)
     steps, rows = self.decode_steps, np.asarray(out)
     return Decoded(rows[:steps], rows[steps : 2 * steps].view(np.float32), rows[-2], rows[-1])
 

@@ -19,7 +19,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Probe
 from jaxrl_llm.rollout.client import Lost, Refused, VllmClient
-from jaxrl_llm.rollout.server import Server
+from jaxrl_llm.rollout.server import Server, lora_rank
 from jaxrl_llm.rollout.transfer import FileTransfer, Transfer
 from jaxrl_llm.weights.publication import Publication, digest, read_checked
 
@@ -54,6 +54,8 @@ class Replica:
     """The newest proven one."""
     self.label: str | None = None
     """What its tokens are called under that version."""
+    self.holds: str | None = None
+    """Label of the whole weights that it was found to have loaded: the version's, or those that adapters stand on."""
     self.proven: set[Version] = set()
     self.life = 0
     """Counts the times that what it holds became unknown; what it was asked for in an earlier life is void."""
@@ -73,7 +75,7 @@ class Replica:
   def forget(self) -> None:
     """What it holds is unknown: an update failed, or another process is behind the address, or will be."""
     self.life += 1
-    self.version = None
+    self.version = self.holds = self.client.adapter = None
     self.proven.clear()
 
   async def recognise(self) -> None:
@@ -114,7 +116,9 @@ class Replica:
   async def _hold_and_send(self, publication: Publication, deadline_s: float) -> None:
     try:
       await self.client.pause()
-      await self.transfer.send(self.client, publication, deadline_s=deadline_s)
+      for part in (publication.base, publication):
+        if part is not None and part.label != self.holds:
+          await self.transfer.send(self.client, part, deadline_s=deadline_s)
     except Refused as error:
       if len(self.slices) > 1:  # Each worker reads for itself: another one may have written.
         raise Lost(str(error)) from None
@@ -122,8 +126,11 @@ class Replica:
       raise
 
   async def _label(self, publication: Publication, deadline_s: float) -> None:
-    found = await self.client.digests(deadline_s=deadline_s)
-    await asyncio.to_thread(self._check_digests, found, publication)
+    whole = publication.base or publication
+    if whole.label != self.holds:
+      found = await self.client.digests(deadline_s=deadline_s)
+      await asyncio.to_thread(self._check_digests, found, whole)
+      self.holds = whole.label
     await self.client.set_version(publication)
     await self.client.reset_cache()
     await self.client.resume()
@@ -165,6 +172,7 @@ class Replica:
     dtype: str,
     max_length: int,
     speculative: bool,
+    adapter_rank: int = 0,
     deadline_s: float = 600.0,
   ) -> None:
     """Looks at a server that is about to join, and makes it ready to take a version.
@@ -174,6 +182,7 @@ class Replica:
       dtype: of what is published.
       max_length: tokens of the longest sequence.
       speculative: whether it is known to speculate.
+      adapter_rank: of the adapters that it will be given; 0: of none.
       deadline_s: of its first requests, for which it may have to compile.
 
     Raises:
@@ -201,6 +210,11 @@ class Replica:
         )
       if worker.get('speculative') and not speculative:
         raise UserError(f'{where}: speculates; say so in rollout.vllm.args.speculative_config, for {SPECULATION}')
+      if worker.get('adapter_rank', 0) < adapter_rank:
+        raise UserError(
+          f'{where}: takes no adapters of rank {adapter_rank} while it runs; start it with launch/serve.py … -- '
+          f'--enable-lora --max-loras 2 --max-lora-rank {lora_rank(adapter_rank)}, or set rollout.vllm.lora=merged'
+        )
     try:
       await self.transfer.connect(self.client)
     except (Lost, Refused) as error:

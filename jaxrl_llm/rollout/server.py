@@ -31,6 +31,8 @@ WORKER_MODULE = 'jaxrl_llm_worker'
 """What the worker file is called where vLLM imports it."""
 _LAST_LINES = 12
 """Of a server's log, shown when it dies at start."""
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM's max_lora_rank may be."""
 _OURS = (
   *('model', 'served_model_name', 'uds', 'host', 'port', 'api_key', 'dtype', 'load_format', 'logprobs_mode'),
   *('worker_extension_cls', 'weight_transfer_config', 'enable_scale_out'),
@@ -69,6 +71,9 @@ class VllmConfig:
   transfer: Literal['files', 'nccl', 'ipc'] = 'files'
   """How published weights come into the servers: from files that they see themselves; or from a process beside the
   trainer, which reads the files, over NCCL or, into owned servers of one GPU each, as CUDA memory (ipc)."""
+  lora: Literal['merged', 'adapter'] = 'merged'
+  """How a policy with adapters is published: merged into what they stand on; or as an adapter, of which a version is
+  small, over a base that a server is sent once."""
   sender_device: str | None = None
   """nccl: CUDA_VISIBLE_DEVICES of those processes, a GPU that no server uses; None = the trainer's."""
   sender_host: str = '127.0.0.1'
@@ -105,6 +110,11 @@ class VllmConfig:
       raise UserError(
         "rollout.vllm.transfer: 'ipc' shares a GPU's memory with owned servers, and rollout.vllm.addresses names "
         'attached ones; set it to nccl or files'
+      )
+    if self.lora == 'adapter' and self.transfer != 'files':
+      raise UserError(
+        f"rollout.vllm.lora: 'adapter' is read by vLLM from files, and rollout.vllm.transfer is {self.transfer!r}; set "
+        'it to files, or lora to merged'
       )
     if self.transfer == 'nccl' and self.sender_device in ','.join(self.devices).split(','):
       raise UserError(
@@ -240,10 +250,15 @@ def server_commands(
   dtype: str,
   max_model_len: int | None,
   load_format: str = 'dummy',
+  adapter_rank: int = 0,
   worker_files: Mapping[str, pathlib.Path] | None = None,
   worker_class: str = f'{WORKER_MODULE}.Worker',
 ) -> list[ServerCommand]:
-  """Of each owned server."""
+  """Of each owned server.
+
+  Args:
+    adapter_rank: of the adapters that it will be given while it runs; 0: of none.
+  """
   python = check_transfer(config)
   cpu = runs_on_cpu(python)
   args: dict[str, Any] = {
@@ -260,6 +275,8 @@ def server_commands(
     args['skip_tokenizer_init'] = True
   if cpu:
     args['enforce_eager'] = True
+  if adapter_rank:
+    args |= {'enable_lora': True, 'max_lora_rank': lora_rank(adapter_rank), 'max_loras': 2}
   args |= {name.replace('-', '_'): value for name, value in config.args.items()}
   size = str(args.get('tensor_parallel_size', 1))
   if not size.isdigit() or int(size) < 1:
@@ -281,6 +298,8 @@ def server_commands(
     env: dict[str, str] = {}
     if cpu:
       env |= {'VLLM_CPU_OMP_THREADS_BIND': cores[i], 'VLLM_CPU_KVCACHE_SPACE': str(config.cpu_cache_gib)}
+    if args.get('enable_lora'):
+      env['VLLM_ALLOW_RUNTIME_LORA_UPDATING'] = '1'
     if config.devices:
       env['CUDA_VISIBLE_DEVICES'] = config.devices[i]
     if config.transfer == 'ipc':
@@ -290,6 +309,16 @@ def server_commands(
     files = {WORKER_MODULE: WORKER, **(worker_files or {})}
     commands.append(ServerCommand(python=python, model=model, args=args, env={**env, **config.env}, worker_files=files))
   return commands
+
+
+def lora_rank(rank: int) -> int:
+  """The least of vLLM's ranks that has room for it."""
+  if rank > _LORA_RANKS[-1]:
+    raise UserError(
+      f'policy.lora.rank: {rank}, and vLLM takes adapters of at most {_LORA_RANKS[-1]}; lower it, or set '
+      'rollout.vllm.lora=merged'
+    )
+  return next(r for r in _LORA_RANKS if r >= rank)
 
 
 class Server:

@@ -69,9 +69,12 @@ class FileTransfer:
 
   async def send(self, client: VllmClient, publication: Publication, *, deadline_s: float) -> None:
     directory = str(publication.directory.absolute())
+    info: dict[str, Any] = {'directory': directory, 'files': publication.files}
+    if publication.adapter is not None:
+      info['adapter'] = publication.adapter
     await client.start_update()
     try:
-      await client.update_weights({'directory': directory, 'files': publication.files}, deadline_s=deadline_s)
+      await client.update_weights(info, deadline_s=deadline_s)
     except Lost as error:
       if any(words in str(error) for words in _REFUSALS):
         raise Refused(str(error)) from None
@@ -80,6 +83,8 @@ class FileTransfer:
       await client.finish_update()
     except Refused as error:  # After it was written.
       raise Lost(str(error)) from None
+    if publication.adapter is not None:
+      await client.load_adapter(publication, deadline_s=deadline_s)
 
   async def close(self) -> None: ...
 

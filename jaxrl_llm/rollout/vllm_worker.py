@@ -55,7 +55,8 @@ class View(NamedTuple):
 def hf_views(model: torch.nn.Module) -> dict[str, View]:
   """Every parameter under its Hugging Face name, with vLLM's fused projections taken apart.
 
-  Modules are told by what they have (`output_sizes`, `shard_indices`, …), not by their classes.
+  Modules are told by what they have (`output_sizes`, `shard_indices`, …), not by their classes. Where the server takes
+  adapters, what these stand on is wrapped once more; the adapters themselves are no parameters.
   """
   packed = getattr(model, 'packed_modules_mapping', None) or {}
   views: dict[str, View] = {}
@@ -63,7 +64,9 @@ def hf_views(model: torch.nn.Module) -> dict[str, View]:
     if parameter.numel() == 0:
       raise RuntimeError(f'{name} is empty: packed away at load, so it can be neither updated nor digested')
     *path, leaf = name.split('.')
-    module, parts = model.get_submodule('.'.join(path)), packed.get(path[-1]) if path else None
+    module = model.get_submodule('.'.join(path))
+    path = [part for part in path if part != 'base_layer']
+    parts = packed.get(path[-1]) if path else None
     for part, view in _parts(module, parameter.data, parts):
       views['.'.join([*path[:-1], part or path[-1], leaf]) if path else leaf] = view
   return views
@@ -157,6 +160,7 @@ class Worker:
     """Name, shape, dtype and slice of each parameter, as Hugging Face names them; and how this worker samples."""
     views = hf_views(self.model_runner.model)
     return {
+      'adapter_rank': self._adapter_rank(),
       'device': next(iter(views.values())).tensor.device.type,
       'logprobs_mode': str(getattr(self.vllm_config.model_config, 'logprobs_mode', None)),
       'speculative': self.vllm_config.speculative_config is not None,
@@ -170,6 +174,12 @@ class Worker:
       },
       'threads': torch.get_num_threads(),
     }
+
+  def _adapter_rank(self) -> int:
+    """Of the largest adapter that this server can be given while it runs; 0: none can."""
+    config = getattr(self.vllm_config, 'lora_config', None)
+    allowed = os.environ.get('VLLM_ALLOW_RUNTIME_LORA_UPDATING', '').lower() in ('1', 'true')
+    return config.max_lora_rank if config is not None and allowed else 0
 
   def jaxrl_digests(self) -> dict[str, str]:
     """Of the live parameters, by name: what is loaded, whatever was read."""
@@ -216,6 +226,8 @@ def _install() -> None:
   class UpdateInfo(WeightTransferUpdateInfo):
     directory: str = ''
     files: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
+    adapter: str = ''
+    """Name of the adapter that the files are: vLLM loads it itself, after they were looked at here."""
 
   class FileTransfer(WeightTransferEngine):
     """Weights from files that both sides see (shared memory, or a shared file system)."""
@@ -229,7 +241,9 @@ def _install() -> None:
       pass
 
     def receive_weights(self, update_info):
-      load(hf_views(self.model), read_checked(update_info.files, update_info.directory))
+      tensors = read_checked(update_info.files, update_info.directory)
+      if not update_info.adapter:
+        load(hf_views(self.model), tensors)
 
     def finish_weight_update(self):
       pass

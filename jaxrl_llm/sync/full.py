@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.core.trees import flatten, unflatten
+from jaxrl_llm.core.trees import unflatten
 from jaxrl_llm.core.types import Params, Version
+from jaxrl_llm.models.lora import merged
+from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.rules import replicated
 from jaxrl_llm.rollout.api import Engine, Weights
@@ -20,8 +22,12 @@ from jaxrl_llm.sync.probe import Prober
 class Gatherer:
   """Whole host arrays of sharded parameters, in process 0; every process takes part."""
 
-  def __init__(self, mesh: Mesh):
-    whole = replicated(mesh)
+  def __init__(self, mesh: Mesh, lora: LoraConfig | None = None):
+    """
+    Args:
+      lora: of the parameters' adapters, which are merged into what they stand on; None: arrays as they are.
+    """
+    self._lora, whole = lora, replicated(mesh)
     self._replicate = jax.jit(lambda x: x, out_shardings=whole)
     self._several = jax.process_count() > 1
     self._leads = jax.process_index() == 0
@@ -32,7 +38,7 @@ class Gatherer:
     One array is whole on the devices at a time, so that a model larger than one device passes through. An array may
     be a view of a buffer that an update donates: copy what must stay.
     """
-    for name, array in sorted(flatten(params).items()):
+    for name, array in merged(params, self._lora):
       if self._several:
         array = self._replicate(array).addressable_data(0)
       yield name, np.asarray(array)
@@ -54,13 +60,23 @@ class Gatherer:
 class Publisher:
   """Brings the engine to a version; a version that it already serves is not sent again."""
 
-  def __init__(self, engine: Engine | None, gatherer: Gatherer, device: DeviceThread, *, prober: Prober | None = None):
+  def __init__(
+    self,
+    engine: Engine | None,
+    gatherer: Gatherer,
+    device: DeviceThread,
+    *,
+    prober: Prober | None = None,
+    changing: Callable[[Params], Params] = lambda params: params,
+  ):
     """
     Args:
       engine: in process 0; None in the others, which take part in gathering.
       prober: says what the trainer makes of fixed sequences; None for an engine that needs no such proof.
+      changing: what of the parameters the engine is sent after it has had all of them once.
     """
     self._engine, self._device, self._gatherer, self._prober = engine, device, gatherer, prober
+    self._changing = changing
     self._served: Version | None = None
     self._moved: int | None = None
 
@@ -78,8 +94,9 @@ class Publisher:
       self._served = version
       return
     probe = await self._device.run(self._prober.probe, params) if self._prober is not None else None
+    sent = params if self._served is None else self._changing(params)
     if self._engine is None:
-      await self._device.run(self._gatherer.take_part, params)
+      await self._device.run(self._gatherer.take_part, sent)
     else:
-      await self._engine.load(Weights(version=version, leaves=self._gatherer.leaves(params), probe=probe))
+      await self._engine.load(Weights(version=version, leaves=self._gatherer.leaves(sent), probe=probe))
     self._served, self._moved = version, moved

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -20,9 +20,12 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.trees import unflatten
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.lora import is_adapter
+from jaxrl_llm.models.spec import LoraConfig, ModelSpec
 from jaxrl_llm.weights.layout import dtype_of
+from jaxrl_llm.weights.peft import WEIGHTS, export_adapter, to_peft
 from jaxrl_llm.weights.safetensors_files import writing
 from jaxrl_llm.weights.tables import Entry, entries
 
@@ -45,6 +48,13 @@ class Publication:
   """By file name, the xxh3-128 of each tensor's bytes by its Hugging Face name."""
   nbytes: int
   """Of all tensors."""
+  base: Publication | None = None
+  """Of an adapter: what it stands on."""
+
+  @property
+  def adapter(self) -> str | None:
+    """What servers call an adapter; None for whole weights."""
+    return None if self.base is None else f'policy-{self.version.attempt}-{self.version.step}'
 
   @property
   def label(self) -> str:
@@ -104,17 +114,18 @@ class PublicationFolder:
       if directory.exists():
         self._remove(directory)
       unfinished.rename(directory)
-      _sync_directory(self.root)
+      _sync(self.root)
     return publication
 
   def keep_only(self, *publications: Publication) -> None:
-    """Lets all others go; one of them is kept aside, to be written over."""
-    kept = {publication.directory for publication in publications} | {self.root / 'unfinished'}
+    """Lets all others go; one file of whole weights is kept aside, to be written over."""
+    whole = [publication.base for publication in publications if publication.base is not None]
+    kept = {publication.directory for publication in (*publications, *whole)} | {self.root / 'unfinished'}
     with writing(self.root):
       for directory in sorted(self.root.iterdir()):
         if directory in kept:
           continue
-        if (self.root / 'unfinished').exists():
+        if (self.root / 'unfinished').exists() or not (directory / FILE).exists():
           self._remove(directory)
         else:
           directory.rename(self.root / 'unfinished')
@@ -130,7 +141,44 @@ class PublicationFolder:
     shutil.rmtree(self.root, ignore_errors=True)
 
 
-def _sync_directory(path: Path) -> None:
+class AdapterFolder(PublicationFolder):
+  """Versions are adapters in PEFT's form; what they stand on is published once, with the first of them."""
+
+  def __init__(self, root: str | Path, spec: ModelSpec, *, lora: LoraConfig, dtype: str, private: bool = True):
+    super().__init__(root, spec, dtype=dtype, private=private)
+    self._lora, self._base = lora, None
+
+  def write(self, version: Version, leaves: Iterable[tuple[str, np.ndarray]]) -> Publication:
+    """As of whole weights, but the first time with the adapters' arrays among them, and later only of these."""
+    adapters: dict[str, np.ndarray] = {}
+
+    def others() -> Iterator[tuple[str, np.ndarray]]:
+      for name, leaf in leaves:
+        if is_adapter(name):
+          adapters[name] = np.array(leaf)  # It may go.
+        else:
+          yield name, leaf
+
+    if self._base is None:
+      self._base = super().write(version, others())
+    elif (other := next(others(), None)) is not None:
+      raise UserError(f'{other[0]}: no parameter of an adapter, of which alone versions are published; {_ANOTHER}')
+    directory, unfinished = self.root / f'adapter-{version}', self.root / 'unfinished-adapter'
+    with writing(self.root):
+      export_adapter(unfinished, unflatten(adapters), self._spec, self._lora, base=None)
+      for path in unfinished.iterdir():
+        _sync(path)
+      if directory.exists():
+        self._remove(directory)
+      unfinished.rename(directory)
+      _sync(self.root)
+    arrays = dict(to_peft(unflatten(adapters), self._spec))
+    digests = {name: digest(array) for name, array in arrays.items()}
+    nbytes = sum(array.nbytes for array in arrays.values())
+    return Publication(version=version, directory=directory, files={WEIGHTS: digests}, nbytes=nbytes, base=self._base)
+
+
+def _sync(path: Path) -> None:
   handle = os.open(path, os.O_RDONLY)
   try:
     os.fsync(handle)

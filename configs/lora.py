@@ -1,0 +1,32 @@
+"""The quickstart's task with adapters: a base that copies words learns to spell them backward, its weights untouched.
+
+'base' makes what the adapters stand on: a policy from nothing that imitates copying, in full. The default then trains
+adapters on it by SFT on the quickstart's demonstrations, 40 % of them right, and by GRPO.
+
+Paper:     Hu et al. 2021 (arXiv:2106.09685).
+Command:   python launch/train.py --config=configs/lora.py:base
+           python launch/train.py --config=configs/lora.py
+Hardware:  a laptop's CPU.
+Time and result: docs/lora.md.
+"""
+
+import dataclasses
+
+import quickstart
+
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.models.spec import LoraConfig
+from jaxrl_llm.tasks.taskset import DemonstrationsConfig
+
+
+def get_config(variant: str = 'adapters') -> Config:
+  config = quickstart.get_config()
+  sft, _ = config.stages
+  if variant == 'base':
+    copying = DemonstrationsConfig(templates=('{word}',), count=3000)
+    stage = dataclasses.replace(sft, name='copying', demonstrations=copying)
+    return dataclasses.replace(config, name='lora_base', stages=(stage,))
+  if variant != 'adapters':
+    raise ValueError(f'variant {variant!r}: there are adapters, base')
+  policy = dataclasses.replace(config.policy, init_from='runs/lora_base', lora=LoraConfig(rank=32, alpha=64))
+  return dataclasses.replace(config, name='lora', policy=policy)

@@ -1,0 +1,112 @@
+"""What a run's stages compile and keep on the devices, as values: compiled and counted without being run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm.batching.chunks import Chunks
+from jaxrl_llm.learner.forward import build_score
+from jaxrl_llm.learner.state import TrainState, abstract_base, abstract_state
+from jaxrl_llm.learner.update import build_update
+from jaxrl_llm.master.trainer import Stage
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.api import Model
+from jaxrl_llm.models.flops import causal_pairs, model_flops
+from jaxrl_llm.parallel.rules import sharding_of_batch
+
+
+class Program(NamedTuple):
+  name: str
+  lower: Callable[[], jax.stages.Lowered]
+  flops: int
+  """The model's own, over all devices, of one micro-batch whose chunks each hold one sequence of full length."""
+
+
+class Held(NamedTuple):
+  """What a role keeps on the devices from step to step."""
+
+  role: str
+  whole: int
+  """Bytes, counted once."""
+  per_device: int
+  """Bytes on each device, copies included."""
+
+
+def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Iterator[Program]:
+  """The update of each role that the stage trains, and the passes of its annotation."""
+  algorithm, shape = stage.algorithm, stage.shape
+  tokens = shape.ranks * shape.chunks * shape.chunk_len
+  pairs = causal_pairs([shape.chunk_len] * shape.ranks * shape.chunks)
+  arrays = batch_shapes(stage, mesh), jax.ShapeDtypeStruct((), np.int32)
+  constants = {name: jax.ShapeDtypeStruct((), np.float32) for name in algorithm.constants}
+
+  def update(of: Model, loss, optimizer, config, updates: int) -> Callable[[], jax.stages.Lowered]:
+    state = abstract_state(of, optimizer, mesh, offload=config.offload)
+    built = build_update(of, loss, optimizer, config, mesh, state, updates=updates, token_chunk=stage.token_chunk)
+    return lambda: built.lower(state, *arrays, constants, abstract_base(of, mesh))
+
+  def score(of: Model, state: TrainState) -> Callable[[], jax.stages.Lowered]:
+    whole = lora.join(state.params, abstract_base(of, mesh))
+    return lambda: build_score(of, mesh, token_chunk=stage.token_chunk).lower(whole, *arrays)
+
+  flops = lambda of, backward: model_flops(of.spec, tokens, pairs=pairs, backward=backward)
+  own = update(model, algorithm.loss, stage.optimizer, stage.optimizer_config, stage.updates)
+  yield Program('update', own, flops(model, True))
+  if algorithm.reads & {'proximal', 'reference'}:
+    yield Program('logprobs', score(model, abstract_state(model, stage.optimizer, mesh)), flops(model, False))
+  if algorithm.critic_loss is not None:
+    optimizer, config = stage.critic_optimizer, stage.critic_optimizer_config
+    own = update(critic, algorithm.critic_loss, optimizer, config, stage.critic_updates)
+    yield Program('critic update', own, flops(critic, True))
+    yield Program('values', score(critic, abstract_state(critic, optimizer, mesh)), flops(critic, False))
+
+
+def batch_shapes(stage: Stage, mesh: Mesh) -> Chunks:
+  """The arrays of an optimizer step, as the row loader places them."""
+  shape = stage.shape
+  rows = (shape.micro_batches, shape.ranks * shape.chunks)
+  kinds = {'tokens': np.int32, 'positions': np.int32, 'segment_ids': np.int32, 'loss_mask': bool, 'is_expert': bool}
+  per_segment = {'temperature': np.float32, 'pair': np.int32, 'label': np.float32}
+  names = [field for field in Chunks.__dataclass_fields__ if field not in per_segment]
+  of = lambda columns, kind: jax.ShapeDtypeStruct((*rows, columns), kind, sharding=sharding_of_batch(mesh))
+  arrays = {name: of(shape.chunk_len, kinds.get(name, np.float32)) for name in names}
+  return Chunks(**arrays, **{name: of(shape.segments, kind) for name, kind in per_segment.items()})
+
+
+def held(stages: Sequence[Stage], model: Model, critic: Model, mesh: Mesh) -> list[Held]:
+  """By role, the most that any stage keeps; gradients live as long as an update."""
+  found: dict[str, Held] = {}
+
+  def add(role: str, tree: Any) -> None:
+    size = Held(role, *held_bytes(tree))
+    found[role] = max(found.get(role, size), size, key=lambda held: held.whole)
+
+  if model.options.lora is not None:
+    add('base', abstract_base(model, mesh))
+  for stage in stages:
+    state = abstract_state(model, stage.optimizer, mesh, offload=stage.optimizer_config.offload)
+    algorithm = stage.algorithm
+    add('policy', state.params)
+    add('gradients', state.params)
+    add('optimizer', state.opt_state)
+    if 'reference' in algorithm.reads and algorithm.reference.every != 1:
+      add('reference', state.params)
+    if algorithm.critic_loss is not None:
+      state = abstract_state(critic, stage.critic_optimizer, mesh)
+      add('critic', state.params)
+      add('critic optimizer', state.opt_state)
+  return list(found.values())
+
+
+def held_bytes(tree: Any) -> tuple[int, int]:
+  """Bytes of a tree of sharded shapes: counted once, and on each device."""
+  size = lambda shape, leaf: math.prod(shape) * np.dtype(leaf.dtype).itemsize
+  leaves = jax.tree.leaves(tree)
+  whole = sum(size(leaf.shape, leaf) for leaf in leaves)
+  return whole, sum(size(leaf.sharding.shard_shape(leaf.shape), leaf) for leaf in leaves)

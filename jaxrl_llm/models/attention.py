@@ -1,0 +1,117 @@
+"""Attention over a mesh: batch, heads and the queries' time are cut, and every device works on its part by itself.
+
+Invariant: which implementation runs, and whether it can, is decided in one place (`chosen`) from what is known when the
+program is built; it changes rounding, nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxrl_llm.models.spec import ModelOptions
+from jaxrl_llm.ops.attention import Choice, attention, choose
+from jaxrl_llm.ops.fused import fill, run_splash, splash_kernel, splash_length
+from jaxrl_llm.ops.places import Places
+from jaxrl_llm.parallel.mesh import SEQUENCE
+from jaxrl_llm.parallel.rules import RULES, sharding
+
+QUERIES, KEYS = ('batch', 'time', 'heads', None), ('batch', None, 'kv_heads', None)
+"""Logical axes: every device sees all keys and values of its sequences."""
+
+
+def chosen(options: ModelOptions, mesh: Mesh | None, *, time: int, keys: int, same_tokens: bool) -> Choice:
+  """Which implementation computes `time` queries of a row over `keys` keys, and why."""
+  platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+  return choose(
+    options.attention,
+    platform='gpu' if platform in ('cuda', 'rocm') else platform,
+    time=time,
+    keys=keys,
+    same_tokens=same_tokens,
+    dtype=options.dtype,
+    shards=1 if mesh is None else mesh.shape[SEQUENCE],
+  )
+
+
+def sharded_attention(
+  query: Float[Array, 'batch time heads head_dim'],
+  key: Float[Array, 'batch keys kv_heads head_dim'],
+  value: Float[Array, 'batch keys kv_heads head_dim'],
+  of_queries: Places,
+  of_keys: Places,
+  *,
+  choice: Choice,
+  mesh: Mesh | None,
+  window: int | None = None,
+  softcap: float | None = None,
+  interpret: bool = False,
+) -> Float[Array, 'batch time heads head_dim']:
+  """`attention`, by each device of the mesh on its part; the masked one is left to the compiler to cut."""
+  rule = dict(window=window, softcap=softcap, interpret=interpret)
+  compute = functools.partial(attention, implementation=choice.implementation, block=choice.block, **rule)
+  if mesh is None or choice.implementation == 'masked':
+    return compute(query, key, value, of_queries, of_keys)
+  if choice.implementation == 'splash':
+    return _sharded_splash(query, key, value, of_queries, mesh, **rule)
+  same_tokens = of_queries is of_keys and mesh.shape[SEQUENCE] == 1
+
+  def local(query, key, value, of_queries, of_keys):
+    # The object itself says that they are the same tokens, on each device too where time is not cut.
+    of_keys = of_queries if same_tokens else of_keys
+    return compute(query, key, value, of_queries, of_keys)
+
+  return _over(mesh, local, query, key, value, of_queries, of_keys)
+
+
+def _sharded_splash(query, key, value, places: Places, mesh: Mesh, **rule) -> Array:
+  """The kernel's list of blocks is an argument, so that each device has those of its own queries."""
+  time, shards = query.shape[1], mesh.shape[SEQUENCE]
+  length = splash_length(time, shards=shards)
+  query, key, value = (fill(x, length) for x in (query, key, value))
+  places = Places(*(fill(x, length) for x in places))
+  kernel = splash_kernel(length, shards=shards, **rule)
+  spec = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, RULES['time'])))
+
+  def local(query, key, value, of_queries, of_keys, kernel):
+    return run_splash(kernel, query, key, value, of_queries.segment_ids, of_keys.segment_ids)
+
+  return _over(mesh, local, query, key, value, places, places, (kernel, spec))[:, :time]
+
+
+def _over(mesh: Mesh, local, query, key, value, of_queries: Places, of_keys: Places, *more) -> Array:
+  """Maps `local` over the mesh by the table of rules; `more` are further arguments, each with its spec."""
+  spec = lambda x, axes: sharding(mesh, axes, x.shape).spec
+  of_query = spec(query, QUERIES)
+  # A key-value head that is not cut although queries' heads are: each device picks those that its heads share.
+  picks = of_query[2] is not None and spec(key, KEYS)[2] is None
+
+  def each(query, key, value, *rest):
+    if picks:
+      key, value = _of_own_heads(query, key, value, total=heads)
+    return local(query, key, value, *rest)
+
+  heads = query.shape[2]
+  places = Places(*(spec(x, QUERIES[:2]) for x in of_queries)), Places(*(spec(x, KEYS[:2]) for x in of_keys))
+  mapped = jax.shard_map(
+    each,
+    mesh=mesh,
+    in_specs=(of_query, spec(key, KEYS), spec(value, KEYS), *places, *(part for _, part in more)),
+    out_specs=of_query,
+    check_vma=False,
+  )
+  return mapped(query, key, value, of_queries, of_keys, *(x for x, _ in more))
+
+
+def _of_own_heads(query, key, value, *, total: int) -> tuple[Array, Array]:
+  """Of all key-value heads those that this device's heads share, each as often as runs of these need it."""
+  own, group = query.shape[2], total // key.shape[2]
+  run = math.gcd(own, group)
+  first = jax.lax.axis_index(RULES['heads']) * own
+  picked = (first + jnp.arange(0, own, run)) // group
+  return key[:, :, picked], value[:, :, picked]

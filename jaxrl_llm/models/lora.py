@@ -1,0 +1,102 @@
+"""Adapters (LoRA) apart from what they stand on, beside it, and merged into it: parameters as data.
+
+Invariant: a model with adapters is one nested dict like any other; `split` and `join` only take it apart and put it
+together again, no array is copied, and what is trained is what `split` gives first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray, UInt32
+
+from jaxrl_llm.core.trees import flatten, unflatten
+from jaxrl_llm.core.types import Params
+from jaxrl_llm.models.spec import LoraConfig, ModelOptions, ModelSpec
+
+_A, _B, _KERNEL = '/lora_a', '/lora_b', '/kernel'
+
+
+def fresh(params: Params, lora: LoraConfig, key: PRNGKeyArray | UInt32[Array, '2']) -> Params:
+  """New adapters for a tree of kernels, which change nothing yet: as in PEFT, A is uniform in ±1/√in, and B is 0.
+
+  They are at least float32, as masters of what is trained have to be.
+  """
+  targets = {name: leaf for name, leaf in sorted(flatten(params).items()) if _is_target(name, lora)}
+  adapters = {}
+  for (name, kernel), own in zip(targets.items(), jax.random.split(key, len(targets)), strict=True):
+    module, dtype = name.removesuffix(_KERNEL), jnp.promote_types(kernel.dtype, jnp.float32)
+    *layers, features, inputs = kernel.shape
+    bound = inputs**-0.5
+    adapters[module + _A] = jax.random.uniform(own, (*layers, lora.rank, inputs), dtype, -bound, bound)
+    adapters[module + _B] = jnp.zeros((*layers, features, lora.rank), dtype)
+  return unflatten(adapters)
+
+
+def _is_target(name: str, lora: LoraConfig) -> bool:
+  *_, module, leaf = name.split('/')
+  return leaf == 'kernel' and module in lora.targets
+
+
+def split(params: Params, spec: ModelSpec, options: ModelOptions) -> tuple[Params, Params | None]:
+  """What is trained, and what it stands on.
+
+  Trained are the adapters, and the output of a model that generates nothing, which is drawn afresh. Without adapters
+  all is trained, and it stands on nothing (None).
+
+  Args:
+    params: tree of arrays, or of what stands for them (shapes, shardings, axes).
+  """
+  if options.lora is None:
+    return params, None
+  trained: dict[str, Any] = {}
+  frozen: dict[str, Any] = {}
+  for name, leaf in flatten(params).items():
+    own = is_adapter(name) or (spec.head != 'lm' and name.startswith('head/'))
+    (trained if own else frozen)[name] = leaf
+  return unflatten(trained), unflatten(frozen)
+
+
+def join(params: Params, others: Params | None) -> Params:
+  """One tree of both, the inverse of `split`; where both have an array, that of `params` counts."""
+  return params if others is None else unflatten(flatten(others) | flatten(params))
+
+
+def is_adapter(name: str) -> bool:
+  """Whether a flat name is that of an adapter's array."""
+  return name.endswith((_A, _B))
+
+
+def merged(params: Params, lora: LoraConfig | None) -> Iterator[tuple[str, Any]]:
+  """(name, array) of a model of the same function without adapters, sorted by name, each made when it is asked for.
+
+  Kernels with an adapter are W + alpha/rank · B·A, computed and given in at least float32; all else is passed on, and
+  so is everything where `lora` is None.
+  """
+  flat = flatten(params)
+  for name in sorted(flat):
+    module = name.removesuffix(_KERNEL)
+    if lora is not None and name.endswith(_KERNEL) and module + _A in flat:
+      yield name, _merged(flat[name], flat[module + _A], flat[module + _B], lora.scale)
+    elif lora is None or not is_adapter(name):
+      yield name, flat[name]
+
+
+def merge(params: Params, lora: LoraConfig | None) -> Params:
+  """`merged` as a tree."""
+  return params if lora is None else unflatten(dict(merged(params, lora)))
+
+
+@jax.jit
+def _merged(
+  kernel: Float[Array, '*layers out in'],
+  a: Float[Array, '*layers rank in'],
+  b: Float[Array, '*layers out rank'],
+  scale: float | Float[Array, ''],
+) -> Float[Array, '*layers out in']:
+  wide = jnp.promote_types(kernel.dtype, jnp.float32)
+  product = jnp.matmul(b.astype(wide), a.astype(wide), precision=jax.lax.Precision.HIGHEST)
+  return kernel.astype(wide) + scale * product

@@ -1,0 +1,96 @@
+"""Devices that are not here, for the compilers that run without them: TPU slices, and GPUs of a described kind.
+
+Compiling for them wants libtpu or JAX's CUDA plugin (launch/install_aot.sh), and no such device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+from jaxrl_llm.core.errors import UserError
+
+
+class Chip(NamedTuple):
+  """One device of a kind, by its maker's data sheet."""
+
+  platform: Literal['tpu', 'cuda']
+  memory_bytes: int
+  peak_flops: float
+  """Dense bfloat16 operations per second."""
+
+
+GB, GIB = 10**9, 1 << 30
+CHIPS: Mapping[str, Chip] = {
+  'v4': Chip('tpu', 32 * GIB, 275e12),
+  'v5e': Chip('tpu', 16 * GIB, 197e12),
+  'v5p': Chip('tpu', 95 * GIB, 459e12),
+  'v6e': Chip('tpu', 32 * GIB, 918e12),
+  'h100': Chip('cuda', 80 * GB, 989e12),
+  'h200': Chip('cuda', 141 * GB, 989e12),
+}
+_MODULES = {'tpu': 'libtpu', 'cuda': 'jax_plugins.xla_cuda12'}
+_TPU_SHAPES = {'v4': 3, 'v5e': 2, 'v5p': 3, 'v6e': 2}
+"""Dimensions of a slice."""
+_HOPPER = """gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: {bandwidth} l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: {memory} shared_memory_per_block_optin: 232448
+  cuda_compute_capability {{ major: 9 }} registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}} platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} device_description_str: "{name}"
+"""
+"""What XLA's GPU compiler wants to know of a Hopper (xla/stream_executor/device_description.proto)."""
+_GPUS = {
+  'h100': dict(bandwidth=3_352_320_000_000, memory=84_942_979_072, name='NVIDIA H100 80GB HBM3'),
+  'h200': dict(bandwidth=4_800_000_000_000, memory=150_110_011_392, name='NVIDIA H200'),
+}
+
+
+def parse_topology(name: str) -> tuple[str, tuple[int, ...]]:
+  """'v5e:4x4' as chip and shape; of GPUs 'h100:8' (one host) or 'h100:2x8' (hosts × GPUs)."""
+  match = re.fullmatch(r'(\w+):(\d+(?:x\d+)*)', name)
+  chip = match and match[1]
+  shape = tuple(map(int, match[2].split('x'))) if match else ()
+  if chip not in CHIPS:
+    raise UserError(f'topology {name!r}: wanted CHIP:SHAPE with a chip of {", ".join(CHIPS)}, as v5e:4x4 or h100:8')
+  wanted = _TPU_SHAPES.get(chip)
+  if min(shape) < 1 or (wanted is not None and len(shape) != wanted) or (wanted is None and len(shape) > 2):
+    example = {2: '4x4', 3: '2x2x4', None: '8, or 2x8 for two hosts'}[wanted]
+    raise UserError(f'topology {name!r}: {chip} wants a shape such as {example}')
+  return chip, shape
+
+
+def has_compiler(chip: str) -> bool:
+  """Whether this environment can compile for the chip."""
+  try:
+    return importlib.util.find_spec(_MODULES[CHIPS[chip].platform]) is not None
+  except ModuleNotFoundError:
+    return False
+
+
+def topology_devices(name: str) -> list[jax.Device]:
+  """The devices of a topology, to build a mesh of and compile for; nothing can be put on them.
+
+  Raises:
+    UserError: for a shape that the compiler does not know, in its own words.
+  """
+  chip, shape = parse_topology(name)
+  try:
+    if CHIPS[chip].platform == 'cuda':
+      hosts, gpus = shape if len(shape) == 2 else (1, shape[0])
+      target = _HOPPER.format(**_GPUS[chip])
+      found = topologies.get_topology_desc(platform='cuda', target_config=target, topology=f'1x{hosts}x{gpus}')
+    else:
+      # A single chip is less than a host of any kind has.
+      single = {'chips_per_host_bounds': (1, 1, 1)} if math.prod(shape) == 1 else {}
+      found = topologies.get_topology_desc(platform='tpu', topology_name=name, **single)
+  except (jax.errors.JaxRuntimeError, ValueError) as error:
+    raise UserError(f'topology {name!r}: the compiler does not know it: {str(error).splitlines()[0]}') from None
+  return list(found.devices)

@@ -1,0 +1,81 @@
+"""Adapters as a directory that the `peft` library, vLLM and others load: adapter_config.json and its weights.
+
+Invariant: names come from the family's weights table, as those of the models do; A and B are stored as they are trained
+(`[rank, in]` and `[out, rank]`, which is PEFT's own arrangement).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxrl_llm.core.trees import flatten
+from jaxrl_llm.core.types import Params
+from jaxrl_llm.models.spec import LoraConfig, ModelSpec
+from jaxrl_llm.weights.hf_config import write_json
+from jaxrl_llm.weights.safetensors_files import writing
+from jaxrl_llm.weights.tables import Entry, entries
+
+CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
+_PREFIX = 'base_model.model.'
+_ARRAYS = {'lora_a': 'lora_A', 'lora_b': 'lora_B'}
+_HEAD = 'score'
+"""transformers' name of the module of one output."""
+
+
+def to_peft(params: Params, spec: ModelSpec) -> Iterator[tuple[str, np.ndarray]]:
+  """The arrays of adapters, scanned or unrolled, under PEFT's names; and the output, where that is trained too."""
+  flat = flatten(params)
+  for entry in entries(spec):
+    for name in {entry.path, entry.unrolled}:
+      module, _, kind = name.rpartition('/')
+      if name in flat:
+        yield _PREFIX + entry.hf, np.ascontiguousarray(flat[name])
+      elif kind == 'kernel':
+        for ours, theirs in _ARRAYS.items():
+          if (array := flat.get(f'{module}/{ours}')) is not None:
+            stacked = name == entry.path
+            yield (
+              f'{_PREFIX}{_module(entry)}.{theirs}.weight',
+              np.ascontiguousarray(array[entry.layer] if stacked else array),
+            )
+
+
+def export_adapter(
+  directory: str | Path, params: Params, spec: ModelSpec, lora: LoraConfig, *, base: str | None
+) -> None:
+  """Writes the directory; weights last, so that with them it is whole.
+
+  Args:
+    directory: where; made if need be.
+    params: what is trained (`models.lora.split`), NumPy or addressable JAX arrays.
+    spec: the model that the adapters belong to.
+    base: what they stand on: a directory or hub id; None: who loads them has to know.
+  """
+  directory = Path(directory)
+  of = {entry.path.split('/')[-2]: _module(entry) for entry in entries(spec) if entry.path.endswith('/kernel')}
+  config: dict[str, Any] = {
+    'peft_type': 'LORA',
+    'task_type': 'CAUSAL_LM' if spec.head == 'lm' else 'SEQ_CLS',
+    'base_model_name_or_path': base,
+    'r': lora.rank,
+    'lora_alpha': lora.alpha,
+    'lora_dropout': 0.0,
+    'bias': 'none',
+    'target_modules': [of[target].rpartition('.')[2] for target in lora.targets],
+    'modules_to_save': None if spec.head == 'lm' else [_HEAD],
+    'fan_in_fan_out': False,
+    'inference_mode': True,
+  }
+  with writing(directory):
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(directory / CONFIG, config)
+    save_file(dict(to_peft(params, spec)), directory / WEIGHTS, metadata={'format': 'pt'})
+
+
+def _module(entry: Entry) -> str:
+  return entry.hf.removesuffix('.weight')

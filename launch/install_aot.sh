@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Makes the environment that compiles for TPUs and GPUs which are not here (launch/train.py --dry_run --topology=...):
+# the trainer's packages, libtpu, and JAX's CUDA plugin without CUDA.
+#
+#   bash launch/install_aot.sh [--target=DIR]
+#
+# DIR is .venv-aot, where `--topology` looks for it (1.5 GB). Installing is skipped where nothing changed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+SAY=install_aot
+source launch/environment.sh
+
+venv=.venv-aot
+while [ $# -gt 0 ]; do
+  case $1 in
+    --target=?*) venv=${1#--target=} ;;
+    *) fail "$1: unknown argument; wanted [--target=DIR]" ;;
+  esac
+  shift
+done
+
+python=$(find_python)
+version=$(version_of "$python")
+constraints=constraints/py${version/./}.txt
+begin_separate_environment "$venv" "$python" install_aot launch/install_aot.sh pyproject.toml \
+  <(cat "$constraints" 2>/dev/null; echo "$PWD") || exit 0
+arguments=(--editable . --group aot)
+if [ -f "$constraints" ]; then
+  say "installing the trainer's packages and the compilers into $venv (versions of $constraints)"
+  arguments+=(--constraint "$constraints")
+else
+  say "installing the trainer's packages and the compilers into $venv; no tested versions are on record for Python $version"
+fi
+"$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "${arguments[@]}" ||
+  fail "uv could not install the packages (its own words are above)"
+"$venv/bin/python" -c 'from importlib.metadata import version as v; print("install_aot: JAX", v("jax"), "libtpu", v("libtpu"), "CUDA plugin", v("jax-cuda12-plugin"))'
+end_separate_environment

@@ -1,0 +1,131 @@
+"""Adapters through the real program: what is committed, what a kill leaves, what is refused, what comes out."""
+
+import json
+import shutil
+
+import job
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+pytestmark = pytest.mark.full
+RANK, ALPHA = 4, 8
+
+
+def config(base, *flags):
+  """The quickstart's job in seconds, on another run's weights; GRPO with a reference that is refreshed."""
+  grpo = {'kl_loss_coef': 0.05, 'reference': {'every': 3}}
+  return (
+    *job.QUICK,
+    f'--config.policy.init_from={base}',
+    f'--config.policy.lora.rank={RANK}',
+    f'--config.policy.lora.alpha={ALPHA}',
+    '--config.stages.grpo.minibatches=2',
+    f'--config.stages.grpo.algorithm.options={json.dumps(grpo)}',
+    *flags,
+  )
+
+
+@pytest.fixture(scope='module')
+def base(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp('base') / 'run'
+  job.train(workdir, '--config.stages.sft.steps=4', '--config.stages.grpo.steps=1')
+  return workdir
+
+
+@pytest.fixture(scope='module')
+def adapted(base, tmp_path_factory):
+  workdir = tmp_path_factory.mktemp('lora') / 'run'
+  job.train(workdir, config=config(base))
+  return workdir
+
+
+def weights(run, part='hf'):
+  return load_file(run / part / ('model.safetensors' if part == 'hf' else 'adapter_model.safetensors'))
+
+
+def test_adapters_alone_are_committed_and_move(adapted, base):
+  arrays = job.newest_arrays(adapted)
+  for path, (_, shape, _) in arrays.items():
+    assert 'lora_' in path or not shape, path
+  of = lambda *words: [path for path in arrays if 'lora_a' in path and all(word in path for word in words)]
+  targets = 2 * 7
+  assert len(of("['params']")) == len(of("['reference']")) == targets
+  assert len(of("['opt_state']")) == 2 * targets
+  rows = job.rows(adapted)
+  rows = [row for row in job.rows(adapted) if 'actor/reference_step' in row]
+  assert [row['actor/reference_step'] for row in rows] == [12, 12, 12, 15, 15, 15, 18, 18]
+  assert max(row['sampling/sampling_logp_difference/max'] for row in rows) < 1e-4
+  assert {row['perf/compilations'] for row in rows[1:]} == {0}
+  assert sum(row['actor/kl_loss'] for row in rows) > 0, 'the reference stands still while the adapters move'
+
+
+def test_the_merged_export_is_base_and_adapter(adapted, base):
+  before, after, adapter = weights(base), weights(adapted), weights(adapted, 'adapter')
+  assert before.keys() == after.keys()
+  for name in after:
+    module = f'base_model.model.{name.removesuffix(".weight")}'
+    if f'{module}.lora_A.weight' in adapter:
+      a, b = (adapter[f'{module}.lora_{part}.weight'].astype(np.float64) for part in 'AB')
+      assert np.abs(b).max() > 0
+      np.testing.assert_allclose(after[name], before[name] + ALPHA / RANK * b @ a, rtol=0, atol=1e-6)
+    else:
+      np.testing.assert_array_equal(after[name], before[name])
+  assert json.loads((adapted / 'adapter/adapter_config.json').read_text())['base_model_name_or_path'] == f'{base}/hf'
+
+
+def test_a_killed_run_goes_on_bit_for_bit(adapted, base, tmp_path):
+  run = tmp_path / 'run'
+  for count in (5, 18):  # Inside each stage.
+    process = job.start(run, config=config(base))
+    job.wait_for_rows(run, count, process)
+    job.kill(process)
+  job.train(run, config=config(base))
+  job.assert_equal_runs(run, adapted)
+  assert job.files(run / 'adapter') == job.files(adapted / 'adapter')
+
+
+def test_two_processes_do_the_same(adapted, base, tmp_path):
+  run = tmp_path / 'run'
+  job.train(run, config=config(base), processes=2)
+  found, wanted = ([row['actor/loss'] for row in job.rows(path) if 'actor/loss' in row][:12] for path in (run, adapted))
+  np.testing.assert_allclose(found, wanted, rtol=1e-4)
+  for name, array in weights(run, 'adapter').items():
+    assert array.shape == weights(adapted, 'adapter')[name].shape
+
+
+def test_adapters_of_other_weights_are_refused(base, tmp_path):
+  own, run = tmp_path / 'base', tmp_path / 'run'
+  shutil.copytree(base, own)
+  process = job.start(run, config=config(own))
+  job.wait_for_rows(run, 5, process)
+  job.kill(process)
+  file = own / 'hf/model.safetensors'
+  data = bytearray(file.read_bytes())
+  data[-1] ^= 1
+  file.write_bytes(data)
+  error = job.train(run, config=config(own), expect=2).stderr
+  assert 'no longer gives the weights that the adapters of the commit at step 3 were trained on' in error
+
+
+@pytest.mark.parametrize(
+  ('name', 'flags', 'stage', 'key'),
+  [
+    (
+      'ppo.py',
+      ('--config.stages.1.steps=3', '--config.stages.1.algorithm.options.critic_warmup=1'),
+      'ppo',
+      'critic/vf_loss',
+    ),
+    ('dpo.py', ('--config.stages.1.steps=3',), 'dpo', 'rewards/accuracies'),
+  ],
+)
+def test_other_algorithms_train_adapters_too(base, tmp_path, name, flags, stage, key):
+  run = tmp_path / 'run'
+  own = [flag for flag in config(base, *flags) if not flag.startswith(('--config=', '--config.stages.grpo'))]
+  own = [flag.replace('stages.sft', 'stages.0') for flag in own]
+  pairs = ('--config.preferences.0.size=300', '--config.preferences.1.size=50') if stage == 'dpo' else ()
+  small = ('--config.stages.1.groups_per_batch=6', '--config.stages.1.group_size=4') if stage == 'ppo' else ()
+  job.train(run, config=(f'--config=configs/{name}', *own, *pairs, *small))
+  assert len([row for row in job.rows(run) if row['stage'] == stage and key in row]) == 3
+  assert all('lora_' in p or not shape or 'critic' in p for p, (_, shape, _) in job.newest_arrays(run).items())

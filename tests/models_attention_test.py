@@ -1,0 +1,124 @@
+"""Attention over a mesh of eight devices: the same values and gradients as on one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.trees import flatten, unflatten
+from jaxrl_llm.models.api import build_model
+from jaxrl_llm.models.attention import sharded_attention
+from jaxrl_llm.models.families import tiny
+from jaxrl_llm.models.spec import ModelOptions
+from jaxrl_llm.ops.attention import Choice
+from jaxrl_llm.ops.places import Places
+from jaxrl_llm.parallel.mesh import AXES, MeshConfig, build_mesh
+
+MESHES = {
+  'fsdp': dict(fsdp=8),
+  'tensor': dict(tensor=2),
+  # 12 heads that share 3: parts of 3 or of 2 heads, across the borders of the groups of 4 and within them.
+  'tensor does not divide the shared heads': dict(tensor=4),
+  'groups are cut': dict(tensor=6),
+  'sequence': dict(sequence=8),
+  'mixed': dict(data=2, sequence=2, tensor=2),
+}
+
+
+# Compiling takes longer than running: LLVM may do less.
+quick = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
+
+
+def mesh_of(name):
+  sizes = dict.fromkeys(AXES, 1) | MESHES[name]
+  return build_mesh(MeshConfig(**sizes), jax.devices()[: int(np.prod(list(sizes.values())))])
+
+
+def draw(dtype, time=40, rows=((10, 20), (40,), (), (7, 9, 11), (33, 3), (1, 1, 1), (25,), (39,))):
+  rng = np.random.default_rng(0)
+  ids = [[i + 1 for i, n in enumerate(row) for _ in range(n)] for row in rows]
+  at = [[p for n in row for p in range(n)] for row in rows]
+  full = lambda lists: jnp.array([x + [0] * (time - len(x)) for x in lists], jnp.int32)
+  shape = lambda heads: (len(rows), time, heads, 16)
+  arrays = tuple(jnp.asarray(rng.normal(size=shape(heads)), dtype) for heads in (12, 3, 3, 12))
+  return arrays, Places(full(ids), full(at))
+
+
+def value_and_gradient(mesh, implementation, arrays, places, **rule):
+  *inputs, weight = arrays
+
+  def loss(*inputs):
+    choice = Choice(implementation, '', block=8)
+    out = sharded_attention(*inputs, places, places, choice=choice, mesh=mesh, **rule)
+    return (out * weight).sum(), out
+
+  gradients, out = quick(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*inputs)
+  return jax.device_get((out, *gradients))
+
+
+def assert_same(found, wanted, tolerance):
+  for got, want in zip(found, wanted, strict=True):
+    assert np.linalg.norm(want) > 0
+    assert np.linalg.norm(got - want) <= tolerance * np.linalg.norm(want)
+
+
+QUICK = ('groups are cut', 'mixed')
+CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in MESHES]
+
+
+@pytest.mark.parametrize('implementation', ['masked', 'blockwise'])
+@pytest.mark.parametrize('name', CASES)
+def test_no_mesh_changes_values_or_gradients(name, implementation):
+  with jax.enable_x64(True):
+    case = draw('float64')
+    wanted = value_and_gradient(None, 'masked', *case, window=12, softcap=2.0)
+    found = value_and_gradient(mesh_of(name), implementation, *case, window=12, softcap=2.0)
+  assert_same(found, wanted, 1e-12)
+
+
+def test_a_length_that_no_device_count_divides():
+  with jax.enable_x64(True):
+    case = draw('float64', time=41)
+    found = value_and_gradient(mesh_of('mixed'), 'blockwise', *case)
+    assert_same(found, value_and_gradient(None, 'masked', *case), 1e-12)
+
+
+def test_splash_over_cut_sequences_and_heads():
+  case = draw('float32', time=300, rows=((100, 190), (299,)))
+  found = value_and_gradient(mesh_of('mixed'), 'splash', *case, window=90, softcap=2.0, interpret=True)
+  assert_same(found, value_and_gradient(None, 'masked', *case, window=90, softcap=2.0), 1e-6)
+
+
+@functools.cache
+def gradient_of_a_model(mesh_name, **options):
+  """Of a scanned decoder with remat, over packed rows."""
+  with jax.enable_x64(True):
+    spec = tiny('qwen3', 19, hidden_size=24, intermediate_size=40, head_dim=16, num_attention_heads=4)
+    mesh = None if mesh_name is None else mesh_of(mesh_name)
+    model = build_model(spec, ModelOptions(dtype='float64', scan_layers=True, remat='full', **options), mesh)
+    shapes = flatten(jax.eval_shape(model.init, jax.random.key(0)))
+    rng = np.random.default_rng(0)
+    params = {name: jnp.asarray(0.3 * rng.normal(size=x.shape) + (x.ndim == 1)) for name, x in shapes.items()}
+    (_, places), weight = draw('float64'), rng.normal(size=(8, 40, 24))
+    tokens = jnp.asarray(rng.integers(0, 19, (8, 40)), jnp.int32)
+
+    def loss(params):
+      hidden = model.apply(unflatten(params), tokens, places.positions, places.segment_ids)
+      return (hidden * weight * (places.segment_ids > 0)[..., None]).sum()
+
+    return jax.device_get(quick(jax.grad(loss))(params))
+
+
+@pytest.mark.parametrize('name', [None, 'mixed'])
+def test_a_decoder_by_blocks_has_the_same_gradient(name):
+  found, wanted = gradient_of_a_model(name, attention='blockwise'), gradient_of_a_model(None, attention='masked')
+  assert found.keys() == wanted.keys()
+  assert_same(found.values(), [wanted[path] for path in found], 1e-12)
+
+
+def test_a_kernel_that_is_not_there_is_refused_when_the_model_is_built():
+  with pytest.raises(UserError, match='splash does not run on this platform'):
+    build_model(tiny('qwen2', 9), ModelOptions(attention='splash'))

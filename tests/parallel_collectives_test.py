@@ -1,0 +1,77 @@
+"""Collectives of programs that eight CPU devices really run, and of the forms that other compilers write."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl_llm.parallel.collectives import Traffic, traffic
+from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
+
+
+def compiled_text(function, *arguments):
+  return jax.jit(function).lower(*arguments).compile().as_text()
+
+
+@pytest.fixture(scope='module')
+def cut():
+  mesh = build_mesh(MeshConfig())
+  return lambda shape, *axes: jax.ShapeDtypeStruct(
+    shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*axes))
+  )
+
+
+def test_a_product_over_the_cut_dimension_is_one_reduction(cut):
+  found = traffic(compiled_text(lambda x, w: x @ w, cut((16, 32), None, 'fsdp'), cut((32, 4), 'fsdp')))
+  assert found == {'all-reduce': Traffic(1, 16 * 4 * 4)}
+
+
+@pytest.mark.parametrize('layers', [1, 5])
+def test_a_loop_of_known_length_counts_that_often(cut, layers):
+  whole = lambda w: jax.lax.with_sharding_constraint(w, cut((8, 8)).sharding)
+  chain = lambda x, ws: jax.lax.scan(lambda x, w: (jnp.tanh(x @ whole(w)), None), x, ws)[0]
+  found = traffic(compiled_text(chain, cut((16, 8), 'fsdp'), cut((layers, 8, 8), None, 'fsdp')))
+  assert found == {'all-gather': Traffic(layers, layers * 8 * 8 * 4)}
+
+
+def test_a_loop_of_unknown_length_counts_once(cut):
+  def loop(x, w, n):
+    step = lambda _, x: jnp.tanh(x @ w)
+    return jax.lax.fori_loop(0, n, step, x)
+
+  text = compiled_text(loop, cut((16, 32), None, 'fsdp'), cut((32, 32), 'fsdp'), np.int32(3))
+  assert sum(kind.count for kind in traffic(text).values()) in (1, 2)
+
+
+def test_nothing_is_sent_where_nothing_is_cut():
+  assert traffic(compiled_text(lambda x: x @ x, jnp.ones((4, 4)))) == {}
+
+
+PROGRAM = """HloModule jit_f
+%fused_computation (p: bf16[8]) -> bf16[2] {
+  %p = bf16[8]{0} parameter(0)
+  %r = bf16[8]{0} all-reduce(%p), to_apply=%add
+  ROOT %s = bf16[2]{0} dynamic-slice(%r)
+}
+
+%all-reduce-scatter.3 (p: bf16[8]) -> bf16[2] {
+  %p.1 = bf16[8]{0} parameter(0)
+  ROOT %r.1 = bf16[8]{0:T(256)} all-reduce(%p.1), to_apply=%add
+}
+
+ENTRY %main (a: bf16[4,2]) -> bf16[2] {
+  %g = (bf16[4,2]{1,0}, bf16[16,2]{1,0}) all-gather-start(%a), dimensions={0}
+  %d = bf16[16,2]{1,0} all-gather-done(%g)
+  %f = bf16[2]{0} fusion(%d), kind=kLoop, calls=%fused_computation
+  ROOT %h = bf16[2]{0} fusion(%f), kind=kCustom, calls=%all-reduce-scatter.3
+}
+"""
+
+
+def test_starts_count_their_result_and_fused_reductions_are_found():
+  assert traffic(PROGRAM) == {
+    'all-gather': Traffic(1, 16 * 2 * 2),
+    'reduce-scatter': Traffic(1, 16),
+    'all-reduce': Traffic(1, 16),
+  }
