@@ -71,8 +71,9 @@ def test_moments_in_host_memory_leave_the_devices(sharded):
 
 
 def test_the_training_step_compiles_for_a_gpu():
-  text = dry_run('h100:4', '--config.learner.mesh.fsdp=2', '--config.learner.mesh.sequence=2')
-  assert '4 × NVIDIA H100 80GB HBM3: data=1 fsdp=2 sequence=2 tensor=1' in text
+  text = dry_run('h100:4', '--config.learner.mesh.fsdp=2', '--config.learner.mesh.tensor=2')
+  assert 'attention in training: blockwise' in text
+  assert '4 × NVIDIA H100 80GB HBM3: data=1 fsdp=2 sequence=1 tensor=2' in text
   assert 'does not fit' not in line_of('update', text)
 
 

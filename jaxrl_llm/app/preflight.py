@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -30,7 +31,7 @@ from jaxrl_llm.models.attention import chosen
 from jaxrl_llm.models.families import FAMILIES
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
 from jaxrl_llm.parallel.mesh import build_mesh
-from jaxrl_llm.parallel.topology import parse_topology, topology_devices
+from jaxrl_llm.parallel.topology import CHIPS, parse_topology, topology_devices
 from jaxrl_llm.rollout.embedded import build_programs
 from jaxrl_llm.tasks.sources import SOURCES
 
@@ -65,7 +66,8 @@ def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = Non
   with tempfile.TemporaryDirectory() as scratch:
     prepared = prepare(config, pathlib.Path(scratch))
   stages = build_stages(config, mesh, prepared.spec.vocab_size)
-  model = build_model(model_spec(config, prepared.spec), policy_options(config), mesh)
+  chip = None if topology is None else parse_topology(topology)[0]
+  model = build_model(model_spec(config, prepared.spec), _options(config, chip), mesh)
   critic = critic_model(model)
   shapes = jax.eval_shape(model.init, jax.random.key(0))
   trained, _ = lora.split(shapes, model.spec, model.options)
@@ -89,7 +91,6 @@ def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = Non
   if topology is None:
     _print_servers(config, console, workdir)
   console.print(held_table(mesh, held(stages, model, critic, mesh)))
-  chip = None if topology is None else parse_topology(topology)[0]
   refused = []
   for stage in stages:
     for program in stage_programs(stage, model, critic, mesh):
@@ -105,6 +106,13 @@ def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = Non
       f'topology {topology}: {", ".join(refused)}: more memory than a device has (above, by how much); use more '
       'devices, policy.remat, policy.dtype=bfloat16, fewer learner.chunks_per_rank, or another engine'
     )
+
+
+def _options(config: Config, chip: str | None) -> ModelOptions:
+  """As trained with, but for GPUs' fused attention, which compiles only where there is a GPU."""
+  options = policy_options(config)
+  absent = chip is not None and CHIPS[chip].platform == 'cuda'
+  return dataclasses.replace(options, attention='blockwise') if absent and options.attention == 'auto' else options
 
 
 def _engine_programs(config: Config, spec: ModelSpec, device: jax.Device) -> Iterator[tuple[str, jax.stages.Lowered]]:
