@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import jax
 from jax.sharding import Mesh
+from rich.console import Group
 from rich.table import Table
 
 from jaxrl_llm.app.programs import Held, Program
@@ -21,17 +22,17 @@ _READABLE = {'tpu': {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}
 _TOO_MUCH = re.compile(r'Used ([\d.]+\w) of ([\d.]+\w) hbm. Exceeded[^.]* by ([\d.]+\w)')
 
 
-def held_table(mesh: Mesh, roles: Sequence[Held]) -> Table:
+def held_table(mesh: Mesh, roles: Sequence[Held]) -> Group:
   """The mesh's axes, and by role the bytes of the whole and on each device."""
   device = mesh.devices.flat[0]
   axes = ' '.join(f'{axis}={size}' for axis, size in mesh.shape.items())
-  table = Table(title=f'{mesh.devices.size} × {device.device_kind}: {axes}', title_justify='left')
+  table = Table()
   table.add_column('role')
   table.add_column('MB', justify='right')
   table.add_column('MB a device', justify='right')
   for role in roles:
     table.add_row(role.role, f'{role.whole / 1e6:,.1f}', f'{role.per_device / 1e6:,.1f}')
-  return table
+  return Group(f'{mesh.devices.size} × {device.device_kind}: {axes}', table)
 
 
 def compiled_line(program: Program, mesh: Mesh, chip: str | None) -> tuple[str, bool]:
