@@ -131,7 +131,7 @@ def test_micro_batches_packing_padding_and_chunks_change_nothing(folder, name):
 
 
 PACKED = {'chunks': 3, 'chunk_len': 48, 'token_chunk': 8, 'scan': True, 'remat': 'full'}
-SHARDED = {'chunks': 2, 'axes': (('fsdp', 2), ('tensor', 2))}
+SHARDED = {'chunks': 2, 'axes': (('fsdp', 2), ('sequence', 2), ('tensor', 2))}
 
 
 @pytest.mark.full
@@ -144,6 +144,19 @@ def test_nothing_about_the_layout_changes_the_decoders_gradient(folder, name, pr
   whole = found_of(folder, name, model='decoder', dtype=precision)
   for cut in cuts:
     assert_same(found_of(folder, name, model='decoder', dtype=precision, **cut), whole, precision)
+
+
+MESHES = [{'fsdp': 8}, {'sequence': 8}, {'tensor': 2}, {'data': 2, 'fsdp': 2, 'sequence': 2}]
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize('precision', ['float32', 'float64'])
+@pytest.mark.parametrize('axes', MESHES, ids=str)
+@pytest.mark.parametrize('name', ['grpo', 'ppo', 'ppo critic', 'dpo', 'sft'])
+def test_no_mesh_changes_the_decoders_gradient(folder, name, axes, precision):
+  whole = found_of(folder, name, model='decoder', dtype=precision)
+  found = found_of(folder, name, model='decoder', dtype=precision, chunks=2, axes=tuple(axes.items()))
+  assert_same(found, whole, precision)
 
 
 ACTING = {
