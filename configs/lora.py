@@ -21,7 +21,7 @@ from jaxrl_llm.tasks.taskset import DemonstrationsConfig
 
 def get_config(variant: str = 'adapters') -> Config:
   config = quickstart.get_config()
-  sft, _ = config.stages
+  sft, grpo = config.stages
   if variant == 'base':
     copying = DemonstrationsConfig(templates=('{word}',), count=3000)
     stage = dataclasses.replace(sft, name='copying', demonstrations=copying)

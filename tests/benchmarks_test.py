@@ -80,7 +80,9 @@ def test_packing_runs():
 
 @pytest.mark.full
 def test_accelerator_runs_without_one():
-  done = run('accelerator.py', '--tiny', '--steps=1', '--chunks=2', '--micro_batches=2', '--models=0.5B')
+  done = run(
+    'accelerator.py', '--tiny', '--minutes=60', '--steps=1', '--chunks=2', '--micro_batches=2', '--models=0.5B'
+  )
   assert done.returncode == 0, done.stdout + done.stderr
   for part in ('product: ', 'attention 0.5B masked: values', '0.5B here: ', 'offload: '):
     assert part in done.stdout, done.stdout
