@@ -40,7 +40,7 @@ def test_ppo_learns_and_its_critic_explains_more_and_more(tmp_path, seed):
   start, *_, end = curve(tmp_path / 'run', 'ppo')
   assert start < 0.5 and end >= 0.9
   explained = column(tmp_path / 'run', 'critic/vf_explained_var')
-  assert statistics.fmean(explained[:5]) + 0.2 < statistics.fmean(explained[30:40])
+  assert statistics.fmean(explained[:5]) < 0.2 < 0.35 < statistics.fmean(explained[30:40])
 
 
 @pytest.mark.parametrize('config', ['opmd.py', *(f'grpo.py:{name}' for name in ('dr_grpo', 'dapo', 'gspo', 'cispo'))])
