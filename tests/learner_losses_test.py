@@ -131,7 +131,7 @@ def test_micro_batches_packing_padding_and_chunks_change_nothing(folder, name):
 
 
 PACKED = {'chunks': 3, 'chunk_len': 48, 'token_chunk': 8, 'scan': True, 'remat': 'full'}
-SHARDED = {'chunks': 2, 'axes': (('fsdp', 2), ('tensor', 2))}
+SHARDED = {'chunks': 2, 'axes': (('fsdp', 2), ('sequence', 2), ('tensor', 2))}
 
 
 @pytest.mark.full

@@ -68,7 +68,8 @@ def opmd(config: OpmdConfig, setting: Setting) -> Algorithm:
     summed = lambda values: segment_sums(jnp.where(mask, values, 0.0), ids, segments=segments)
     tokens = summed(jnp.ones_like(outputs.logprobs))
     ratio = summed(outputs.logprobs - chunks.reference_logprobs)
-    advantage = summed(chunks.advantages) / jnp.maximum(tokens, 1.0)
+    # In the outputs' type, as all sums over time, whose order the mesh decides.
+    advantage = summed(chunks.advantages.astype(tokens.dtype)) / jnp.maximum(tokens, 1.0)
     losses = opmd_loss(ratio, advantage, tau=config.tau)
     there = tokens > 0
     count = there.sum().astype(jnp.float32)
