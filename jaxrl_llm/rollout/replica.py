@@ -117,7 +117,8 @@ class Replica:
     try:
       await self.client.pause()
       for part in (publication.base, publication):
-        if part is not None and part.label != self.holds:
+        # What adapters stand on is sent once; a publication itself always.
+        if part is publication or (part is not None and part.label != self.holds):
           await self.transfer.send(self.client, part, deadline_s=deadline_s)
     except Refused as error:
       if len(self.slices) > 1:  # Each worker reads for itself: another one may have written.
@@ -127,7 +128,7 @@ class Replica:
 
   async def _label(self, publication: Publication, deadline_s: float) -> None:
     whole = publication.base or publication
-    if whole.label != self.holds:
+    if whole is publication or whole.label != self.holds:
       found = await self.client.digests(deadline_s=deadline_s)
       await asyncio.to_thread(self._check_digests, found, whole)
       self.holds = whole.label
