@@ -7,11 +7,12 @@ import sys
 import jax
 import pytest
 
-from jaxrl_llm.app.prepare import prepare
+from jaxrl_llm.app.prepare import preferences_file, prepare
 from jaxrl_llm.app.schema import AlgorithmConfig, Config, CriticConfig, PairsConfig
 from jaxrl_llm.app.stages import build_stages, model_spec
 from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.data.streams import all_rows, sample_lengths
 from jaxrl_llm.master.selection import SelectionConfig
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import LoraConfig
@@ -25,8 +26,8 @@ def config_of(name: str, **overrides: str) -> Config:
   return apply_overrides(load_file(f'{ROOT}/configs/{name}', Config), overrides)
 
 
-def built(config: Config):
-  return build_stages(config, build_mesh(MeshConfig(), jax.devices()[:1]), 30)
+def built(config: Config, lengths=None):
+  return build_stages(config, build_mesh(MeshConfig(), jax.devices()[:1]), 30, lengths or {})
 
 
 def changed(name: str, **fields) -> Config:
@@ -130,3 +131,20 @@ def test_whoever_says_what_is_correct_has_to_judge_all_of_it(tmp_path):
 def test_beside_a_configuration_lies_what_it_may_import():
   config_of('reward_model.py')  # It imports configs/dpo.py.
   assert str(ROOT / 'configs') in sys.path
+
+
+def test_micro_batches_are_planned_on_the_lengths_that_are_known():
+  """64 demonstrations of 14 tokens are 15 or 16 chunks of 64: 16 in two micro-batches of 8, not in two of 12."""
+  config = config_of('quickstart.py')
+  unknown, *_ = built(config)
+  known, grpo = built(config, {'sft': [14] * 100})
+  assert (unknown.shape.chunks, known.shape.chunks, grpo.shape.chunks) == (12, 8, 12)
+
+
+def test_lengths_are_those_of_what_a_stage_reads(tmp_path):
+  config = config_of('dpo.py:pairs', **{'preferences.train_pairs.size': '100'})
+  lengths = prepare(config, tmp_path).lengths
+  rows = all_rows(tmp_path, preferences_file(config.stages[-1].preferences.train))
+  assert [row.label for row in rows[:4]] == [1, -1, 1, -1]
+  assert list(lengths['dpo']) == [row.length for row in rows]
+  assert len(sample_lengths(tmp_path, rows[0].source, unit=2, most=10)) <= 10

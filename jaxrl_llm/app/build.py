@@ -15,6 +15,7 @@ from jaxrl_llm.app.prepare import (
   Prepared,
   demonstrations_file,
   preferences_file,
+  static_file,
 )
 from jaxrl_llm.app.schema import Config, StageConfig
 from jaxrl_llm.app.stages import own_part
@@ -160,11 +161,11 @@ def _batches(
   if stage_config.preferences is not None:
     pairs = stage_config.preferences
     rows = stage_config.sequences_per_batch
-    stream = RowStream(workdir, preferences_file(pairs.train), rows=rows, seed=seed, unit=2)
+    stream = RowStream(workdir, static_file(stage_config), rows=rows, seed=seed, unit=2)
     held_out = all_rows(workdir, preferences_file(pairs.held_out)) if pairs.held_out is not None else ()
     return StreamBatches(stream, held_out)
   if stage_config.demonstrations is not None:
-    file = demonstrations_file(stage.name)
+    file = static_file(stage_config)
     return StreamBatches(RowStream(workdir, file, rows=stage_config.sequences_per_batch, seed=seed))
   tasksets = [prepared.tasksets[name] for name in stage_config.tasksets]
   sampler = TaskSampler(tasksets, order=stage_config.order, seed=config.seed)

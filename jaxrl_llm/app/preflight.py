@@ -7,8 +7,9 @@ import json
 import math
 import pathlib
 import shlex
+import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 from rich.console import Console
@@ -65,7 +66,7 @@ def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = Non
   build_scorers(config)
   with tempfile.TemporaryDirectory() as scratch:
     prepared = prepare(config, pathlib.Path(scratch))
-  stages = build_stages(config, mesh, prepared.spec.vocab_size)
+  stages = build_stages(config, mesh, prepared.spec.vocab_size, prepared.lengths)
   chip = None if topology is None else parse_topology(topology)[0]
   model = build_model(model_spec(config, prepared.spec), _options(config, chip), mesh)
   critic = critic_model(model)
@@ -85,8 +86,8 @@ def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = Non
   for stage in stages:
     console.print(
       f'stage {stage.name}: steps {stage.start}–{stage.end}, {stage.updates} updates, {_sequences(config, stage)} '
-      f'sequences a batch, arrays {_arrays(stage)}, logits for {stage.token_chunk} of {stage.shape.chunk_len} tokens '
-      'at a time'
+      f'sequences a batch, arrays {_arrays(stage)} planned on {_known(prepared.lengths.get(stage.name))}, logits for '
+      f'{stage.token_chunk} of {stage.shape.chunk_len} tokens at a time'
     )
   if topology is None:
     _print_servers(config, console, workdir)
@@ -145,6 +146,12 @@ def _sequences(config: Config, stage: Stage) -> str:
   experts = f' + {plan.sequences - usual} of experts' if plan.experts is not None else ''
   most = '' if plan.selection.kind == 'all' else f', of which at most {usual} are learned from,'
   return f'{plan.groups_per_batch} tasks × {plan.group_size} = {plan.groups_per_batch * plan.group_size}{most}{experts}'
+
+
+def _known(lengths: Sequence[int] | None) -> str:
+  if not lengths:
+    return 'the longest'
+  return f'{len(lengths):,} lengths (median {statistics.median(lengths):.0f}, at most {max(lengths)})'
 
 
 def _arrays(stage: Stage) -> str:

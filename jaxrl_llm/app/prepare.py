@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 
 from absl import logging
 
-from jaxrl_llm.app.schema import Config, PreferenceSource
+from jaxrl_llm.app.schema import Config, PreferenceSource, StageConfig
 from jaxrl_llm.app.workdir import DATA, TOKENIZER
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.data.streams import sample_lengths
 from jaxrl_llm.experience.sample import encode
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.master.evaluation import SuiteConfig
@@ -42,6 +43,8 @@ class Prepared:
   tokenizer: Tokenizer
   spec: ModelSpec
   suites: Sequence[tuple[SuiteConfig, Sequence[Task]]]
+  lengths: Mapping[str, Sequence[int]]
+  """Of the sequences of each stage that learns from static data alone, or of a sample of them."""
 
 
 def checkpoint_directory(config: Config) -> pathlib.Path | None:
@@ -123,7 +126,12 @@ def prepare(config: Config, workdir: pathlib.Path) -> Prepared:
       )
   for source in config.preferences:
     _write_pairs(source, preferences[source.name], tokenizer, workdir, longest)
-  return Prepared(tasksets=tasksets, tokenizer=tokenizer, spec=spec, suites=suites)
+  lengths = {
+    stage.name: sample_lengths(workdir, static_file(stage), unit=stage.unit)
+    for stage in config.stages
+    if not stage.explores
+  }
+  return Prepared(tasksets=tasksets, tokenizer=tokenizer, spec=spec, suites=suites, lengths=lengths)
 
 
 def _longest(config: Config) -> int:
@@ -230,6 +238,11 @@ def _write_demonstrations(
 def preferences_file(name: str) -> str:
   """Of preferences, relative to the run directory: chosen and rejected by turns."""
   return f'{DATA}/{name}.pairs.arrayrecord'
+
+
+def static_file(stage: StageConfig) -> str:
+  """What a stage that samples nothing learns from, relative to the run directory."""
+  return demonstrations_file(stage.name) if stage.preferences is None else preferences_file(stage.preferences.train)
 
 
 def _preferences(source: PreferenceSource, tasksets: Mapping[str, Taskset]) -> Preferences:

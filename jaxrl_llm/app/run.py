@@ -9,6 +9,7 @@ import os
 import pathlib
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +52,8 @@ class _Setting:
   step: int
   """The commit to resume from; 0 = none."""
   spec: ModelSpec
+  lengths: Mapping[str, Sequence[int]]
+  """Of the sequences of stages that learn from static data."""
 
 
 class Exports(NamedTuple):
@@ -80,11 +83,16 @@ async def run(config: Config, path: pathlib.Path) -> int:
     prepared = await asyncio.to_thread(prepare, config, workdir.path)
     checkpoints.clean()
     attempt = _next_attempt(workdir.path)
-    return {'attempt': attempt, 'step': max(checkpoints.steps(), default=0), 'spec': dataclasses.asdict(prepared.spec)}
+    return {
+      'attempt': attempt,
+      'step': max(checkpoints.steps(), default=0),
+      'spec': dataclasses.asdict(prepared.spec),
+      'lengths': prepared.lengths,
+    }
 
   setting = _setting(await coordinator.broadcast(set_up() if coordinator.leads else None))
   mesh = build_mesh(config.learner.mesh)
-  stages = build_stages(config, mesh, setting.spec.vocab_size)
+  stages = build_stages(config, mesh, setting.spec.vocab_size, setting.lengths)
   model = build_model(model_spec(config, setting.spec), policy_options(config), mesh)
   if coordinator.leads:
     Console(highlight=False).print(held_table(mesh, held(stages, model, critic_model(model), mesh)))
@@ -179,7 +187,7 @@ def _next_attempt(path: pathlib.Path) -> int:
 def _setting(value: Any) -> _Setting:
   scaling = value['spec'].pop('rope_scaling')
   spec = ModelSpec(**value['spec'], rope_scaling=RopeScaling(**scaling) if scaling else None)
-  return _Setting(value['attempt'], value['step'], spec)
+  return _Setting(value['attempt'], value['step'], spec, value['lengths'])
 
 
 def _initial_state(

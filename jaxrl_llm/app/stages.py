@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -47,16 +48,24 @@ def build_algorithm(config: AlgorithmConfig, setting: Setting) -> Algorithm:
   return make(from_json(dict(config.options), options, f'options of algorithm {name}'), setting)
 
 
-def build_stages(config: Config, mesh: Mesh, vocab_size: int) -> tuple[Stage, ...]:
-  """The stages with their derived numbers."""
+def build_stages(
+  config: Config, mesh: Mesh, vocab_size: int, lengths: Mapping[str, Sequence[int]]
+) -> tuple[Stage, ...]:
+  """The stages with their derived numbers.
+
+  Args:
+    lengths: of sequences, by stage, where they are known before it begins.
+  """
   stages, start = [], 0
   for stage in config.stages:
-    stages.append(_stage(stage, config, mesh, start, vocab_size))
+    stages.append(_stage(stage, config, mesh, start, vocab_size, lengths.get(stage.name, ())))
     start += stage.steps
   return tuple(stages)
 
 
-def _stage(stage: StageConfig, config: Config, mesh: Mesh, start: int, vocab_size: int) -> Stage:
+def _stage(
+  stage: StageConfig, config: Config, mesh: Mesh, start: int, vocab_size: int, lengths: Sequence[int]
+) -> Stage:
   optimizer = stage.optimizer or config.learner.optimizer
   where = f'stages.{stage.name}'
   if optimizer is None:
@@ -75,7 +84,6 @@ def _stage(stage: StageConfig, config: Config, mesh: Mesh, start: int, vocab_siz
     raise UserError(
       f'learner.chunk_len: {chunk_len} tokens are too few for max_prompt_length + max_response_length = {longest}'
     )
-  chunks = config.learner.chunks_per_rank
   critic_updates = stage.steps * stage.minibatches * stage.epochs
   updates = critic_updates - algorithm.critic_warmup * stage.minibatches * stage.epochs
   critic = (stage.critic.optimizer or optimizer) if algorithm.critic_loss is not None else None
@@ -83,6 +91,14 @@ def _stage(stage: StageConfig, config: Config, mesh: Mesh, start: int, vocab_siz
   usual = stage.groups_per_batch * stage.group_size if stage.experts is not None else stage.sequences
   kinds = [usual, stage.sequences - usual]
   rows = sum(-(-kind // stage.unit // stage.minibatches) * stage.unit for kind in kinds)
+  shape = plan_shape(
+    rows=rows,
+    ranks=data_parallel_ranks(mesh),
+    chunks=config.learner.chunks_per_rank,
+    chunk_len=chunk_len,
+    unit=stage.unit,
+    lengths=lengths,
+  )
   return Stage(
     name=stage.name,
     start=start,
@@ -93,9 +109,9 @@ def _stage(stage: StageConfig, config: Config, mesh: Mesh, start: int, vocab_siz
     keep_optimizer=stage.keep_optimizer,
     critic_optimizer=build_optimizer(critic, critic_updates) if critic is not None else None,
     critic_optimizer_config=critic,
-    shape=plan_shape(rows=rows, ranks=data_parallel_ranks(mesh), chunks=chunks, chunk_len=chunk_len, unit=stage.unit),
+    shape=shape,
     token_chunk=plan_token_chunk(
-      chunks=chunks,
+      chunks=shape.chunks,
       time=chunk_len,
       vocab=vocab_size // parts(mesh, 'vocab', vocab_size),
       budget_bytes=config.learner.logits_budget_bytes,

@@ -48,6 +48,13 @@ def all_rows(workdir: pathlib.Path, source: str) -> tuple[Row, ...]:
   return tuple(row for i in range(len(units)) for row in units[i])
 
 
+def sample_lengths(workdir: pathlib.Path, source: str, *, unit: int, most: int = 4096) -> tuple[int, ...]:
+  """Lengths of at most `most` rows of such a file, evenly spread over it; those of a unit one after the other."""
+  units = _Units(workdir, source, unit)
+  every = -(-len(units) * unit // most)
+  return tuple(row.length for i in range(0, len(units), every) for row in units[i])
+
+
 class _Units:
   """grain source of Rows, `unit` at a time: a record's number, and what planning needs of it."""
 
