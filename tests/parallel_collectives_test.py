@@ -75,3 +75,39 @@ def test_starts_count_their_result_and_fused_reductions_are_found():
     'reduce-scatter': Traffic(1, 16),
     'all-reduce': Traffic(1, 16),
   }
+
+
+TPU_LOOP = """HloModule jit_f
+%condition (p.0: (s32[], bf16[8])) -> pred[] {
+  %n = s32[]{:T(128)} constant(24)
+  %p.0 = (s32[], bf16[8]) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%p.0), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i, %n), direction=LT, backend_config={"flag_configs":[]}
+}
+
+%starts (p.1: bf16[8]) -> bf16[64] {
+  %g.1 = bf16[64]{0} all-gather(%p.1), channel_id=2, dimensions={0}
+  ROOT %c.1 = bf16[64]{0} custom-call(%g.1)
+}
+
+%ends (p.2: bf16[8]) -> bf16[64] {
+  %g.2 = bf16[64]{0} all-gather(%p.2), channel_id=2, dimensions={0}
+  ROOT %c.2 = bf16[64]{0} custom-call(%g.2)
+}
+
+%body (p.3: (s32[], bf16[8])) -> (s32[], bf16[8]) {
+  %f.1 = bf16[64]{0} fusion(%x), kind=kCustom, calls=%starts
+  %f.2 = bf16[64]{0} fusion(%f.1), kind=kCustom, calls=%ends
+  %r = bf16[8]{0} all-reduce(%y), channel_id=3, to_apply=%add
+}
+
+ENTRY %main (a: bf16[8]) -> bf16[8] {
+  %w = (s32[], bf16[8]) while(%t), condition=%condition, body=%body
+}
+"""
+
+
+def test_a_tpus_loop_counts_what_its_condition_says_and_parts_of_one_transfer_once():
+  assert traffic(TPU_LOOP) == {'all-gather': Traffic(24, 24 * 64 * 2), 'all-reduce': Traffic(24, 24 * 8 * 2)}
+  unknown = TPU_LOOP.replace('constant(24)', 'parameter(1)')
+  assert traffic(unknown) == {'all-gather': Traffic(1, 64 * 2), 'all-reduce': Traffic(1, 8 * 2)}

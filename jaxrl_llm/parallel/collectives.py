@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 
@@ -22,17 +22,61 @@ class Traffic(NamedTuple):
 KINDS = ('all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all', 'collective-permute')
 _HEAD = re.compile(r'^(ENTRY )?%?([\w.\-]+) (?:\([^\n]*\) -> [^\n]*)?\{$')
 _OPERATION = re.compile(rf'^(?:ROOT )?%?[\w.\-]+ = (.+?) ({"|".join(KINDS)})(-start)?\(')
-_CALLED = re.compile(r'\b(?:body|calls|to_apply|called_computations|branch_computations)=\{?([^,}]+(?:, ?%[^,}]+)*)')
+_CALLED = re.compile(r'\b(body|calls|to_apply|called_computations|branch_computations)=\{?([^,}]+(?:, ?%[^,}]+)*)')
 _TRIPS = re.compile(r'known_trip_count"?:\s?\{"?n"?:"?(\d+)')
 _ARRAY = re.compile(r'\b(pred|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]')
 _FUSED_SCATTER = 'all-reduce-scatter'
 """What TPU programs call a fusion that reduces and keeps one's own part."""
+_CHANNEL = re.compile(r'channel_id=(\d+)')
+_CONSTANT = re.compile(r'^(%[\w.\-]+) = s32\[\]\S* constant\((\d+)\)')
+_BELOW = re.compile(r'^ROOT .* compare\(\S+, (%[\w.\-]+)\), direction=LT')
+_CONDITION = re.compile(r'condition=%?([\w.\-]+)')
+
+
+class _Collective(NamedTuple):
+  kind: str
+  bytes: int
+  channel: str | None
+
+
+class _Computation:
+  """What one computation of the program sends, and what it calls."""
+
+  def __init__(self) -> None:
+    self.own: list[_Collective] = []
+    self.fused: list[str] = []
+    """Fusions: part of this computation."""
+    self.calls: list[tuple[str, int, str | None]] = []
+    """Other computations, how often where that is said, and the condition of a loop."""
+    self.constants: dict[str, int] = {}
+    self.bound: int | None = None
+    """As the condition of a loop: what its counter has to be below."""
 
 
 def traffic(text: str) -> Mapping[str, Traffic]:
   """By kind, of `compiled.as_text()`; kinds that do not occur are left out."""
-  own: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
-  calls: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
+  program, entry = _parse(text)
+  counts: collections.Counter[str] = collections.Counter()
+  sizes: collections.Counter[str] = collections.Counter()
+
+  def visit(name: str, times: int) -> None:
+    computation = program[name]
+    # TPU programs cut one transfer into several fusions of one channel: its start, what goes on meanwhile, its end.
+    fused = {one.channel or object(): one for fusion in computation.fused for one in _within(program, fusion)}
+    for one in (*computation.own, *fused.values()):
+      counts[one.kind] += times
+      sizes[one.kind] += times * one.bytes
+    for called, trips, condition in computation.calls:
+      bound = program[condition].bound if condition else None
+      visit(called, times * (bound if trips == 1 and bound is not None else trips))
+
+  visit(entry, 1)
+  return {kind: Traffic(counts[kind], sizes[kind]) for kind in KINDS if counts[kind]}
+
+
+def _parse(text: str) -> tuple[Mapping[str, _Computation], str]:
+  """The computations by name, and the name of the entry."""
+  program: dict[str, _Computation] = collections.defaultdict(_Computation)
   entry = current = ''
   for line in map(str.strip, text.splitlines()):
     if head := _HEAD.match(line):
@@ -41,24 +85,33 @@ def traffic(text: str) -> Mapping[str, Traffic]:
     elif line == '}':
       current = ''
     elif current:
-      if operation := _OPERATION.match(line):
-        kind = 'reduce-scatter' if current.startswith(_FUSED_SCATTER) else operation[2]
-        own[current].append((kind, _result_bytes(operation[1], started=bool(operation[3]))))
-      trips = _TRIPS.search(line)
-      for names in _CALLED.findall(line):
-        calls[current] += [(name.strip(' %'), int(trips[1]) if trips else 1) for name in names.split(',')]
-  counts: collections.Counter[str] = collections.Counter()
-  sizes: collections.Counter[str] = collections.Counter()
+      _parse_line(line, current, program[current])
+  return program, entry
 
-  def visit(computation: str, times: int) -> None:
-    for kind, size in own[computation]:
-      counts[kind] += times
-      sizes[kind] += times * size
-    for called, trips in calls[computation]:
-      visit(called, times * trips)
 
-  visit(entry, 1)
-  return {kind: Traffic(counts[kind], sizes[kind]) for kind in KINDS if counts[kind]}
+def _parse_line(line: str, name: str, computation: _Computation) -> None:
+  if operation := _OPERATION.match(line):
+    kind = 'reduce-scatter' if name.startswith(_FUSED_SCATTER) else operation[2]
+    channel = _CHANNEL.search(line)
+    size = _result_bytes(operation[1], started=bool(operation[3]))
+    computation.own.append(_Collective(kind, size, channel[1] if channel else None))
+  elif constant := _CONSTANT.match(line):
+    computation.constants[constant[1]] = int(constant[2])
+  elif below := _BELOW.match(line):
+    computation.bound = computation.constants.get(below[1])
+  trips, condition = _TRIPS.search(line), _CONDITION.search(line)
+  for attribute, names in _CALLED.findall(line):
+    called = [name.strip(' %') for name in names.split(',')]
+    if attribute == 'calls':
+      computation.fused += called
+    else:
+      computation.calls += [(one, int(trips[1]) if trips else 1, condition[1] if condition else None) for one in called]
+
+
+def _within(program: Mapping[str, _Computation], fusion: str) -> Iterator[_Collective]:
+  yield from program[fusion].own
+  for inner in program[fusion].fused:
+    yield from _within(program, inner)
 
 
 def _result_bytes(result: str, *, started: bool) -> int:
