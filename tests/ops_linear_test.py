@@ -12,9 +12,10 @@ def draw(seed, *shape):
   return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
+@pytest.mark.parametrize('out', [3, 5])
 @pytest.mark.parametrize('tokens', [(6,), (2, 3)])
-def test_values_and_gradients_are_those_of_the_plain_product(tokens):
-  x, kernel, weight = draw(0, *tokens, 4), draw(1, 5, 4), draw(2, *tokens, 5)
+def test_values_and_gradients_are_those_of_the_plain_product(tokens, out):
+  x, kernel, weight = draw(0, *tokens, 4), draw(1, out, 4), draw(2, *tokens, out)
   loss = lambda product: lambda x, kernel: (product(x, kernel) * weight).sum()
   plain = lambda x, kernel: jnp.einsum('...i,oi->...o', x, kernel)
   np.testing.assert_allclose(linear(x, kernel), plain(x, kernel), rtol=1e-6)

@@ -23,6 +23,7 @@ from jaxrl_llm.models.rotary import Rotation, rotate
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
 from jaxrl_llm.ops.linear import linear
 from jaxrl_llm.ops.places import Places
+from jaxrl_llm.ops.swiglu import swiglu
 from jaxrl_llm.parallel.rules import constrain
 
 LAYER_INPUT, PRODUCT = 'layer_input', 'product'
@@ -132,7 +133,7 @@ class MLP(nn.Module):
     spec = self.spec
     project = functools.partial(Projection, use_bias=spec.mlp_bias, std=spec.initializer_range, options=self.options)
     gate, up = (cut(project(spec.intermediate_size, name=name)(x), self.mesh, 'mlp') for name in ('gate', 'up'))
-    return project(spec.hidden_size, name='down')(jax.nn.silu(gate) * up)
+    return project(spec.hidden_size, name='down')(swiglu(gate, up))
 
 
 class Layer(nn.Module):
