@@ -165,13 +165,14 @@ def mesh(axes):
   return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
-def sharded(axes, states, kernel, **cut):
+def sharded(axes, states, kernel, wanted=None, **cut):
   """Compiles for a mesh of eight devices, compares the results with those of one, and returns the collectives.
 
   Args:
     axes: the mesh's, with their sizes.
     states: mesh axes of rows and time.
     kernel: mesh axes of the kernel.
+    wanted: as in `token_logprobs`; lies as the tokens do.
     cut: as in `token_logprobs`.
   """
   rng, (rows, time, embed) = np.random.default_rng(0), STATES
@@ -182,13 +183,14 @@ def sharded(axes, states, kernel, **cut):
     np.repeat([[1, 2], [1, 1], [1, 0], [1, 2]], time // 2, axis=1).astype(np.int32),
     rng.uniform(0.5, 2.0, (rows, time)).astype(np.float32),
   ]
+  arguments += [] if wanted is None else [wanted]
   of = lambda *names: NamedSharding(mesh(axes), PartitionSpec(*names))
-  places = [of(*states), of(*kernel), of(*states), of(*states), of(*states)]
+  places = [of(*states), of(*kernel), *[of(*states)] * (len(arguments) - 2)]
   program = jax.jit(value_and_gradients(**cut), in_shardings=places, out_shardings=(of(), tuple(places[:2])))
   program = program.lower(*arguments).compile()
-  wanted = jax.jit(value_and_gradients(token_chunk=time))(*arguments)
+  alone = jax.jit(value_and_gradients(token_chunk=time))(*arguments)
   found = program(*(jax.device_put(x, place) for x, place in zip(arguments, places)))
-  for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found)):
+  for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(found)):
     assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(a)
   return collectives(program)
 
@@ -199,7 +201,7 @@ def of_the_whole_vocabulary(found):
 
 @pytest.mark.parametrize('token_chunk', [48, 12])
 def test_a_sharded_vocabulary_stays_sharded(token_chunk):
-  found = sharded(dict(data=2, tensor=4), ('data',), ('tensor', None), token_chunk=token_chunk)
+  found = sharded(dict(data=2, tensor=4), ('data',), ('tensor', None), token_chunk=token_chunk, row_shards=2)
   assert {name for name, *_ in found} == {'all-reduce'}
   assert not of_the_whole_vocabulary(found)
 
@@ -211,15 +213,14 @@ def test_logits_that_are_made_whole_would_be_seen(monkeypatch):
   assert 'all-gather' in {name for name, *_ in of_the_whole_vocabulary(found)}
 
 
-def test_the_kernels_gradient_is_reduced_once_where_the_rows_parts_are_known():
-  def gradients(**cut):
+def test_the_kernels_gradient_is_reduced_once_and_states_stay_where_the_rows_parts_are_known():
+  def moved(size, **cut):
     found = sharded(dict(data=2, tensor=4), ('data',), ('tensor', None), token_chunk=12, **cut)
-    return [
-      once for _, dimensions, once in found if any(np.prod(shape) == STATES[-1] * WORDS // 4 for shape in dimensions)
-    ]
+    return [(name, once) for name, each, once in found if any(np.prod(shape) == size for shape in each)]
 
-  assert gradients(row_shards=2) == [True]
-  assert gradients() == [False]
+  kernel, states = STATES[-1] * WORDS // 4, np.prod(STATES)
+  assert moved(kernel, row_shards=2) == [('all-reduce', True)] and not moved(states, row_shards=2)
+  assert any(name == 'all-gather' for name, _ in moved(states))
 
 
 @pytest.mark.parametrize('token_chunk', [12, 48])
@@ -242,6 +243,56 @@ def test_chunks_across_the_parts_of_time_would_be_seen():
 def test_vocabulary_rows_and_time_are_sharded_together():
   axes, states = dict(data=2, sequence=2, tensor=2), ('data', 'sequence')
   found = sharded(axes, states, ('tensor', None), token_chunk=12, time_shards=2, row_shards=2)
+  assert {name for name, *_ in found} == {'all-reduce', 'collective-permute'}
+  assert not of_the_whole_vocabulary(found)
+
+
+@pytest.mark.parametrize('cut', CUTS, ids=str)
+@pytest.mark.parametrize('share', [0.0, 0.3, 1.0])
+def test_what_is_not_wanted_is_zero_and_teaches_nothing(batch, cut, share):
+  wanted = np.random.default_rng(2).random((ROWS, TIME)) < share
+  weights = jnp.asarray(np.random.default_rng(1).normal(size=(2, ROWS, TIME)))
+
+  def gradient(mask, **asked):
+    def loss(states):
+      logprobs, entropy = token_logprobs(**{**batch, **states}, **asked, **cut)
+      return (mask * (weights[0] * logprobs + weights[1] * entropy)).sum(), (logprobs, entropy)
+
+    states = {name: batch[name] for name in ('hidden', 'kernel')}
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(states)
+
+  (value, _), all_of_them = gradient(wanted)
+  (asked, outputs), found = gradient(1.0, wanted=jnp.asarray(wanted))
+  np.testing.assert_allclose(asked, value, rtol=1e-5)
+  for one in outputs:
+    np.testing.assert_array_equal(one[~wanted], 0)
+  for name, one in all_of_them.items():
+    assert np.linalg.norm(found[name] - one) <= 1e-5 * np.linalg.norm(one)
+
+
+def test_chunks_of_what_is_not_wanted_are_not_computed(batch):
+  """12 of 36 positions in chunks of 6: whatever the other 24 hold, nothing comes of it."""
+  segments, wanted = jnp.ones((ROWS, TIME), jnp.int32), np.zeros((ROWS, TIME), bool)
+  wanted[:, 3:7] = True
+  poison = jnp.where(jnp.roll(wanted, -1, axis=1)[..., None], batch['hidden'], jnp.nan)
+
+  def gradient(positions):
+    def loss(hidden, kernel):
+      arguments = {**batch, 'hidden': hidden, 'kernel': kernel, 'segment_ids': segments}
+      return token_logprobs(**arguments, wanted=jnp.asarray(wanted), token_chunk=positions).logprobs.sum()
+
+    return jax.grad(loss, (0, 1))(poison, batch['kernel'])
+
+  by_hidden, by_kernel = gradient(2)
+  assert np.isfinite(by_kernel).all() and (by_hidden[~np.roll(wanted, -1, axis=1)] == 0).all()
+  assert np.isnan(gradient(12)[1]).all()
+
+
+def test_what_is_wanted_is_found_without_moving_states():
+  """Parts with more and with less to do; only how many chunks there are is agreed."""
+  wanted = np.random.default_rng(3).random(STATES[:2]) < [[0.9], [0.1], [0.3], [0.0]]
+  axes, states = dict(data=2, sequence=2, tensor=2), ('data', 'sequence')
+  found = sharded(axes, states, ('tensor', None), wanted, token_chunk=12, time_shards=2, row_shards=2)
   assert {name for name, *_ in found} == {'all-reduce', 'collective-permute'}
   assert not of_the_whole_vocabulary(found)
 

@@ -28,7 +28,14 @@ def chunk_outputs(model: Model, params: Params, chunks: Chunks, *, token_chunk: 
     return sequence_scores(hidden, kernel, chunks.segment_ids, segments=chunks.temperature.shape[-1])
   temperature = by_segment(chunks.temperature, chunks.segment_ids)
   return token_logprobs(
-    hidden, kernel, chunks.tokens, chunks.segment_ids, temperature, token_chunk=token_chunk, **_parts(model, chunks)
+    hidden,
+    kernel,
+    chunks.tokens,
+    chunks.segment_ids,
+    temperature,
+    chunks.loss_mask,
+    token_chunk=token_chunk,
+    **_parts(model, chunks),
   )
 
 

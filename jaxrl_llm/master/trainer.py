@@ -81,7 +81,7 @@ class Batch(NamedTuple):
 class Updated(NamedTuple):
   metrics: dict[str, Metric]
   logprobs: dict[int, Any]
-  """Per-token logprobs of rollouts under the policy before the batch, by row number of the plan.
+  """Logprobs of trained tokens under the policy before the batch, 0 elsewhere, by row number of the plan.
 
   Of `late` rows: under the policy before the optimizer step that came to them first.
   """

@@ -5,17 +5,20 @@ The only place that shifts tokens.
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.ops.reduce import segment_sums
 
 
 class TokenLogprobs(NamedTuple):
-  """Aligned as everything else: entry t speaks of `tokens[t]` given `tokens[:t]`; 0 at a segment's first token."""
+  """Aligned as everything else: entry t speaks of `tokens[t]` given `tokens[:t]`; 0 at a segment's first token, and
+  where it was not asked for."""
 
   logprobs: Float[Array, 'chunks time']
   entropy: Float[Array, 'chunks time']
@@ -55,6 +58,7 @@ def token_logprobs(
   tokens: Int[Array, 'chunks time'],
   segment_ids: Int[Array, 'chunks time'],
   temperature: Float[Array, 'chunks time'],
+  wanted: Bool[Array, 'chunks time'] | None = None,
   *,
   token_chunk: int,
   time_shards: int = 1,
@@ -62,9 +66,10 @@ def token_logprobs(
 ) -> TokenLogprobs:
   """Logprobs of the tokens under softmax(hidden @ kernel.T / temperature), and that distribution's entropy.
 
-  Logits exist for `token_chunk` positions of every row at a time, and the backward pass computes them again. With all
-  positions in one chunk, which is the choice where it fits, a compiler that sees both passes computes them only once.
-  Where `kernel` is sharded over its vocabulary, logits stay so: only maxima, sums and the targets' logits are reduced.
+  Logits exist for `token_chunk` positions of every row at a time, and the backward pass computes them again; with
+  `wanted`, only as many chunks are computed as the wanted positions fill. With all positions in one chunk, which is the
+  choice where it fits, a compiler that sees both passes computes them only once. Where `kernel` is sharded over its
+  vocabulary, logits stay so: only maxima, sums and the targets' logits are reduced.
 
   Statistics are at least float32 whatever `hidden` is. Gradients go to `hidden` and `kernel`; the temperature is data
   and has none.
@@ -75,9 +80,10 @@ def token_logprobs(
     tokens: what was drawn.
     segment_ids: 0 = padding; the first token of each segment has no logprob (it gets 0).
     temperature: of each token's sample; the logits are divided by it.
+    wanted: the tokens that are asked for; others get 0. None: all.
     token_chunk: positions computed at a time; must divide `time`.
-    time_shards: equal contiguous parts that time is cut into over devices; a chunk takes the same local slice of each
-      part, so that nothing moves between them. Must divide `token_chunk`.
+    time_shards: equal contiguous parts that time is cut into over devices; a chunk takes as many positions of each,
+      so that nothing moves between them. Must divide `token_chunk`.
     row_shards: the same of the rows. The kernel's gradient is summed over both kinds of parts once, after the chunks,
       instead of once in every chunk. Must divide the rows.
   """
@@ -90,12 +96,24 @@ def token_logprobs(
     )
   if rows % row_shards:
     raise ValueError(f'row_shards {row_shards} does not divide the {rows} rows')
-  local, chunks, positions = rows // row_shards, time // token_chunk, token_chunk // time_shards
-  split = lambda x: x.reshape(row_shards, local, time_shards, chunks, positions, *x.shape[2:])
-  by_chunk = lambda x: split(jnp.roll(x, -1, axis=1)).transpose(3, 0, 2, 1, 4).reshape(chunks, -1)
-  by_row = lambda x: x.reshape(chunks, row_shards, time_shards, local, positions).transpose(1, 3, 2, 0, 4)
-  found = _head(split(hidden), kernel, by_chunk(tokens), by_chunk(temperature))
-  return TokenLogprobs(*(_delayed(by_row(x).reshape(rows, time), segment_ids) for x in found))
+  cut = (row_shards, rows // row_shards, time_shards, time // time_shards)
+  wanted_or_all = lambda x: x if wanted is None else jnp.where(wanted, x, 0.0)
+  by_part = lambda x: x.reshape(*cut, *x.shape[2:]).swapaxes(1, 2).reshape(row_shards, time_shards, -1, *x.shape[2:])
+  by_row = lambda x: x.reshape(row_shards, time_shards, cut[1], cut[3]).swapaxes(1, 2).reshape(rows, time)
+  following = lambda x: by_part(jnp.roll(x, -1, axis=1))
+  states, targets, scale = by_part(hidden), following(tokens), following(temperature)
+  chunks, positions = time // token_chunk, token_chunk // time_shards * cut[1]
+  if wanted is None or chunks == 1:
+    found = _head(positions, states, kernel, targets, scale, jnp.int32(chunks))
+  else:
+    asked = following(wanted)
+    order = jnp.argsort(~asked, axis=-1, stable=True)
+    places = jnp.argsort(order, axis=-1)
+    first = lambda x: jnp.take_along_axis(x, order, axis=-1)
+    used = -(-asked.sum(-1).max() // positions)
+    found = _head(positions, _moved(states, order, places), kernel, first(targets), first(scale), used)
+    found = (jnp.take_along_axis(x, places, axis=-1) for x in found)
+  return TokenLogprobs(*(wanted_or_all(_delayed(by_row(x), segment_ids)) for x in found))
 
 
 def token_values(
@@ -134,11 +152,23 @@ def _delayed(x, segment_ids):
 
 
 @jax.custom_vjp
-def _head(hidden, kernel, targets, temperature):
-  """Logprobs of `targets` and entropies, `[chunk, position]` like `targets` and `temperature`.
+def _moved(states, order, places):
+  """The states of each part in another order; `places` is its inverse, by which gradients are gathered, not added."""
+  return jnp.take_along_axis(states, order[..., None], axis=2)
 
-  `hidden` lies as the model made it, `[row part, row, time part, chunk, position, embed]`; the positions of a chunk are
-  ordered by row part, time part, row, position.
+
+_moved.defvjp(
+  lambda states, order, places: (_moved(states, order, places), places),
+  lambda places, moved: (jnp.take_along_axis(moved, places[..., None], axis=2), None, None),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _head(positions, hidden, kernel, targets, temperature, used):
+  """Logprobs of `targets` and entropies, `[row part, time part, position]` like `targets` and `temperature`.
+
+  `hidden` is `[row part, time part, position, embed]`. Of each part `positions` are computed at a time, `used` times;
+  what is not computed is 0.
 
   With p the softmax of logits z = hidden · kernel / T and H = -Σ p · log p its entropy, the derivatives by z are
   onehot(target) - p of log p[target], as in any softmax cross-entropy, and -p · (log p + H) of H, which follows from
@@ -149,63 +179,69 @@ def _head(hidden, kernel, targets, temperature):
   for which each token's log-normalizer and H are all that is kept beside the arguments (logits are computed again as in
   arXiv:2411.09009).
   """
-  return _head_forward(hidden, kernel, targets, temperature)[0]
+  return _head_forward(positions, hidden, kernel, targets, temperature, used)[0]
 
 
-def _head_forward(hidden, kernel, targets, temperature):
+def _head_forward(positions, hidden, kernel, targets, temperature, used):
   compute = kernel.astype(hidden.dtype)
 
-  def chunk(xs):
-    i, target, scale = xs
-    logits = _logits(_states(hidden, i), compute, scale)
+  def chunk(i, found):
+    states, target, scale = _chunk((hidden, targets, temperature), i, positions)
+    logits = _logits(states, compute, scale)
     normalizer = jax.nn.logsumexp(logits, axis=-1)
-    logp = logits - normalizer[..., None]
+    logp = logits - normalizer[:, None]
     # A comparison and a sum need no word of another device; how a gather is partitioned is the compiler's choice.
     chosen = jnp.where(_is_target(logits, target), logits, 0.0).sum(-1)
-    return chosen - normalizer, -(jnp.exp(logp) * logp).sum(-1), normalizer
+    return _with_chunk(found, (chosen - normalizer, -(jnp.exp(logp) * logp).sum(-1), normalizer), i, positions)
 
-  logprobs, entropy, normalizer = jax.lax.map(chunk, (jnp.arange(len(targets)), targets, temperature))
-  return (logprobs, entropy), (hidden, kernel, targets, temperature, normalizer, entropy)
+  start = (jnp.zeros(targets.shape, _wide(hidden)),) * 3
+  logprobs, entropy, normalizer = _repeat(used, chunk, start, once=positions == targets.shape[-1])
+  return (logprobs, entropy), (hidden, kernel, targets, temperature, used, normalizer, entropy)
 
 
-def _head_backward(kept, cotangents):
-  hidden, kernel, targets, temperature, normalizer, entropy = kept
+def _head_backward(positions, kept, cotangents):
+  hidden, kernel, targets, temperature, used, *kept = kept
   compute = kernel.astype(hidden.dtype)
-  by_logprob, by_entropy = (g / temperature for g in cotangents)
+  per_token = (targets, temperature, *kept, *(g / temperature for g in cotangents))
 
-  def chunk(sums, xs):
+  def chunk(i, sums):
     d_hidden, d_kernel = sums
-    i, target, scale, *rest = xs
-    normalizer, entropy, by_logprob, by_entropy = (x[..., None] for x in rest)
-    states = _states(hidden, i)
+    states, target, scale, *rest = _chunk((hidden, *per_token), i, positions)
+    normalizer, entropy, by_logprob, by_entropy = (x[:, None] for x in rest)
     logp = _logits(states, compute, scale) - normalizer
     d_logits = jnp.where(_is_target(logp, target), by_logprob, 0.0)
     d_logits = (d_logits - jnp.exp(logp) * (by_logprob + by_entropy * (logp + entropy))).astype(hidden.dtype)
     d_states = jnp.einsum('tv,ve->te', d_logits, compute, preferred_element_type=d_kernel.dtype)
     by_part = lambda x: x.reshape(len(d_kernel), -1, x.shape[-1])
     d_kernel += jnp.einsum('pte,ptv->pev', by_part(states), by_part(d_logits), preferred_element_type=d_kernel.dtype)
-    return (_with_states(d_hidden, i, d_states.astype(hidden.dtype)), d_kernel), None
+    return (*_with_chunk((d_hidden,), (d_states,), i, positions), d_kernel)
 
   # [embed, vocab] takes d_logits as they lie, and only the sum is transposed; a part has its own sum until the end.
-  start = jnp.zeros((hidden.shape[0] * hidden.shape[2], *kernel.shape[::-1]), _wide(hidden))
-  xs = (jnp.arange(len(targets)), targets, temperature, normalizer, entropy, by_logprob, by_entropy)
-  (d_hidden, d_kernel), _ = jax.lax.scan(chunk, (jnp.zeros_like(hidden), start), xs)
-  return d_hidden, d_kernel.sum(0).T.astype(kernel.dtype), None, None
+  start = jnp.zeros((math.prod(targets.shape[:2]), *kernel.shape[::-1]), _wide(hidden))
+  once = positions == targets.shape[-1]
+  d_hidden, d_kernel = _repeat(used, chunk, (jnp.zeros_like(hidden), start), once=once)
+  return d_hidden, d_kernel.sum(0).T.astype(kernel.dtype), None, None, None
 
 
 _head.defvjp(_head_forward, _head_backward)
 
 
-def _states(hidden, i):
-  """Chunk `i` as `[position, embed]`."""
-  return jax.lax.dynamic_index_in_dim(hidden, i, axis=3, keepdims=False).swapaxes(1, 2).reshape(-1, hidden.shape[-1])
+def _repeat(used, chunk, start, *, once: bool):
+  """The chunks that are used, one after the other; a single one in no loop, where compilers keep its logits."""
+  return chunk(0, start) if once else jax.lax.fori_loop(0, used, chunk, start)
 
 
-def _with_states(hidden, i, states):
-  """`hidden` with chunk `i` replaced: the inverse of `_states`."""
-  row_parts, rows, time_parts, _, positions, embed = hidden.shape
-  chunk = states.reshape(row_parts, time_parts, rows, positions, embed).swapaxes(1, 2)
-  return jax.lax.dynamic_update_index_in_dim(hidden, chunk, i, axis=3)
+def _chunk(arrays, i, positions):
+  """Chunk `i` of arrays `[row part, time part, position, ...]`, each as `[position of all parts, ...]`."""
+  part = lambda x: jax.lax.dynamic_slice_in_dim(x, i * positions, positions, axis=2)
+  return [part(x).reshape(-1, *x.shape[3:]) for x in arrays]
+
+
+def _with_chunk(arrays, chunks, i, positions):
+  """The arrays with chunk `i` replaced: the inverse of `_chunk`."""
+  part = lambda x, chunk: chunk.reshape(*x.shape[:2], positions, *x.shape[3:]).astype(x.dtype)
+  place = lambda x, chunk: jax.lax.dynamic_update_slice_in_dim(x, part(x, chunk), i * positions, axis=2)
+  return tuple(place(x, chunk) for x, chunk in zip(arrays, chunks, strict=True))
 
 
 def _logits(states, kernel, temperature):
