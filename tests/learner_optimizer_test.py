@@ -5,7 +5,7 @@ import optax
 import pytest
 
 from jaxrl_llm.core.trees import flatten
-from jaxrl_llm.learner.optimizer import OptimizerConfig, build_optimizer, learning_rate, optimizer_shardings
+from jaxrl_llm.learner.optimizer import OptimizerConfig, build_optimizer, clipped, learning_rate, optimizer_shardings
 from jaxrl_llm.learner.state import abstract_state, init_state, param_shardings, place_params
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.families import tiny
@@ -63,7 +63,7 @@ def run(config: OptimizerConfig, params, grads, updates: int = 100):
   optimizer = build_optimizer(config, updates)
   state, update = optimizer.init(params), jax.jit(optimizer.update)
   for g in grads:
-    steps, state = update(g, state, params)
+    steps, state = update(clipped(g, config), state, params)
     params = optax.apply_updates(params, steps)
   return params, state
 

