@@ -49,13 +49,13 @@ def test_shipped_configurations_build(name):
 
 def test_a_schedule_counts_the_updates_that_are_taken():
   *_, ppo = built(config_of('ppo.py'))
-  assert (ppo.critic_updates, ppo.updates) == (320 * 2, 280 * 2)
+  assert (ppo.critic_updates, ppo.updates) == (260 * 4, 140 * 4)
 
 
 @pytest.mark.parametrize(
   ('config', 'message'),
   [
-    (changed('ppo.py', steps=40), 'critic_warmup=40 of 40 steps'),
+    (changed('ppo.py', steps=120), 'critic_warmup=120 of 120 steps'),
     (changed('quickstart.py', critic=CriticConfig(init_from='x')), 'grpo has no critic'),
     (changed('quickstart.py', selection=SelectionConfig(kind='pairs')), 'makes nothing of pairs'),
     (changed('quickstart.py', selection=SelectionConfig(kind='shortest_correct')), 'use sft'),

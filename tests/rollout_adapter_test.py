@@ -247,3 +247,22 @@ def test_ranks_are_rounded_up_to_those_of_vllm():
   assert [lora_rank(rank) for rank in (1, 2, 8, 9, 300, 512)] == [1, 8, 8, 16, 320, 512]
   with pytest.raises(UserError, match='at most 512'):
     lora_rank(513)
+
+
+def test_a_whole_publication_is_sent_and_digested_each_time_and_what_adapters_stand_on_once(folder, params, tmp_path):
+  """What a server was seen to hold says nothing of what it holds: equal weights, published again, are looked at."""
+
+  async def main():
+    server, (a, *_) = Server(), published(folder, params)
+    whole = a.base
+    async with server.standing(tmp_path) as replica:
+      for _ in range(2):
+        server.log.clear()
+        await replica.take(whole, None, tolerance=1e-6, deadline_s=10)
+        assert server.log == ['pause', 'base', 'digests', 'resume']
+      server._update = lambda **info: web.json_response({})  # It says that it has read, and writes nothing.
+      server.held = server.held | {'model.norm.weight': 'x'}
+      with pytest.raises(Unproven, match=r'model\.norm\.weight'):
+        await replica.take(whole, None, tolerance=1e-6, deadline_s=10)
+
+  asyncio.run(main())
