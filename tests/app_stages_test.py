@@ -119,6 +119,13 @@ def test_what_is_held_out_is_not_trained_on(tmp_path):
     prepare(dataclasses.replace(config, stages=(config.stages[0], stage)), tmp_path / 'none')
 
 
+@pytest.mark.parametrize(('field', 'value'), [('domain', 'math'), ('origin', 'synthetic'), ('on_corrupt', 'skip')])
+def test_pairs_of_a_taskset_say_nothing_that_the_taskset_says(tmp_path, field, value):
+  config = config_of('dpo.py', **SMALL, **{f'preferences.train_pairs.{field}': value})
+  with pytest.raises(UserError, match=rf'preferences\.train_pairs\.{field}: .* remove it'):
+    prepare(config, tmp_path)
+
+
 def test_whoever_says_what_is_correct_has_to_judge_all_of_it(tmp_path):
   config = config_of('quickstart.py', **SMALL)
   (verifier,) = config.rewards.scorers

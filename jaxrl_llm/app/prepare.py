@@ -245,6 +245,10 @@ def static_file(stage: StageConfig) -> str:
   return demonstrations_file(stage.name) if stage.preferences is None else preferences_file(stage.preferences.train)
 
 
+_OF_TASKS = ('name', 'source', 'size', 'chosen', 'wrong')
+"""What preferences say themselves that are made of a taskset."""
+
+
 def _preferences(source: PreferenceSource, tasksets: Mapping[str, Taskset]) -> Preferences:
   if not source.source.startswith('taskset:'):
     if source.wrong:
@@ -255,10 +259,10 @@ def _preferences(source: PreferenceSource, tasksets: Mapping[str, Taskset]) -> P
     raise UserError(f'preferences.{source.name}.source: no taskset {name!r}; configured are {sorted(tasksets)}')
   if source.chosen is None or not source.wrong:
     raise UserError(f'preferences.{source.name}: pairs of a taskset want the templates chosen and wrong')
-  for field in ('prompt', 'rejected', 'group', 'split', 'holdout', 'fold', 'options', 'on_corrupt'):
-    default = next(f for f in dataclasses.fields(source) if f.name == field)
-    if getattr(source, field) != (default.default if default.default is not dataclasses.MISSING else {}):
-      raise UserError(f'preferences.{source.name}.{field}: has no meaning for pairs of a taskset, which has its own')
+  for field in dataclasses.fields(source):
+    default = field.default if field.default is not dataclasses.MISSING else {}
+    if field.name not in _OF_TASKS and getattr(source, field.name) != default:
+      raise UserError(f'preferences.{source.name}.{field.name}: pairs of a taskset take this from it; remove it')
   return pairs_of_tasks(
     tasksets[name], chosen=source.chosen, rejected=source.wrong, count=source.size, name=source.name
   )
