@@ -57,6 +57,13 @@ def test_the_training_step_compiles_for_a_tpu_slice_with_its_fused_attention(sha
   assert 'does not fit' not in line_of('logprobs', sharded)
 
 
+def test_a_cut_vocabulary_is_never_gathered(sharded):
+  """The largest gathers are of kernels, of the vocabulary's half: neither logits nor a whole kernel."""
+  for program in ('update', 'logprobs'):
+    largest = re.search(r'all-gather \d+ \([\d.,]+ MB, largest (\w+\[[\d,]*\])\)', line_of(program, sharded))[1]
+    assert str(MODEL['vocab_size'] // 2) in largest and str(MODEL['vocab_size']) not in largest
+
+
 def test_each_device_holds_its_part_of_what_a_role_keeps(sharded):
   whole, part = (float(n) for n in re.search(r'policy +│ +([\d.]+) │ +([\d.]+) │', sharded).groups())
   assert part == pytest.approx(whole / 8, rel=0.02)

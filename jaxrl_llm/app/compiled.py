@@ -60,7 +60,10 @@ def compiled_line(program: Program, mesh: Mesh, chip: str | None) -> tuple[str, 
     return line, True
   limit = CHIPS[chip].memory_bytes
   line += f' of {limit / 1e6:,.0f}'
-  sent = [f'{kind} {t.count} ({t.bytes / 1e6:,.1f} MB)' for kind, t in traffic(compiled.as_text()).items()]
+  sent = [
+    f'{kind} {t.count} ({t.bytes / 1e6:,.1f} MB, largest {t.largest})'
+    for kind, t in traffic(compiled.as_text()).items()
+  ]
   line += f'; collectives of a micro-batch: {", ".join(sent) or "none"}'
   if program.flops:
     peak = CHIPS[chip].peak_flops * mesh.devices.size * UTILISATION

@@ -17,6 +17,8 @@ class Traffic(NamedTuple):
   count: int
   bytes: int
   """Of the results, on one device."""
+  largest: str
+  """Of the results' arrays: 'bf16[4096,1024]'."""
 
 
 KINDS = ('all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all', 'collective-permute')
@@ -33,9 +35,15 @@ _BELOW = re.compile(r'^ROOT .* compare\(\S+, (%[\w.\-]+)\), direction=LT')
 _CONDITION = re.compile(r'condition=%?([\w.\-]+)')
 
 
+class _Array(NamedTuple):
+  bytes: int
+  text: str
+
+
 class _Collective(NamedTuple):
   kind: str
   bytes: int
+  largest: _Array
   channel: str | None
 
 
@@ -58,6 +66,7 @@ def traffic(text: str) -> Mapping[str, Traffic]:
   program, entry = _parse(text)
   counts: collections.Counter[str] = collections.Counter()
   sizes: collections.Counter[str] = collections.Counter()
+  largest: dict[str, _Array] = {}
 
   def visit(name: str, times: int) -> None:
     computation = program[name]
@@ -66,12 +75,13 @@ def traffic(text: str) -> Mapping[str, Traffic]:
     for one in (*computation.own, *fused.values()):
       counts[one.kind] += times
       sizes[one.kind] += times * one.bytes
+      largest[one.kind] = max(largest.get(one.kind, one.largest), one.largest)
     for called, trips, condition in computation.calls:
       bound = program[condition].bound if condition else None
       visit(called, times * (bound if trips == 1 and bound is not None else trips))
 
   visit(entry, 1)
-  return {kind: Traffic(counts[kind], sizes[kind]) for kind in KINDS if counts[kind]}
+  return {kind: Traffic(counts[kind], sizes[kind], largest[kind].text) for kind in KINDS if counts[kind]}
 
 
 def _parse(text: str) -> tuple[Mapping[str, _Computation], str]:
@@ -93,8 +103,11 @@ def _parse_line(line: str, name: str, computation: _Computation) -> None:
   if operation := _OPERATION.match(line):
     kind = 'reduce-scatter' if name.startswith(_FUSED_SCATTER) else operation[2]
     channel = _CHANNEL.search(line)
-    size = _result_bytes(operation[1], started=bool(operation[3]))
-    computation.own.append(_Collective(kind, size, channel[1] if channel else None))
+    arrays = [_Array(_bytes(*found), '{}[{}]'.format(*found)) for found in _ARRAY.findall(operation[1])]
+    largest = max(arrays)
+    # An asynchronous start's tuple holds the operand too.
+    size = largest.bytes if operation[3] else sum(array.bytes for array in arrays)
+    computation.own.append(_Collective(kind, size, largest, channel[1] if channel else None))
   elif constant := _CONSTANT.match(line):
     computation.constants[constant[1]] = int(constant[2])
   elif below := _BELOW.match(line):
@@ -114,12 +127,8 @@ def _within(program: Mapping[str, _Computation], fusion: str) -> Iterator[_Colle
     yield from _within(program, inner)
 
 
-def _result_bytes(result: str, *, started: bool) -> int:
-  """Of an asynchronous start, whose tuple holds the operand too, the largest part."""
-  sizes = [
-    _bits(kind) * math.prod(int(n) for n in shape.split(',') if n) // 8 for kind, shape in _ARRAY.findall(result)
-  ]
-  return max(sizes, default=0) if started else sum(sizes)
+def _bytes(kind: str, shape: str) -> int:
+  return _bits(kind) * math.prod(int(n) for n in shape.split(',') if n) // 8
 
 
 def _bits(kind: str) -> int:
