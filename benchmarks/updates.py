@@ -106,7 +106,7 @@ def pack_rows(rows: Sequence[Row], *, chunks: int, chunk_len: int, apart: bool =
     arrays['tokens'][at] = row.tokens
     arrays['positions'][at] = np.arange(length)
     arrays['segment_ids'][at] = packing.segment[i]
-    arrays['loss_mask'][at] = trained
+    arrays['loss_mask'][at] = arrays['reported'][at] = trained
     arrays['advantages'][at] = np.where(trained, row.advantage, 0.0)
     segment = (*chunk, int(packing.segment[i]) - 1)
     # Numbered from 1 in each micro-batch.
@@ -122,7 +122,7 @@ def _empty(shape: Shape) -> dict[str, np.ndarray]:
   floats = ('behaviour_logprobs', 'proximal_logprobs', 'reference_logprobs', 'advantages', 'values', 'returns')
   arrays = {name: np.zeros(per_token, np.float32) for name in floats}
   arrays |= {name: np.zeros(per_token, np.int32) for name in ('tokens', 'positions', 'segment_ids')}
-  arrays |= {name: np.zeros(per_token, bool) for name in ('loss_mask', 'is_expert')}
+  arrays |= {name: np.zeros(per_token, bool) for name in ('loss_mask', 'reported', 'is_expert')}
   ones, zeros = np.ones(per_segment, np.float32), np.zeros(per_segment, np.float32)
   return arrays | {'temperature': ones, 'label': zeros, 'pair': np.zeros(per_segment, np.int32)}
 

@@ -41,7 +41,8 @@ def test_ppo_learns_and_its_critic_explains_more_and_more(tmp_path, seed):
   start, *_, end = curve(tmp_path / 'run', 'ppo')
   assert start < 0.5 and end >= 0.9
   explained = column(tmp_path / 'run', 'critic/vf_explained_var')
-  assert statistics.fmean(explained[:5]) < 0.2 < 0.35 < statistics.fmean(explained[warmup - 10 : warmup])
+  # The first batch's values are those of a critic that has not learnt yet.
+  assert explained[0] < 0.2 < 0.35 < statistics.fmean(explained[warmup - 10 : warmup])
 
 
 @pytest.mark.parametrize('config', ['opmd.py', *(f'grpo.py:{name}' for name in ('dr_grpo', 'dapo', 'gspo', 'cispo'))])

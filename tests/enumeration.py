@@ -228,6 +228,7 @@ def _packed(listed: Sequence[tuple[Group, ...]], columns: Columns, annotated: An
     positions=position,
     segment_ids=np.array([p.segment for p in places]),
     loss_mask=mask,
+    reported=of_response('loss_mask').astype(bool),
     is_expert=np.zeros_like(there),
     advantages=np.where(mask, annotated.advantages[batch, row, position], 0.0),
     returns=np.zeros(there.shape),

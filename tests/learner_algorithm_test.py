@@ -92,6 +92,7 @@ def batch(rows=ROWS, ratios=RATIOS, *, config=CONFIG, proximal=-2.0, **fields) -
     positions=jnp.zeros_like(segments),
     segment_ids=segments,
     loss_mask=mask,
+    reported=mask,
     is_expert=jnp.zeros_like(mask),
     behaviour_logprobs=proximal * everywhere,
     proximal_logprobs=proximal * everywhere,

@@ -273,6 +273,19 @@ def test_a_pass_that_the_plan_asks_for_finds_what_the_one_update_would(folder):
     np.testing.assert_allclose(one, other, atol=1e-5)
 
 
+@pytest.mark.parametrize('proximal', [False, True])
+@pytest.mark.parametrize('token_chunk', [4, 16])
+def test_rows_that_the_loss_leaves_out_report_their_logprobs(folder, proximal, token_chunk):
+  """What is compared with the sampler is what was sampled, whatever is learnt of it."""
+  config = GrpoConfig(mask_truncated=True)
+  rows = [dataclasses.replace(row, truncated=i == 0) for i, row in enumerate(ROWS)]
+  with training(folder, stage_of(policy_gradient(config, SETTING), token_chunk=token_chunk)) as made:
+    (done,) = made.run(1, rows=rows, change=lambda plan: dataclasses.replace(plan, proximal=proximal))
+  assert not done.batch.annotation.in_loss[0] and any(done.batch.annotation.in_loss)
+  for i, sample in enumerate(SAMPLES):
+    np.testing.assert_allclose(done.updated.logprobs[i][1:], asked_for(done.before.policy.params, sample), atol=2e-5)
+
+
 def test_the_policy_before_each_batch_is_the_reference_of_all_its_updates(folder):
   with training(folder, stage_of(opmd(OpmdConfig(), SETTING), minibatches=2, epochs=2)) as made:
     done = made.run(2)

@@ -114,3 +114,29 @@ def test_a_tpus_loop_counts_what_its_condition_says_and_parts_of_one_transfer_on
   }
   unknown = TPU_LOOP.replace('constant(24)', 'parameter(1)')
   assert traffic(unknown) == {'all-gather': Traffic(1, 64 * 2, 'bf16[64]'), 'all-reduce': Traffic(1, 8 * 2, 'bf16[8]')}
+
+
+SCATTERS = """HloModule jit_f
+ENTRY %main (a: f32[64,8], b: f32[32]) -> f32[8,8] {
+  %a = f32[64,8]{1,0} parameter(0)
+  %b = f32[32]{0} parameter(1)
+  %p = f32[8,8]{1,0} reduce-scatter(%a), channel_id=1, dimensions={0}, to_apply=%add
+  %s = ((f32[64,8]{1,0}, f32[32]{0}), (f32[8,8]{1,0}, f32[4]{0})) reduce-scatter-start(%a, %b), to_apply=%add
+  %r = (f32[64,8]{1,0}, f32[32]{0}) all-reduce-start(%a, %b), channel_id=2, to_apply=%add
+  %m = (f32[32]{0}, f32[32]{0}, u32[], u32[]) collective-permute-start(%b), channel_id=3
+}
+"""
+
+
+def test_a_scatter_counts_what_goes_in_and_starts_of_several_arrays_all_of_them():
+  whole = 64 * 8 * 4
+  assert traffic(SCATTERS) == {
+    'reduce-scatter': Traffic(2, whole + whole + 32 * 4, 'f32[64,8]'),
+    'all-reduce': Traffic(1, whole + 32 * 4, 'f32[64,8]'),
+    'collective-permute': Traffic(1, 32 * 4, 'f32[32]'),
+  }
+
+
+def test_what_the_compiler_says_of_a_loop_goes_before_its_condition():
+  once = TPU_LOOP.replace('body=%body', 'body=%body, backend_config={"known_trip_count":{"n":"1"}}')
+  assert {kind: found.count for kind, found in traffic(once).items()} == {'all-gather': 1, 'all-reduce': 1}

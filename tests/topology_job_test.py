@@ -44,7 +44,8 @@ def megabytes(what, line):
 
 @pytest.fixture(scope='module')
 def sharded():
-  return dry_run('v5e:2x4', *CUT)
+  # Logits of a quarter of the positions at a time.
+  return dry_run('v5e:2x4', *CUT, '--config.learner.logits_budget_bytes=33554432')
 
 
 def test_the_training_step_compiles_for_a_tpu_slice_with_its_fused_attention(sharded):
@@ -59,6 +60,7 @@ def test_the_training_step_compiles_for_a_tpu_slice_with_its_fused_attention(sha
 
 def test_a_cut_vocabulary_is_never_gathered(sharded):
   """The largest gathers are of kernels, of the vocabulary's half: neither logits nor a whole kernel."""
+  assert 'logits for 512 of 2048 tokens at a time' in sharded
   for program in ('update', 'logprobs'):
     largest = re.search(r'all-gather \d+ \([\d.,]+ MB, largest (\w+\[[\d,]*\])\)', line_of(program, sharded))[1]
     assert str(MODEL['vocab_size'] // 2) in largest and str(MODEL['vocab_size']) not in largest

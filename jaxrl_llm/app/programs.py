@@ -71,7 +71,8 @@ def batch_shapes(stage: Stage, mesh: Mesh) -> Chunks:
   """The arrays of an optimizer step, as the row loader places them."""
   shape = stage.shape
   rows = (shape.micro_batches, shape.ranks * shape.chunks)
-  kinds = {'tokens': np.int32, 'positions': np.int32, 'segment_ids': np.int32, 'loss_mask': bool, 'is_expert': bool}
+  kinds = dict.fromkeys(('tokens', 'positions', 'segment_ids'), np.int32)
+  kinds |= dict.fromkeys(('loss_mask', 'reported', 'is_expert'), bool)
   per_segment = {'temperature': np.float32, 'pair': np.int32, 'label': np.float32}
   names = [field for field in Chunks.__dataclass_fields__ if field not in per_segment]
   of = lambda columns, kind: jax.ShapeDtypeStruct((*rows, columns), kind, sharding=sharding_of_batch(mesh))

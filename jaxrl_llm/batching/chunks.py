@@ -22,6 +22,8 @@ class Chunks:
   """i32[chunks, time], 1.. in each chunk, 0 = padding"""
   loss_mask: Leaf
   """bool[chunks, time], tokens that are trained on"""
+  reported: Leaf
+  """bool[chunks, time], tokens that get a logprob: the samples' own loss_mask, also of rows that the loss leaves out"""
   is_expert: Leaf
   """bool[chunks, time]"""
   behaviour_logprobs: Leaf

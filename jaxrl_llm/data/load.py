@@ -93,7 +93,7 @@ class RowLoader:
       arrays['tokens'][at] = sample.tokens
       arrays['positions'][at] = np.arange(row.length)
       arrays['segment_ids'][at] = packing.segment[i]
-      arrays['loss_mask'][at] = sample.loss_mask
+      arrays['loss_mask'][at] = arrays['reported'][at] = sample.loss_mask
       arrays['is_expert'][at] = row.is_expert
       arrays['behaviour_logprobs'][at] = sample.behaviour_logprobs
       arrays['temperature'][segment] = sample.temperature
@@ -149,6 +149,7 @@ _PER_TOKEN = {
   'positions': np.int32,
   'segment_ids': np.int32,
   'loss_mask': bool,
+  'reported': bool,
   'is_expert': bool,
   'behaviour_logprobs': np.float32,
   'proximal_logprobs': np.float32,

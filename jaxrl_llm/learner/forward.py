@@ -33,7 +33,7 @@ def chunk_outputs(model: Model, params: Params, chunks: Chunks, *, token_chunk: 
     chunks.tokens,
     chunks.segment_ids,
     temperature,
-    chunks.loss_mask,
+    chunks.reported,
     token_chunk=token_chunk,
     **_parts(model, chunks),
   )

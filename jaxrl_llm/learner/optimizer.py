@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, Literal
 
 import jax
@@ -100,26 +99,36 @@ def apply_update(
   """
   if not any(map(is_offloaded, jax.tree.leaves(shardings))):
     return _applied(optimizer, grads, opt_state, params, take)
-  count = len(jax.tree.leaves(params))
-  numbers = jax.tree.unflatten(jax.tree.structure(params), range(count))
-  parts, before = [], take
-  for i in range(count):
-    one = functools.partial(_only, i)
-    of_params = lambda tree, one=one: jax.tree.map(one, tree, numbers)
-    of_state = lambda state, one=one: optax.tree_map_params(optimizer, one, state, numbers)
-    places = of_state(shardings)
-    there, _ = jax.lax.optimization_barrier((of_state(opt_state), before))
-    state = jax.tree.map(lambda x, to: jax.device_put(x, to.with_memory_kind(DEVICE)), there, places)
-    moved, state = _applied(optimizer, of_params(grads), state, of_params(params), take)
-    before = moved, jax.tree.map(jax.device_put, state, places)
-    parts.append(before)
-  left_out = lambda x: isinstance(x, optax.MaskedNode)
-  present = lambda *found: next(x for x in found if not left_out(x))
-  return jax.tree.map(present, *parts, is_leaf=left_out)
-
-
-def _only(wanted: int, x, number: int):
-  return x if number == wanted else optax.MaskedNode()
+  structure = jax.tree.structure(params)
+  like_params = lambda node: jax.tree.structure(node) == structure
+  nodes, of_state = jax.tree.flatten(opt_state, is_leaf=like_params)
+  copies = [jax.tree.leaves(node) if like_params(node) else None for node in nodes]
+  places = [jax.tree.leaves(node) for node in jax.tree.leaves(shardings, is_leaf=like_params)]
+  moved, before = [], take
+  for i, ((path, param), grad) in enumerate(
+    zip(jax.tree.leaves_with_path(params), jax.tree.leaves(grads), strict=True)
+  ):
+    # Under its own name, by which weight decay knows it.
+    one = lambda leaf, name=path[-1].key: {name: leaf}
+    there, _ = jax.lax.optimization_barrier(([copy and copy[i] for copy in copies], before))
+    fetched = [
+      node if copy is None else one(jax.device_put(leaf, place[i].with_memory_kind(DEVICE)))
+      for node, copy, leaf, place in zip(nodes, copies, there, places, strict=True)
+    ]
+    param, state = _applied(optimizer, one(grad), of_state.unflatten(fetched), one(param), take)
+    ((param,), after) = jax.tree.leaves(param), of_state.flatten_up_to(state)
+    back = [
+      node if copy is None else jax.device_put(*jax.tree.leaves(node), place[i])
+      for node, copy, place in zip(after, copies, places, strict=True)
+    ]
+    before = param, back
+    moved.append(before)
+  params, states = zip(*moved, strict=True)
+  whole = [
+    column[0] if copy is None else structure.unflatten(column)
+    for copy, column in zip(copies, zip(*states, strict=True))
+  ]
+  return structure.unflatten(params), of_state.unflatten(whole)
 
 
 def _applied(optimizer, grads, opt_state, params, take):

@@ -126,7 +126,8 @@ def _rollout_row(
     'token_ids': token_ids,
     # Null where no sampler drew the token: 0 would read as a certain one.
     'behaviour_logprobs': np.where(sample.sampled, sample.behaviour_logprobs, np.nan)[after],
-    'trainer_logprobs': logprobs[after],
+    # Null where none was computed.
+    'trainer_logprobs': np.where(sample.loss_mask, logprobs, np.nan)[after],
     'advantages': (advantage * sample.loss_mask)[after],
     'reward': scored.reward.value,
     'scores': {

@@ -81,7 +81,9 @@ class Batch(NamedTuple):
 class Updated(NamedTuple):
   metrics: dict[str, Metric]
   logprobs: dict[int, Any]
-  """Logprobs of trained tokens under the policy before the batch, 0 elsewhere, by row number of the plan.
+  """By row number of the plan: logprobs of the tokens that the sample trains on, under the policy before the batch.
+
+  0 elsewhere; rows that the loss leaves out have theirs.
 
   Of `late` rows: under the policy before the optimizer step that came to them first.
   """

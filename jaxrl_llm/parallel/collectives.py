@@ -1,7 +1,7 @@
 """What a compiled program sends between devices, read from its text.
 
 A collective in the body of a loop whose length the compiler knows (scanned layers) counts that often; in other loops
-(micro-batches, whose number is known only at run time) once.
+(micro-batches, and chunks of the head, whose number is known only at run time) once.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import NamedTuple
 class Traffic(NamedTuple):
   count: int
   bytes: int
-  """Of the results, on one device."""
+  """Of what is made whole on one device, or was whole there: results, but of reduce-scatters what goes in."""
   largest: str
-  """Of the results' arrays: 'bf16[4096,1024]'."""
+  """Of those arrays: 'bf16[4096,1024]'."""
 
 
 KINDS = ('all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all', 'collective-permute')
@@ -29,6 +29,7 @@ _TRIPS = re.compile(r'known_trip_count"?:\s?\{"?n"?:"?(\d+)')
 _ARRAY = re.compile(r'\b(pred|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]')
 _FUSED_SCATTER = 'all-reduce-scatter'
 """What TPU programs call a fusion that reduces and keeps one's own part."""
+_DEFINED = re.compile(r'^(?:ROOT )?(%[\w.\-]+) = (\([^()]*\)|\S+) ')
 _CHANNEL = re.compile(r'channel_id=(\d+)')
 _CONSTANT = re.compile(r'^(%[\w.\-]+) = s32\[\]\S* constant\((\d+)\)')
 _BELOW = re.compile(r'^ROOT .* compare\(\S+, (%[\w.\-]+)\), direction=LT')
@@ -54,11 +55,13 @@ class _Computation:
     self.own: list[_Collective] = []
     self.fused: list[str] = []
     """Fusions: part of this computation."""
-    self.calls: list[tuple[str, int, str | None]] = []
+    self.calls: list[tuple[str, int | None, str | None]] = []
     """Other computations, how often where that is said, and the condition of a loop."""
+    self.types: dict[str, str] = {}
+    """Of operations' results."""
     self.constants: dict[str, int] = {}
     self.bound: int | None = None
-    """As the condition of a loop: what its counter has to be below."""
+    """As the condition of a loop: what its counter, from 0 and by one, has to stay below."""
 
 
 def traffic(text: str) -> Mapping[str, Traffic]:
@@ -77,8 +80,9 @@ def traffic(text: str) -> Mapping[str, Traffic]:
       sizes[one.kind] += times * one.bytes
       largest[one.kind] = max(largest.get(one.kind, one.largest), one.largest)
     for called, trips, condition in computation.calls:
-      bound = program[condition].bound if condition else None
-      visit(called, times * (bound if trips == 1 and bound is not None else trips))
+      if trips is None:
+        trips = (program[condition].bound if condition else None) or 1
+      visit(called, times * trips)
 
   visit(entry, 1)
   return {kind: Traffic(counts[kind], sizes[kind], largest[kind].text) for kind in KINDS if counts[kind]}
@@ -100,14 +104,20 @@ def _parse(text: str) -> tuple[Mapping[str, _Computation], str]:
 
 
 def _parse_line(line: str, name: str, computation: _Computation) -> None:
+  if defined := _DEFINED.match(line):
+    computation.types[defined[1]] = defined[2]
   if operation := _OPERATION.match(line):
-    kind = 'reduce-scatter' if name.startswith(_FUSED_SCATTER) else operation[2]
+    scattered = name.startswith(_FUSED_SCATTER)
+    arrays = _whole(operation[2], started=bool(operation[3]), result=operation[1], line=line, types=computation.types)
     channel = _CHANNEL.search(line)
-    arrays = [_Array(_bytes(*found), '{}[{}]'.format(*found)) for found in _ARRAY.findall(operation[1])]
-    largest = max(arrays)
-    # An asynchronous start's tuple holds the operand too.
-    size = largest.bytes if operation[3] else sum(array.bytes for array in arrays)
-    computation.own.append(_Collective(kind, size, largest, channel[1] if channel else None))
+    computation.own.append(
+      _Collective(
+        'reduce-scatter' if scattered else operation[2],
+        sum(array.bytes for array in arrays),
+        max(arrays),
+        channel[1] if channel else None,
+      )
+    )
   elif constant := _CONSTANT.match(line):
     computation.constants[constant[1]] = int(constant[2])
   elif below := _BELOW.match(line):
@@ -118,7 +128,26 @@ def _parse_line(line: str, name: str, computation: _Computation) -> None:
     if attribute == 'calls':
       computation.fused += called
     else:
-      computation.calls += [(one, int(trips[1]) if trips else 1, condition[1] if condition else None) for one in called]
+      times = int(trips[1]) if trips else None
+      computation.calls += [(one, times, condition[1] if condition else None) for one in called]
+
+
+def _whole(kind: str, *, started: bool, result: str, line: str, types: Mapping[str, str]) -> list[_Array]:
+  """The arrays that `Traffic.bytes` counts."""
+  if started and kind != 'all-reduce':
+    # An asynchronous start's tuple: operands, as many results, and what else it needs (scalars).
+    both = [array for array in _arrays(result) if not array.text.endswith('[]')]
+    halves = both[: len(both) // 2], both[len(both) // 2 :]
+    return max(halves, key=lambda half: sum(array.bytes for array in half))
+  if kind == 'reduce-scatter':
+    operands = line.split(f'{kind}(', 1)[1].split(')', 1)[0].split(',')
+    found = [array for operand in operands for array in _arrays(types.get(operand.strip(), operand))]
+    return found or _arrays(result)
+  return _arrays(result)
+
+
+def _arrays(text: str) -> list[_Array]:
+  return [_Array(_bytes(*found), '{}[{}]'.format(*found)) for found in _ARRAY.findall(text)]
 
 
 def _within(program: Mapping[str, _Computation], fusion: str) -> Iterator[_Collective]:
