@@ -11,14 +11,13 @@ import dataclasses
 import itertools
 import json
 import os
-import pathlib
 import sqlite3
 from collections.abc import Iterator
 
-from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.replay.browse import snapshot
 from jaxrl_llm.replay.index import ReplayStore
-from jaxrl_llm.replay.segments import SegmentError, SegmentReader, decode_row, open_segment_reader
-from jaxrl_llm.replay.tables import BEFORE, INDEX, LIVE, SEGMENTS, State
+from jaxrl_llm.replay.segments import SegmentError, SegmentReader, decode_row
+from jaxrl_llm.replay.tables import BEFORE, LIVE, State
 
 _ROWS_AT_ONCE = 256
 
@@ -58,20 +57,9 @@ class AuditReport:
 
 def audit(store: ReplayStore | str | os.PathLike) -> AuditReport:
   """Audits a store, or the directory of one (also while a run writes to it: it reads one snapshot)."""
-  directory = store.directory if isinstance(store, ReplayStore) else pathlib.Path(store)
-  path = directory / INDEX
-  if not path.is_file():
-    raise UserError(f'replay store {path}: no such file; give the replay directory of a run (<workdir>/replay)')
-  db = sqlite3.connect(f'{path.resolve().as_uri()}?mode=ro', uri=True, isolation_level=None, timeout=5.0)
-  reader = open_segment_reader(directory / SEGMENTS)
-  try:
-    db.execute('BEGIN')
+  directory = store.directory if isinstance(store, ReplayStore) else store
+  with snapshot(directory) as (db, reader):
     return _audit(db, reader)
-  except sqlite3.DatabaseError as error:
-    raise UserError(f'replay store {path}: {error}; it is damaged or not a store of this program') from error
-  finally:
-    reader.close()
-    db.close()
 
 
 def _audit(db: sqlite3.Connection, reader: SegmentReader) -> AuditReport:

@@ -1,0 +1,107 @@
+"""The store as a person looks at it, also while a run writes to it: what is there, which samples, and one's history."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import sqlite3
+from collections.abc import Iterator
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.replay.segments import SegmentReader, decode_row, open_segment_reader
+from jaxrl_llm.replay.tables import ENTRY, INDEX, SCHEMA, SEGMENTS, Entry, State, entry_of
+
+
+@contextlib.contextmanager
+def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection, SegmentReader]]:
+  """The index of a store's directory, read in one transaction, and its sealed segments."""
+  path = pathlib.Path(directory) / INDEX
+  if not path.is_file():
+    raise UserError(f'replay store {path}: no such file; give the replay directory of a run (<workdir>/replay)')
+  db = sqlite3.connect(f'{path.resolve().as_uri()}?mode=ro', uri=True, isolation_level=None, timeout=5.0)
+  reader = open_segment_reader(path.parent / SEGMENTS)
+  try:
+    db.execute('BEGIN')
+    (schema,) = db.execute("SELECT json FROM meta WHERE key = 'schema'").fetchone()
+    if json.loads(schema) != SCHEMA:
+      raise UserError(f'replay store {path}: schema {schema}, this program reads {SCHEMA}; use the one that wrote it')
+    yield db, reader
+  except sqlite3.DatabaseError as error:
+    raise UserError(f'replay store {path}: {error}; it is damaged or not a store of this program') from error
+  finally:
+    reader.close()
+    db.close()
+
+
+def summary(directory: str | os.PathLike) -> list[str]:
+  """Samples by state, attempts, segments, scores and plans: a line each."""
+  with snapshot(directory) as (db, _):
+    counted = dict(db.execute('SELECT state, count(*) FROM samples GROUP BY state'))
+    (attempts,) = db.execute('SELECT count(*) FROM attempts').fetchone()
+    (segments, rows) = db.execute('SELECT count(*), coalesce(sum(rows), 0) FROM segments').fetchone()
+    (open_rows, open_bytes) = db.execute(
+      'SELECT count(*), coalesce(sum(length(payload)), 0) FROM open_segment'
+    ).fetchone()
+    scores = db.execute('SELECT scorer, status, count(*), avg(value) FROM scores GROUP BY scorer, status').fetchall()
+    (plans, first, last) = db.execute('SELECT count(*), min(step), max(step) FROM plans').fetchone()
+  sealed = sum(file.stat().st_size for file in (pathlib.Path(directory) / SEGMENTS).glob('*') if file.is_file())
+  mean = lambda value: 'no value' if value is None else f'mean {value:.4g}'
+  return [
+    f'samples {sum(counted.values()):,}: ' + ', '.join(f'{state} {counted.get(state, 0):,}' for state in State),
+    f'attempts of the run: {attempts}',
+    f'sealed segments {segments:,}: {rows:,} samples, {sealed / 1e6:,.1f} MB',
+    f'open segment: {open_rows:,} samples, {open_bytes / 1e6:,.1f} MB',
+    *(f'scores of {scorer}, {status}: {count:,}, {mean(value)}' for scorer, status, count, value in scores),
+    f'plans {plans:,}' + (f': steps {first} to {last}' if plans else ''),
+  ]
+
+
+def find(
+  directory: str | os.PathLike, *, state: str | None = None, task: str | None = None, limit: int = 20
+) -> list[Entry]:
+  """The samples that changed last, newest first.
+
+  Args:
+    state: of these only.
+    task: of this task only, by its id.
+    limit: at most so many.
+  """
+  if state is not None and state not in list(State):
+    raise UserError(f'state {state!r}: unknown; there are {", ".join(State)}')
+  wanted = [(name, value) for name, value in (('state', state), ('task_id', task)) if value is not None]
+  where = ' WHERE ' + ' AND '.join(f'{name} = ?' for name, _ in wanted) if wanted else ''  # Names of columns alone.
+  with snapshot(directory) as (db, _):
+    values = [value for _, value in wanted]
+    rows = db.execute(f'{ENTRY}{where} ORDER BY changed DESC, uid LIMIT ?', [*values, limit]).fetchall()
+  return [entry_of(row) for row in rows]
+
+
+def history(directory: str | os.PathLike, uid: str) -> list[str]:
+  """What became of one sample: its transitions and scores in every attempt, and what was kept of it."""
+  with snapshot(directory) as (db, reader):
+    changes = db.execute('SELECT attempt, step, state, reason FROM transitions WHERE uid = ? ORDER BY seq', (uid,))
+    lines = [
+      f'attempt {attempt}, step {step}: {state}' + (f' ({reason})' if reason else '')
+      for attempt, step, state, reason in changes
+    ]
+    if not lines:
+      raise UserError(f'sample {uid!r}: never issued in {directory}; --state or --task lists samples')
+    scores = db.execute('SELECT attempt, scorer, status, value, json FROM scores WHERE uid = ? ORDER BY seq', (uid,))
+    for attempt, scorer, status, value, text in scores:
+      lines.append(f'attempt {attempt}, score of {scorer}: {status}, {value}, {json.loads(text)}')
+    for attempt, name, row in db.execute('SELECT attempt, name, row FROM segment_rows WHERE uid = ?', (uid,)):
+      (sample,) = reader.read([(name, row)])
+      lines.append(f'attempt {attempt}, {SEGMENTS}/{name} record {row}: {_told(sample)}')
+    for attempt, payload in db.execute('SELECT attempt, payload FROM open_segment WHERE uid = ?', (uid,)):
+      lines.append(f'attempt {attempt}, open segment: {_told(decode_row(payload, f"open segment, {uid}"))}')
+  return lines
+
+
+def _told(sample) -> str:
+  versions = ', '.join(dict.fromkeys(str(segment.version) for segment in sample.segments))
+  return (
+    f'{len(sample.tokens)} tokens, of which {sample.prompt_len} prompt, {int(sample.loss_mask.sum())} trained; '
+    f'weights {versions or "none"}'
+  )

@@ -1,0 +1,48 @@
+"""Looks into a run's replay store, also while the run writes to it.
+
+python launch/buffer.py --workdir=runs/quickstart                     # what is there
+python launch/buffer.py --workdir=runs/quickstart --state=dropped     # samples, those that changed last first
+python launch/buffer.py --workdir=runs/quickstart --task=ID
+python launch/buffer.py --workdir=runs/quickstart --uid=UID           # what became of one
+python launch/buffer.py --workdir=runs/quickstart --audit             # does everything add up? exit 1 where it does not
+"""
+
+import pathlib
+import sys
+
+from absl import flags
+
+from jaxrl_llm.core import script
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.replay import browse
+from jaxrl_llm.replay.audit import audit
+
+WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.')
+AUDIT = flags.DEFINE_bool('audit', False, 'Recompute from the files that every sample is accounted for exactly once.')
+STATE = flags.DEFINE_string('state', None, 'Samples in this state.')
+TASK = flags.DEFINE_string('task', None, 'Samples of this task, by its id.')
+LIMIT = flags.DEFINE_integer('limit', 20, 'Samples that are listed.', lower_bound=1)
+UID = flags.DEFINE_string('uid', None, 'One sample: what became of it.')
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise UserError(f'argument {argv[1]!r} is not a flag; usage: launch/buffer.py --workdir=DIR [--audit]')
+  if WORKDIR.value is None:
+    raise UserError('--workdir is missing; usage: launch/buffer.py --workdir=DIR [--audit]')
+  directory = pathlib.Path(WORKDIR.value) / 'replay'
+  if AUDIT.value:
+    report = audit(directory)
+    print(*report.lines, sep='\n')
+    sys.exit(0 if report.ok else 1)
+  if UID.value is not None:
+    print(*browse.history(directory, UID.value), sep='\n')
+  elif STATE.value is not None or TASK.value is not None:
+    for entry in browse.find(directory, state=STATE.value, task=TASK.value, limit=LIMIT.value):
+      print(f'{entry.uid}  {entry.state}  attempt {entry.attempt}, issued at step {entry.step}')
+  else:
+    print(*browse.summary(directory), sep='\n')
+
+
+if __name__ == '__main__':
+  script.run(main)
