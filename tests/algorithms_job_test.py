@@ -165,3 +165,17 @@ def test_a_users_own_algorithm_and_scorer(tmp_path):
   bad = '--config.stages.1.algorithm.name=own_algorithm:ALGORTIHM'
   error = job.train(tmp_path / 'bad', bad, config=config(), expect=2).stderr
   assert "module own_algorithm has no 'ALGORTIHM'" in error
+
+
+def test_tasks_are_drawn_by_what_became_of_them_and_a_killed_run_remembers_it(tmp_path):
+  drawn = small('grpo.py:dapo', '--config.stages.1.sampler.order=prioritised', steps=8)
+  job.train(tmp_path / 'whole', config=drawn)
+  run = tmp_path / 'run'
+  process = job.start(run, config=drawn)
+  job.wait_for_rows(run, 17, process)
+  job.kill(process)
+  job.train(run, config=drawn)
+  job.assert_equal_runs(run, tmp_path / 'whole')
+  newest = max((run / 'checkpoints').iterdir(), key=lambda path: int(path.name) if path.name.isdigit() else -1)
+  (pool,) = json.loads((newest / 'host.json').read_text())['batches']['sampler']['pools']
+  assert pool['draws'] >= 8 * 6 and len(pool['known']) > 20

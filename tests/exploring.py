@@ -23,7 +23,7 @@ from jaxrl_llm.rewards.api import Attempt, RewardsConfig, ScorerConfig
 from jaxrl_llm.rewards.pool import ScorerPool
 from jaxrl_llm.rollout.api import Completion, Request, Weights
 from jaxrl_llm.rollout.workflow import SingleTurn
-from jaxrl_llm.tasks.sampler import TaskSampler
+from jaxrl_llm.tasks.sampler import SamplerConfig, TaskSampler
 from jaxrl_llm.tasks.taskset import Taskset
 from jaxrl_llm.tasks.tokenizer import Tokenizer, build_character_tokenizer
 
@@ -132,6 +132,9 @@ def make_tokenizer(directory) -> Tokenizer:
   return build_character_tokenizer([LETTERS], directory, template='plain')
 
 
+SEQUENTIAL = SamplerConfig(order='sequential')
+
+
 class Exploration:
   """An explorer, and what it is made of; groups of two from sequential tasks, two groups in a batch."""
 
@@ -144,6 +147,7 @@ class Exploration:
     delays: int = 0,
     bound: int = 0,
     tasks: Sequence[Task] = (),
+    sampler: SamplerConfig = SEQUENTIAL,
     **config,
   ):
     self.config = ExplorerConfig(**{'groups_per_batch': 2, 'group_size': 2, 'collect_deadline_s': 20.0, **config})
@@ -152,7 +156,7 @@ class Exploration:
     self.gate = Gate(bound=bound, groups_per_batch=self.config.groups_per_batch)
     self.tasks = list(tasks) or make_tasks(24)
     taskset = Taskset(name='train', tasks=tuple(self.tasks), counts={})
-    self.sampler = TaskSampler([taskset], order='sequential', seed=0)
+    self.sampler = TaskSampler([taskset], sampler, seed=0)
     self.store = store
     self.explorer = Explorer(
       self.config,
@@ -170,6 +174,7 @@ class Exploration:
     found = []
     async with self.explorer.running():
       for step in range(count):
+        self.sampler.advance(step)
         self.explorer.advance(step, step)
         batch, counts = await self.explorer.collect()
         uids = [*dict.fromkeys(chosen.scored.sample.uid for chosen in batch)]

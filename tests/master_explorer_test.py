@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import itertools
+import json
 
 import exploring
 import pytest
@@ -11,6 +12,7 @@ from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.waits import WaitExpired
 from jaxrl_llm.master.selection import SelectionConfig
 from jaxrl_llm.replay.audit import audit
+from jaxrl_llm.tasks.sampler import SamplerConfig
 
 
 @pytest.fixture(scope='module')
@@ -133,7 +135,7 @@ def test_as_many_unscorable_groups_as_permitted_do_not_and_each_batch_counts_ane
     tokenizer, store, lambda attempt: None if exploration.number(attempt) % 5 < 3 else 1.0, max_dropped_groups=3
   )
   batches = run(exploration.batches(3))
-  assert [counts['dropped/groups'] for _, counts in batches] == [3, 3, 3]
+  assert [counts.get('dropped/groups', 0) for _, counts in batches] == [3, 3, 3]
 
 
 def by_task(tasks, values):
@@ -231,6 +233,28 @@ def test_with_a_selection_a_batch_depends_on_which_groups_started_alone(tokenize
     found.add(tuple(name for batch, _ in run(exploration.batches(3)) for name in uids(batch)))
     store.close()
   assert found == {tuple(uid(tasks[n], i) for n in (0, 3, 4, 6, 7, 8) for i in range(2))}
+
+
+def test_the_sampler_is_told_of_every_group_once_in_the_order_of_start(tokenizer, tmp_path):
+  """Every third task is always solved, so that its group is dropped; it is told of all the same, and drawn rarely."""
+  tasks = exploring.make_tasks(24)
+  judge = by_task(tasks, dict.fromkeys(range(0, 24, 3), (1.0, 1.0)))
+  found = set()
+  for delays in range(4):
+    store = exploring.new_store(tmp_path / f'{delays}')
+    exploration = exploring.Exploration(
+      tokenizer, store, judge, tasks=tasks, delays=delays, sampler=SamplerConfig(order='prioritised'),
+      selection=SelectionConfig(kind='mixed'),
+    )  # fmt: skip
+    batches = run(exploration.batches(8))
+    state = exploration.sampler.state()
+    found.add((*(name for batch, _ in batches for name in uids(batch)), json.dumps(state)))
+    dropped = sum(counts.get('dropped/groups', 0) for _, counts in batches)
+    store.close()
+  assert len(found) == 1 and dropped > 0
+  (pool,) = state['pools']
+  assert sum(pool['visits'].values()) == pool['draws'] == 8 * 2 + dropped
+  assert pool['known'] == {number: [1.0 if int(number) % 3 == 0 else 0.5] for number in pool['visits']}
 
 
 class EngineBroke(RunError):

@@ -168,7 +168,7 @@ def _batches(
     file = static_file(stage_config)
     return StreamBatches(RowStream(workdir, file, rows=stage_config.sequences_per_batch, seed=seed))
   tasksets = [prepared.tasksets[name] for name in stage_config.tasksets]
-  sampler = TaskSampler(tasksets, order=stage_config.order, seed=config.seed)
+  sampler = TaskSampler(tasksets, stage_config.sampler, seed=config.seed)
   gate = Gate(bound=0, groups_per_batch=stage_config.groups_per_batch)
   explorer = Explorer(
     ExplorerConfig(

@@ -23,6 +23,7 @@ from jaxrl_llm.rollout.embedded import EmbeddedConfig
 from jaxrl_llm.rollout.server import VllmConfig
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig
 from jaxrl_llm.tasks.preferences import PreferencesConfig
+from jaxrl_llm.tasks.sampler import SamplerConfig
 from jaxrl_llm.tasks.taskset import DemonstrationsConfig, TasksetConfig
 from jaxrl_llm.tasks.tokenizer import TokenizerConfig
 
@@ -155,8 +156,8 @@ class StageConfig:
   """Optimizer steps that a batch is dealt into."""
   epochs: int = 1
   """Times that a batch is gone through."""
-  order: Literal['shuffled', 'sequential'] = 'shuffled'
-  """Of the tasks."""
+  sampler: SamplerConfig = SamplerConfig()
+  """Rollout stages: which task next."""
   evaluate_every: int | None = None
   """Steps; None = only after the stage."""
   max_dropped_groups: int = 100

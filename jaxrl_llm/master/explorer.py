@@ -67,6 +67,8 @@ class Explorer:
     self._started = 0
     self._groups: dict[int, list[Chosen] | None] = {}
     """By number, in the order of start, those that may enter a batch; None until a group has ended."""
+    self._outcomes: dict[int, tuple[str, float, int]] = {}
+    """By number, of groups that have ended: the task, how many attempts succeeded, how many there were."""
     self._progress = asyncio.Event()
     self._counts: collections.Counter[str] = collections.Counter()
     self._running: asyncio.Task | None = None
@@ -110,9 +112,16 @@ class Explorer:
       await (ready if ready.done() else self._running)
     finally:
       ready.cancel()  # without effect on one that is done
-    batch = [member for number in self._first() for member in self._groups.pop(number)]
+    first = self._first()
+    self._tell(first[-1])
+    batch = [member for number in first for member in self._groups.pop(number)]
     counts, self._counts = dict(self._counts), collections.Counter()
     return batch, counts
+
+  def _tell(self, last: int) -> None:
+    """Tells the sampler what became of the groups up to number `last`, in their order; all of them have ended."""
+    for number in sorted(number for number in self._outcomes if number <= last):
+      self._sampler.feedback(*self._outcomes.pop(number))
 
   def _first(self) -> list[int]:
     """Numbers of the groups that make the next batch, as far as they have started."""
@@ -174,6 +183,8 @@ class Explorer:
     """Writes a finished group down; what is unscorable or not selected is dropped, with the last of it the group."""
     scorable = [m for m in members if m.reward.value is not None]
     unscorable = [m.sample.uid for m in members if m.reward.value is None]
+    if scorable:
+      self._outcomes[number] = (scorable[0].task.uid, sum(map(_success, scorable)), len(scorable))
     chosen = choose(self._config.selection, scorable)
     admitted = {c.scored.sample.uid: None for c in chosen}
     left = [m.sample.uid for m in scorable if m.sample.uid not in admitted]
@@ -212,3 +223,9 @@ class Explorer:
       f'rewards {rewards}, of which selection {self._config.selection.kind!r} takes none; the tasks are too easy or '
       'too hard for this policy, or the group is too small'
     )
+
+
+def _success(member: Scored) -> float:
+  """1 for a correct attempt; where nothing says what is correct, its reward as far as that is a share."""
+  reward = member.reward
+  return min(1.0, max(0.0, reward.value)) if reward.correct is None else float(reward.correct)

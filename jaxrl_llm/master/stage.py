@@ -99,6 +99,7 @@ class RolloutBatches:
     return self._explorer.running()
 
   def advance(self, step: int, served: int) -> None:
+    self._sampler.advance(served)
     self._before = self._now()
     self._explorer.advance(step, served)
 

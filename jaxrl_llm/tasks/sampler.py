@@ -1,37 +1,97 @@
-"""Which task next. The whole state is one position, so a restored sampler continues exactly.
-
-Pass v over the tasks draws each of them once, so v is how often the task had been drawn before: its visit.
-"""
+"""Which task next, of several tasksets. The whole state is JSON, so a restored sampler continues exactly."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
-import grain
 import xxhash
 
+from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.experience.task import Task
+from jaxrl_llm.tasks.selectors import FailureRate, Passes, Selector, TargetRate, Weighted
 from jaxrl_llm.tasks.taskset import Taskset
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaterWeights:
+  from_batch: int
+  """Of the stage, counted from 0: the first whose tasks are drawn so."""
+  weights: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplerConfig:
+  """In which order the tasks of a stage come."""
+
+  order: Literal['shuffled', 'sequential', 'easy_to_hard', 'prioritised', 'difficulty'] = 'shuffled'
+  """shuffled, sequential, easy_to_hard: each task once in every pass. prioritised: by 1 − success rate. difficulty: by
+  how near the success rate is to `target`."""
+  weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  """Share of each taskset in the draws, up to a factor, kept by counting and not by chance; each has its own order
+  then. Empty: the tasks of all tasksets are one."""
+  schedule: tuple[LaterWeights, ...] = ()
+  """Weights that follow, by batch."""
+  hardness: str | None = None
+  """easy_to_hard: the field of a task's row that says how hard it is, a number."""
+  prior: float = 0.5
+  """prioritised: success rate of a task that was never attempted."""
+  newest: float = 0.5
+  """prioritised: share of the newest group in a task's success rate."""
+  floor: float = 0.05
+  """prioritised: least weight of a task, however well it is solved."""
+  target: float = 0.5
+  """difficulty: the success rate that is looked for."""
+  temperature: float = 0.1
+  """difficulty: a task as far from the target is drawn e times more rarely."""
+  discount: float = 0.2
+  """difficulty: share of its past that a task's posterior forgets with each group."""
+
+  def __post_init__(self):
+    if (self.order == 'easy_to_hard') != (self.hardness is not None):
+      raise UserError(f'sampler: order {self.order!r} with hardness {self.hardness!r}; give both or neither')
+    for name in ('prior', 'newest', 'floor', 'target', 'discount'):
+      if not 0 <= getattr(self, name) <= 1:
+        raise UserError(f'sampler.{name}: {getattr(self, name)}, wanted a share between 0 and 1')
+    if not self.floor > 0:
+      raise UserError('sampler.floor: 0 would never draw again what was solved once; wanted above 0')
+    if not self.temperature > 0:
+      raise UserError(f'sampler.temperature: {self.temperature}, wanted above 0')
+    if self.schedule and not self.weights:
+      raise UserError('sampler.schedule: later weights want weights before them')
+    starts = [later.from_batch for later in self.schedule]
+    if starts != sorted(set(starts)) or (starts and starts[0] < 1):
+      raise UserError(f'sampler.schedule: from_batch are {starts}, wanted them rising from 1 on')
+    for weights in (self.weights, *(later.weights for later in self.schedule)):
+      if weights and (min(weights.values()) < 0 or not 0 < sum(weights.values()) < float('inf')):
+        raise UserError(f'sampler.weights: {dict(weights)}, wanted them not negative and some positive')
 
 
 class TaskSampler:
   """Draws the tasks of several tasksets, one after the other, without end."""
 
-  def __init__(self, tasksets: Sequence[Taskset], *, order: Literal['sequential', 'shuffled'], seed: int):
-    """'sequential' keeps the tasksets' order; 'shuffled' permutes all tasks anew in every pass, from `seed`."""
+  def __init__(self, tasksets: Sequence[Taskset], config: SamplerConfig, *, seed: int):
     names = [taskset.name for taskset in tasksets]
     if len(set(names)) != len(names):
       raise UserError(f'task sampler: tasksets are named {names}; give each its own name')
     self._tasks = tuple(task for taskset in tasksets for task in taskset.tasks)
     if not self._tasks:
       raise UserError(f'task sampler: tasksets {names} hold no task')
-    indices = grain.MapDataset.range(len(self._tasks))
-    self._indices = (indices.shuffle(seed=seed) if order == 'shuffled' else indices).repeat()
-    self._position = 0
-    self._identity: dict[str, Json] = {'order': order, 'seed': seed, 'tasks': _fingerprint(self._tasks)}
+    for weights in (config.weights, *(later.weights for later in config.schedule)):
+      if weights and set(weights) != set(names):
+        raise UserError(f'sampler.weights: of {sorted(weights)}, and the tasksets are {sorted(names)}; name each once')
+    self._config, self._batch = config, 0
+    pools = [taskset.tasks for taskset in tasksets] if config.weights else [self._tasks]
+    self._names = names if config.weights else ['']
+    self._starts = [sum(map(len, pools[:i])) for i in range(len(pools))]
+    # A pool of its own has an order of its own, or tasksets of one size would go in step.
+    self._pools = [_selector(pool, config, seed=seed + i) for i, pool in enumerate(pools)]
+    self._credits = [0.0] * len(pools)
+    self._numbers = {task.uid: number for number, task in enumerate(self._tasks)}
+    self._identity: dict[str, Json] = {'config': to_json(config), 'seed': seed, 'tasks': _fingerprint(self._tasks)}
 
   def __len__(self) -> int:
     """Tasks in one pass."""
@@ -39,22 +99,74 @@ class TaskSampler:
 
   def next(self) -> tuple[Task, int]:
     """The next task and how often it had been drawn before."""
-    task = self._tasks[self._indices[self._position]]
-    visit = self._position // len(self._tasks)
-    self._position += 1
-    return task, visit
+    pool = self._pool()
+    number, visit = self._pools[pool].next()
+    return self._tasks[self._starts[pool] + number], visit
+
+  def _pool(self) -> int:
+    """The one that is furthest behind its share."""
+    if len(self._pools) == 1:
+      return 0
+    weights = [self._weights()[name] for name in self._names]
+    self._credits = [credit + weight / sum(weights) for credit, weight in zip(self._credits, weights)]
+    pool = max((i for i, weight in enumerate(weights) if weight > 0), key=lambda i: self._credits[i])
+    self._credits[pool] -= 1
+    return pool
+
+  def _weights(self) -> Mapping[str, float]:
+    begun = [later.weights for later in self._config.schedule if later.from_batch <= self._batch]
+    return begun[-1] if begun else self._config.weights
+
+  def advance(self, batch: int) -> None:
+    """What is drawn from here on belongs to this batch of the stage, or to later ones."""
+    self._batch = batch
+
+  def feedback(self, uid: str, successes: float, attempts: int) -> None:
+    """What became of a group of attempts at a task; groups are told in the order in which they were drawn."""
+    number = self._numbers[uid]
+    pool = max(i for i, start in enumerate(self._starts) if start <= number)
+    self._pools[pool].feedback(number - self._starts[pool], successes, attempts)
 
   def state(self) -> dict[str, Json]:
     """JSON; `restore` of it continues with the task that `next` would have given."""
-    return {**self._identity, 'position': self._position}
+    pools = [pool.state() for pool in self._pools]
+    return {**self._identity, 'batch': self._batch, 'credits': self._credits, 'pools': pools}
 
   def restore(self, state: dict[str, Json]) -> None:
-    """Raises UserError if the state belongs to other tasks, another order or another seed."""
+    """Raises UserError if the state belongs to other tasks, another configuration or another seed."""
     differing = [key for key, value in self._identity.items() if state.get(key) != value]
     if differing:
       told = ', '.join(f'{key} {state.get(key)!r} in the checkpoint, {self._identity[key]!r} now' for key in differing)
       raise UserError(f'task sampler: the state belongs to other tasksets: {told}; resume with the same configuration')
-    self._position = int(state['position'])
+    self._batch, self._credits = int(state['batch']), [float(credit) for credit in state['credits']]
+    for pool, of in zip(self._pools, state['pools'], strict=True):
+      pool.restore(of)
+
+
+def _selector(tasks: Sequence[Task], config: SamplerConfig, *, seed: int) -> Selector:
+  everything = range(len(tasks))
+  match config.order:
+    case 'shuffled':
+      return Passes(everything, seed=seed)
+    case 'sequential':
+      return Passes(everything, seed=None)
+    case 'easy_to_hard':
+      return Passes(sorted(everything, key=lambda i: _hardness(tasks[i], config.hardness)), seed=None)
+    case 'prioritised':
+      estimate = FailureRate(prior=config.prior, newest=config.newest, floor=config.floor)
+    case 'difficulty':
+      estimate = TargetRate(target=config.target, temperature=config.temperature, discount=config.discount)
+  return Weighted(len(tasks), estimate, seed=seed)
+
+
+def _hardness(task: Task, field: str) -> float:
+  value = task.fields.get(field)
+  if isinstance(value, bool) or not isinstance(value, int | float):
+    raise UserError(
+      f'sampler.hardness: {field!r} of task {task.uid} is {value!r}, wanted a number; its fields are '
+      f'{sorted(task.fields)}'
+    )
+  return float(value)
 
 
 def _fingerprint(tasks: Sequence[Task]) -> str:

@@ -1,0 +1,152 @@
+"""Which of several tasks next, and how often it was drawn before: in passes, or by what attempts at it have shown.
+
+Every selector is a function of its seed, its draws and what it was told, and its state is JSON.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import grain
+import numpy as np
+from jaxtyping import Float64
+
+from jaxrl_llm.core.types import Json
+
+
+@runtime_checkable
+class Selector(Protocol):
+  """Draws from tasks that are numbered from 0."""
+
+  def next(self) -> tuple[int, int]:
+    """A task, and how often it had been drawn before."""
+    ...
+
+  def feedback(self, task: int, successes: float, attempts: int) -> None:
+    """What became of a group of attempts at a task."""
+    ...
+
+  def state(self) -> dict[str, Json]: ...
+
+  def restore(self, state: Mapping[str, Json]) -> None: ...
+
+
+class Passes:
+  """Each task once in every pass, in a given order or in a new one each time; what is told changes nothing."""
+
+  def __init__(self, order: Sequence[int], *, seed: int | None):
+    """
+    Args:
+      order: of every pass.
+      seed: of new orders, one for each pass; None: `order` itself.
+    """
+    self._order = order
+    indices = grain.MapDataset.range(len(order))
+    self._indices = (indices if seed is None else indices.shuffle(seed=seed)).repeat()
+    self._position = 0
+
+  def next(self) -> tuple[int, int]:
+    task, visit = self._order[self._indices[self._position]], self._position // len(self._order)
+    self._position += 1
+    return task, visit
+
+  def feedback(self, task: int, successes: float, attempts: int) -> None:
+    pass
+
+  def state(self) -> dict[str, Json]:
+    return {'position': self._position}
+
+  def restore(self, state: Mapping[str, Json]) -> None:
+    self._position = int(state['position'])
+
+
+@runtime_checkable
+class Estimate(Protocol):
+  """Of each task's success rate, and how much it is therefore worth to be drawn."""
+
+  def update(self, before: Sequence[float] | None, successes: float, attempts: int) -> list[float]:
+    """What is known of a task after a group of attempts; `before` is None for the first."""
+    ...
+
+  def weight(self, known: Sequence[float] | None) -> float: ...
+
+
+class FailureRate:
+  """P ∝ 1 − s, s the moving average of a task's success rate (Kimi k1.5, arXiv:2501.12599, 2.3.4)."""
+
+  def __init__(self, *, prior: float, newest: float, floor: float):
+    """
+    Args:
+      prior: s of a task that was never attempted.
+      newest: share of the newest group in the average; the first group is all of it.
+      floor: least weight of a task, so that what was solved once comes back.
+    """
+    self._prior, self._newest, self._floor = prior, newest, floor
+
+  def update(self, before: Sequence[float] | None, successes: float, attempts: int) -> list[float]:
+    rate = successes / attempts
+    return [rate if before is None else (1 - self._newest) * before[0] + self._newest * rate]
+
+  def weight(self, known: Sequence[float] | None) -> float:
+    return max(self._floor, 1 - (self._prior if known is None else known[0]))
+
+
+class TargetRate:
+  """P ∝ exp(−|p − target| / temperature), p the mean of a Beta posterior whose past is discounted.
+
+  α ← (1 − λ) α + λ + successes, β ← (1 − λ) β + λ + failures, from α = β = 1: the explicit evidence of BOTS
+  (arXiv:2510.26374), as Trinity-RFT's difficulty-based selector has it; tasks that were not drawn keep what they have.
+  """
+
+  def __init__(self, *, target: float, temperature: float, discount: float):
+    self._target, self._temperature, self._discount = target, temperature, discount
+
+  def update(self, before: Sequence[float] | None, successes: float, attempts: int) -> list[float]:
+    alpha, beta = before or (1.0, 1.0)
+    kept = 1 - self._discount
+    return [kept * alpha + self._discount + successes, kept * beta + self._discount + attempts - successes]
+
+  def weight(self, known: Sequence[float] | None) -> float:
+    alpha, beta = known or (1.0, 1.0)
+    return float(np.exp(-abs(alpha / (alpha + beta) - self._target) / self._temperature))
+
+
+class Weighted:
+  """Independent draws in proportion to each task's weight; draw n depends on the seed, n and the weights then."""
+
+  def __init__(self, tasks: int, estimate: Estimate, *, seed: int):
+    self._count, self._estimate, self._seed = tasks, estimate, seed
+    self._draws = 0
+    self._visits: collections.Counter[int] = collections.Counter()
+    self._known: dict[int, list[float]] = {}
+    self._weights = self._fresh()
+
+  def _fresh(self) -> Float64[np.ndarray, 'tasks']:
+    return np.full(self._count, self._estimate.weight(None), np.float64)
+
+  def next(self) -> tuple[int, int]:
+    sums = np.cumsum(self._weights)
+    at = np.random.Generator(np.random.Philox(key=[self._seed, self._draws])).random() * sums[-1]
+    task = min(int(np.searchsorted(sums, at, side='right')), self._count - 1)
+    visit = self._visits[task]
+    self._draws += 1
+    self._visits[task] += 1
+    return task, visit
+
+  def feedback(self, task: int, successes: float, attempts: int) -> None:
+    self._known[task] = self._estimate.update(self._known.get(task), successes, attempts)
+    self._weights[task] = self._estimate.weight(self._known[task])
+
+  def state(self) -> dict[str, Json]:
+    named = lambda found: {str(task): value for task, value in sorted(found.items())}
+    return {'draws': self._draws, 'visits': named(self._visits), 'known': named(self._known)}
+
+  def restore(self, state: Mapping[str, Json]) -> None:
+    self._draws = int(state['draws'])
+    self._visits = collections.Counter({int(task): count for task, count in state['visits'].items()})
+    self._known = {int(task): list(value) for task, value in state['known'].items()}
+    self._weights = self._fresh()
+    for task, known in self._known.items():
+      self._weights[task] = self._estimate.weight(known)
