@@ -195,6 +195,19 @@ def _batches(
   return MixedBatches(rollouts, StreamBatches(stream))
 
 
+def build_publisher(config: Config, model: Model, mesh: Mesh, engine: Engine | None, device: DeviceThread) -> Publisher:
+  """Brings process 0's `engine` to what all processes hold."""
+  longest = config.rollout.max_prompt_length + config.rollout.max_response_length
+  apart = publishes_adapters(config)
+  return Publisher(
+    engine,
+    Gatherer(mesh, None if apart else config.policy.lora),
+    device,
+    prober=Prober(model, mesh, max_length=longest) if needs_proof(config) else None,
+    changing=(lambda params: lora.split(params, model.spec, model.options)[0]) if apart else lambda params: params,
+  )
+
+
 def build_parts(
   config: Config,
   workdir: pathlib.Path,
@@ -212,18 +225,8 @@ def build_parts(
   base: str | None,
 ) -> Parts:
   """The loop's parts; `host` is process 0's and None elsewhere, `base` the digest of what adapters stand on."""
-  phases = PhaseManager()
-  longest = config.rollout.max_prompt_length + config.rollout.max_response_length
-  prober = Prober(model, mesh, max_length=longest) if needs_proof(config) else None
-  critic = critic_model(model)
-  apart = publishes_adapters(config)
-  publisher = Publisher(
-    host.engine if host else None,
-    Gatherer(mesh, None if apart else config.policy.lora),
-    device,
-    prober=prober,
-    changing=(lambda params: lora.split(params, model.spec, model.options)[0]) if apart else lambda params: params,
-  )
+  phases, critic = PhaseManager(), critic_model(model)
+  publisher = build_publisher(config, model, mesh, host.engine if host else None, device)
   loader = RowLoader(workdir, mesh)
 
   async def enter_stage(stage: Stage, state: LoopState) -> tuple[StageTrainer, LoopState]:

@@ -22,15 +22,13 @@ from jaxrl_llm.app.prepare import Prepared, base_of, checkpoint_directory, prepa
 from jaxrl_llm.app.programs import held
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.app.stages import build_stages, model_spec, policy_options
-from jaxrl_llm.app.state import base_digest, check_base, critic_model, initial_params, restore_state
+from jaxrl_llm.app.state import committed_state, critic_model
 from jaxrl_llm.app.summary import print_summary
 from jaxrl_llm.app.workdir import Workdir
 from jaxrl_llm.core.types import Params
-from jaxrl_llm.learner.state import Learned, TrainState
 from jaxrl_llm.master import loop
-from jaxrl_llm.master.loop import LoopState, Outcome
-from jaxrl_llm.master.trainer import Stage
-from jaxrl_llm.models.api import Model, build_model
+from jaxrl_llm.master.loop import Outcome
+from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.heads import with_head
 from jaxrl_llm.models.spec import ModelSpec, RopeScaling
 from jaxrl_llm.parallel.coordinator import Coordinator
@@ -97,7 +95,7 @@ async def run(config: Config, path: pathlib.Path) -> int:
   if coordinator.leads:
     Console(highlight=False).print(held_table(mesh, held(stages, model, critic_model(model), mesh)))
   committed = checkpoints.host(setting.step) if setting.step else None
-  state, base = await device.run(_initial_state, config, setting, stages, checkpoints, model, mesh)
+  state, base = await device.run(committed_state, config, setting.step, stages, checkpoints, model, mesh)
   host = open_host(config, path, prepared, stages, device, committed) if coordinator.leads else None
   parts = build_parts(
     config,
@@ -188,24 +186,6 @@ def _setting(value: Any) -> _Setting:
   scaling = value['spec'].pop('rope_scaling')
   spec = ModelSpec(**value['spec'], rope_scaling=RopeScaling(**scaling) if scaling else None)
   return _Setting(value['attempt'], value['step'], spec, value['lengths'])
-
-
-def _initial_state(
-  config: Config, setting: _Setting, stages: tuple[Stage, ...], checkpoints: Checkpoints, model: Model, mesh
-) -> tuple[LoopState, str | None]:
-  """Where the run begins or goes on, and the digest of what its adapters stand on."""
-  params, base, found = None, None, None
-  if setting.step == 0 or model.options.lora is not None:
-    params, base = initial_params(config, model, mesh)
-  if base is not None:
-    found = base_digest(base, mesh)
-  if setting.step == 0:
-    policy = TrainState(params=params, opt_state=None, updates=None, skipped=None)
-    return LoopState(Learned(policy, base=base), 0), found
-  host = checkpoints.host(setting.step)
-  check_base(found, host, config)
-  stage = next(s for s in stages if s.name == host['stage'])
-  return restore_state(stage, setting.step, checkpoints, model, mesh, base), found
 
 
 @contextlib.asynccontextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -111,6 +111,24 @@ def initial_params(config: Config, model: Model, mesh: Mesh) -> tuple[Params, Pa
   if model.options.lora is not None:
     placed = lora.join(placed, init_trained(model, mesh, seed=config.seed))
   return lora.split(placed, model.spec, model.options)
+
+
+def committed_state(
+  config: Config, step: int, stages: Sequence[Stage], checkpoints: Checkpoints, model: Model, mesh: Mesh
+) -> tuple[LoopState, str | None]:
+  """What the commit at `step` holds (0: what a run begins with), and the digest of what its adapters stand on."""
+  params, base, found = None, None, None
+  if step == 0 or model.options.lora is not None:
+    params, base = initial_params(config, model, mesh)
+  if base is not None:
+    found = base_digest(base, mesh)
+  if step == 0:
+    policy = TrainState(params=params, opt_state=None, updates=None, skipped=None)
+    return LoopState(Learned(policy, base=base), 0), found
+  host = checkpoints.host(step)
+  check_base(found, host, config)
+  stage = next(s for s in stages if s.name == host['stage'])
+  return restore_state(stage, step, checkpoints, model, mesh, base), found
 
 
 def base_digest(base: Params, mesh: Mesh) -> str:
