@@ -17,6 +17,7 @@ from jaxrl_llm.master.selection import SelectionConfig
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
+from jaxrl_llm.tasks.sampler import SamplerConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
 REFERENCE = {'kl_loss_coef': 0.1, 'reference': {'every': 1}}
@@ -124,6 +125,15 @@ def test_pairs_of_a_taskset_say_nothing_that_the_taskset_says(tmp_path, field, v
   config = config_of('dpo.py', **SMALL, **{f'preferences.train_pairs.{field}': value})
   with pytest.raises(UserError, match=rf'preferences\.train_pairs\.{field}: .* remove it'):
     prepare(config, tmp_path)
+
+
+def test_a_sampler_is_of_the_stages_tasksets_and_of_stages_that_attempt_tasks():
+  with pytest.raises(
+    UserError, match=r"stages\.grpo\.sampler\.weights: of \['other'\], and the tasksets are \['train'\]"
+  ):
+    changed('quickstart.py', sampler=SamplerConfig(weights={'other': 1.0}))
+  with pytest.raises(UserError, match=r'stages\.sft\.sampler: .* static data'):
+    config_of('quickstart.py', **{'stages.sft.sampler.order': 'sequential'})
 
 
 def test_whoever_says_what_is_correct_has_to_judge_all_of_it(tmp_path):

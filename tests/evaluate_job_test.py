@@ -61,6 +61,8 @@ def test_what_cannot_be_measured_is_one_line(run, tmp_path):
     (('--steps=999',), 'no commit at step 999'),
     (('--steps=x',), "'x' is not a step"),
     (('--config=configs/quickstart.py',), "the run's own configuration is used"),
+    (('--config.evaluation=[]',), 'no suite'),
+    (('--steps=0', f'--out={tmp_path}/nowhere/rows.jsonl', '--config.evaluation.held_out.tasks=2'), '--out='),
   ):
     (line,) = evaluate(run, *flags, expect=2).splitlines()
     assert line.startswith('error: ') and told in line
@@ -72,4 +74,4 @@ def test_what_cannot_be_measured_is_one_line(run, tmp_path):
   array = next(path for path in sorted((newest / 'arrays').rglob('*')) if path.is_file() and path.stat().st_size > 100)
   array.write_bytes(array.read_bytes()[:-1])
   (line,) = evaluate(damaged, f'--steps={newest.name}', expect=2).splitlines()
-  assert newest.name in line
+  assert 'differs from what was committed' in line

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
+import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from absl import flags, logging
 from rich.console import Console
 
 from jaxrl_llm.app.evaluate import chosen_steps, config_of_run, evaluate
+from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import apply_overrides, parse_flags, split_argv
 from jaxrl_llm.core.errors import UserError, first_cause
 
@@ -28,6 +29,8 @@ def main(argv: Sequence[str]) -> int:
     return _main(argv)
   except Exception as error:
     cause = first_cause(error)
+    if isinstance(cause, OSError) and FLAGS.out and cause.filename == FLAGS.out:
+      cause = UserError(f'--out={FLAGS.out}: {cause.strerror}')
     if not isinstance(cause, UserError):
       raise
     sys.stderr.write(f'error: {cause}\n')
@@ -44,6 +47,13 @@ def _main(argv: Sequence[str]) -> int:
   logging.set_verbosity(-1)
   run = pathlib.Path(FLAGS.workdir)
   config = apply_overrides(config_of_run(run), overrides)
+  if int(os.environ.get('JAX_NUM_PROCESSES', '1')) > 1:
+    raise UserError('JAX_NUM_PROCESSES: evaluation is one process; start it alone')
+  if config.rollout.engine == 'vllm' and config.rollout.vllm.addresses and not any('vllm' in key for key in overrides):
+    raise UserError(
+      "rollout.vllm.addresses: the run's own servers would be given old weights; use --config.rollout.engine=embedded, "
+      'or name others with --config.rollout.vllm.addresses=[…]'
+    )
   steps = chosen_steps(run, config, _numbers(FLAGS.steps))
   asyncio.run(_print(config, run, steps))
   return 0
@@ -56,12 +66,13 @@ def _numbers(texts: Sequence[str] | None) -> list[int] | None:
   return None if texts is None else [int(text) for text in texts]
 
 
-async def _print(config, run: pathlib.Path, steps: Sequence[int]) -> None:
+async def _print(config: Config, run: pathlib.Path, steps: Sequence[int]) -> None:
   console = Console(markup=False, highlight=False, soft_wrap=True)
-  with contextlib.ExitStack() as files:
-    out = files.enter_context(open(FLAGS.out, 'w')) if FLAGS.out else None
-    async for found in evaluate(config, run, steps):
-      told = ', '.join(f'{name} {value:.4g}' for name, value in found['metrics'].items())
-      console.print(f'step {found["step"]}, {found["suite"]}: {told}')
-      for row in found['rows'] if out else ():
-        out.write(json.dumps({'step': found['step'], **row}) + '\n')
+  written: list[str] = []
+  async for found in evaluate(config, run, steps):
+    told = ', '.join(f'{name} {value:.4g}' for name, value in found['metrics'].items())
+    console.print(f'step {found["step"]}, {found["suite"]}: {told}')
+    written += [json.dumps({'step': found['step'], **row}) for row in found['rows']]
+    if FLAGS.out:
+      # All of it each time: what was measured before an error is there, and a file of another day is not half replaced.
+      pathlib.Path(FLAGS.out).write_text('\n'.join(written) + '\n')

@@ -119,7 +119,11 @@ class Explorer:
     return batch, counts
 
   def _tell(self, last: int) -> None:
-    """Tells the sampler what became of the groups up to number `last`, in their order; all of them have ended."""
+    """Tells the sampler what became of the groups up to number `last`, in their order; all of them have ended.
+
+    With a bound of 0 nothing is drawn meanwhile. Above it, groups that replace dropped ones of a later batch would be
+    drawn before or after this, as time has it.
+    """
     for number in sorted(number for number in self._outcomes if number <= last):
       self._sampler.feedback(*self._outcomes.pop(number))
 
@@ -184,7 +188,11 @@ class Explorer:
     scorable = [m for m in members if m.reward.value is not None]
     unscorable = [m.sample.uid for m in members if m.reward.value is None]
     if scorable:
-      self._outcomes[number] = (scorable[0].task.uid, sum(map(_success, scorable)), len(scorable))
+      self._outcomes[number] = (
+        scorable[0].task.uid,
+        float(sum(bool(m.reward.correct) for m in scorable)),
+        len(scorable),
+      )
     chosen = choose(self._config.selection, scorable)
     admitted = {c.scored.sample.uid: None for c in chosen}
     left = [m.sample.uid for m in scorable if m.sample.uid not in admitted]
@@ -223,9 +231,3 @@ class Explorer:
       f'rewards {rewards}, of which selection {self._config.selection.kind!r} takes none; the tasks are too easy or '
       'too hard for this policy, or the group is too small'
     )
-
-
-def _success(member: Scored) -> float:
-  """1 for a correct attempt; where nothing says what is correct, its reward as far as that is a share."""
-  reward = member.reward
-  return min(1.0, max(0.0, reward.value)) if reward.correct is None else float(reward.correct)

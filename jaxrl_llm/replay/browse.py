@@ -13,6 +13,8 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.replay.segments import SegmentReader, decode_row, open_segment_reader
 from jaxrl_llm.replay.tables import ENTRY, INDEX, SCHEMA, SEGMENTS, Entry, State, entry_of
 
+_LAST_CHANGE = '(SELECT max(seq) FROM transitions t WHERE t.uid = samples.uid AND t.attempt = samples.attempt)'
+
 
 @contextlib.contextmanager
 def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection, SegmentReader]]:
@@ -46,7 +48,7 @@ def summary(directory: str | os.PathLike) -> list[str]:
     ).fetchone()
     scores = db.execute('SELECT scorer, status, count(*), avg(value) FROM scores GROUP BY scorer, status').fetchall()
     (plans, first, last) = db.execute('SELECT count(*), min(step), max(step) FROM plans').fetchone()
-  sealed = sum(file.stat().st_size for file in (pathlib.Path(directory) / SEGMENTS).glob('*') if file.is_file())
+  sealed = sum(file.stat().st_size for file in (pathlib.Path(directory) / SEGMENTS).glob('*.arrayrecord'))
   mean = lambda value: 'no value' if value is None else f'mean {value:.4g}'
   return [
     f'samples {sum(counted.values()):,}: ' + ', '.join(f'{state} {counted.get(state, 0):,}' for state in State),
@@ -74,7 +76,7 @@ def find(
   where = ' WHERE ' + ' AND '.join(f'{name} = ?' for name, _ in wanted) if wanted else ''  # Names of columns alone.
   with snapshot(directory) as (db, _):
     values = [value for _, value in wanted]
-    rows = db.execute(f'{ENTRY}{where} ORDER BY changed DESC, uid LIMIT ?', [*values, limit]).fetchall()
+    rows = db.execute(f'{ENTRY}{where} ORDER BY {_LAST_CHANGE} DESC LIMIT ?', [*values, limit]).fetchall()
   return [entry_of(row) for row in rows]
 
 

@@ -58,8 +58,8 @@ class SamplerConfig:
         raise UserError(f'sampler.{name}: {getattr(self, name)}, wanted a share between 0 and 1')
     if not self.floor > 0:
       raise UserError('sampler.floor: 0 would never draw again what was solved once; wanted above 0')
-    if not self.temperature > 0:
-      raise UserError(f'sampler.temperature: {self.temperature}, wanted above 0')
+    if not self.temperature >= 0.01:  # Below, all weights may be 0 in floating point.
+      raise UserError(f'sampler.temperature: {self.temperature}, wanted at least 0.01')
     if self.schedule and not self.weights:
       raise UserError('sampler.schedule: later weights want weights before them')
     starts = [later.from_batch for later in self.schedule]
@@ -85,6 +85,8 @@ class TaskSampler:
         raise UserError(f'sampler.weights: of {sorted(weights)}, and the tasksets are {sorted(names)}; name each once')
     self._config, self._batch = config, 0
     pools = [taskset.tasks for taskset in tasksets] if config.weights else [self._tasks]
+    if empty := [name for name, pool in zip(names, pools) if not pool]:
+      raise UserError(f'sampler.weights: taskset {empty[0]} holds no task; remove it')
     self._names = names if config.weights else ['']
     self._starts = [sum(map(len, pools[:i])) for i in range(len(pools))]
     # A pool of its own has an order of its own, or tasksets of one size would go in step.
