@@ -159,7 +159,8 @@ def test_micro_batches_are_planned_on_the_lengths_that_are_known():
 
 
 def test_lengths_are_those_of_what_a_stage_reads(tmp_path):
-  config = config_of('dpo.py:pairs', **{'preferences.train_pairs.size': '100'})
+  sizes = {'preferences.train_pairs.size': '100', 'preferences.eval_pairs.size': '50'}
+  config = config_of('dpo.py:pairs', **SMALL, **sizes)
   lengths = prepare(config, tmp_path).lengths
   rows = all_rows(tmp_path, preferences_file(config.stages[-1].preferences.train))
   assert [row.label for row in rows[:4]] == [1, -1, 1, -1]

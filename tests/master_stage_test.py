@@ -322,7 +322,7 @@ def test_rollouts_state_is_of_the_last_completed_batch_and_draws_the_same_again(
       steps = [await step(batches, number) for number in range(3)]
     after = batches.state()
     # Batch 0 drew tasks 0, 1 (dropped) and 2; the other batches two each.
-    assert after['sampler']['position'] == 7 and after['gate'] == {'started': 7, 'dropped': 1}
+    assert after['sampler']['pools'] == [{'position': 7}] and after['gate'] == {'started': 7, 'dropped': 1}
     for number in (1, 2):
       resumed = make()
       resumed.restore(json.loads(steps[number][0]))
