@@ -49,7 +49,8 @@ def _main(argv: Sequence[str]) -> int:
   config = apply_overrides(config_of_run(run), overrides)
   if int(os.environ.get('JAX_NUM_PROCESSES', '1')) > 1:
     raise UserError('JAX_NUM_PROCESSES: evaluation is one process; start it alone')
-  if config.rollout.engine == 'vllm' and config.rollout.vllm.addresses and not any('vllm' in key for key in overrides):
+  named = any(key.startswith('rollout.vllm.addresses') for key in overrides)
+  if config.rollout.engine == 'vllm' and config.rollout.vllm.addresses and not named:
     raise UserError(
       "rollout.vllm.addresses: the run's own servers would be given old weights; use --config.rollout.engine=embedded, "
       'or name others with --config.rollout.vllm.addresses=[…]'
@@ -68,11 +69,11 @@ def _numbers(texts: Sequence[str] | None) -> list[int] | None:
 
 async def _print(config: Config, run: pathlib.Path, steps: Sequence[int]) -> None:
   console = Console(markup=False, highlight=False, soft_wrap=True)
-  written: list[str] = []
+  mode = 'w'
   async for found in evaluate(config, run, steps):
     told = ', '.join(f'{name} {value:.4g}' for name, value in found['metrics'].items())
     console.print(f'step {found["step"]}, {found["suite"]}: {told}')
-    written += [json.dumps({'step': found['step'], **row}) for row in found['rows']]
     if FLAGS.out:
-      # All of it each time: what was measured before an error is there, and a file of another day is not half replaced.
-      pathlib.Path(FLAGS.out).write_text('\n'.join(written) + '\n')
+      with open(FLAGS.out, mode) as out:
+        out.writelines(json.dumps({'step': found['step'], **row}) + '\n' for row in found['rows'])
+      mode = 'a'
