@@ -132,6 +132,7 @@ def build(case, config=CONFIG):
   return build_update(case.model, SFT.loss, optimizer, config, case.mesh, state, **options), state, case.packed(SFT)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('axes', [(), (('fsdp', 2), ('tensor', 2))], ids=str)
 def test_an_update_moves_the_adapters_alone(folder, axes):
   case = Adapted(folder, dtype='float32', axes=axes, chunks=2)
@@ -165,6 +166,7 @@ def test_what_is_restored_and_compiled_for_is_what_is_trained(folder):
   assert describe(fresh) == describe(case.trained)
 
 
+@pytest.mark.full
 def test_no_gradient_of_a_targets_kernel_is_computed(folder):
   """In the compiled program no product has the kernel's shape, in which there is one where all is trained."""
 

@@ -101,6 +101,7 @@ def test_unstacking_numpy_copies_nothing():
   assert np.shares_memory(part, stacked['layers']['mlp']['up']['kernel'])
 
 
+@pytest.mark.full
 def test_one_key_draws_the_same_numbers_scanned_or_not():
   scanned, unrolled = flatten(unstack_layers(init(SPECS[1], scan_layers=True))), flatten(init(SPECS[1]))
   assert scanned.keys() == unrolled.keys()

@@ -81,6 +81,7 @@ def assert_same(first, second, tolerance):
     assert np.linalg.norm(g - other_gradient[path]) <= tolerance * norm, path
 
 
+@pytest.mark.full
 def test_scanned_layers_and_remat_change_nothing():
   spec, params = SPECS['everything'], params_of(SPECS['everything'])
   wanted = loss_and_gradient(spec, params)
@@ -98,6 +99,7 @@ def test_scanned_layers_and_remat_change_nothing_in_float64():
     assert_same(wanted, loss_and_gradient(spec, params, dtype='float64', scan_layers=True, remat='full'), 1e-12)
 
 
+@pytest.mark.full
 def test_remat_keeps_less():
   # Scanned, because XLA:CPU merges what an unrolled remat computes again with what was computed first.
   spec = tiny('qwen2', VOCAB, num_hidden_layers=6)

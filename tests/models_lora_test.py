@@ -53,6 +53,7 @@ def logits(made, tree):
   return np.asarray(jax.jit(forward, compiler_options=QUICKLY)(tree))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('scan', [False, True])
 def test_new_adapters_change_no_bit_and_stand_on_the_same_numbers(scan):
   adapted, plain = model(scan_layers=scan), model(config=None, scan_layers=scan)

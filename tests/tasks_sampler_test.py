@@ -105,20 +105,20 @@ def assert_drawn_by(counts, weights):
 def test_prioritised_draws_by_one_minus_the_success_rate():
   made = sampler('prioritised', sets=[BIG], prior=0.5, newest=0.25, floor=0.1)
   uids = [task.uid for task in BIG.tasks]
-  made.feedback(uids[0], 8.0, 8)  # s = 1: the floor.
-  made.feedback(uids[1], 2.0, 8)  # s = 1/4.
-  made.feedback(uids[2], 0.0, 8)
-  made.feedback(uids[2], 4.0, 8)  # 0, then 3/4 · 0 + 1/4 · 1/2 = 1/8.
+  made.feedback(uids[0], 8, 8)  # s = 1: the floor.
+  made.feedback(uids[1], 2, 8)  # s = 1/4.
+  made.feedback(uids[2], 0, 8)
+  made.feedback(uids[2], 4, 8)  # 0, then 3/4 · 0 + 1/4 · 1/2 = 1/8.
   assert_drawn_by(drawn_shares(made, 20_000), [0.1, 0.75, 0.875, 0.5, 0.5, 0.5])
 
 
 def test_difficulty_draws_by_the_distance_of_the_posterior_mean_from_the_target():
   made = sampler('difficulty', sets=[BIG], target=0.5, temperature=0.25, discount=0.2)
   uids = [task.uid for task in BIG.tasks]
-  made.feedback(uids[0], 8.0, 8)  # α = 0.8 + 0.2 + 8 = 9, β = 1: p = 0.9.
-  made.feedback(uids[1], 0.0, 3)  # α = 1, β = 4: p = 0.2.
-  made.feedback(uids[2], 8.0, 8)
-  made.feedback(uids[2], 0.0, 7)  # α = 0.8 · 9 + 0.2 = 7.4, β = 0.8 + 0.2 + 7 = 8: p = 7.4 / 15.4.
+  made.feedback(uids[0], 8, 8)  # α = 0.8 + 0.2 + 8 = 9, β = 1: p = 0.9.
+  made.feedback(uids[1], 0, 3)  # α = 1, β = 4: p = 0.2.
+  made.feedback(uids[2], 8, 8)
+  made.feedback(uids[2], 0, 7)  # α = 0.8 · 9 + 0.2 = 7.4, β = 0.8 + 0.2 + 7 = 8: p = 7.4 / 15.4.
   far = [0.4, 0.3, abs(7.4 / 15.4 - 0.5), 0, 0, 0]
   assert_drawn_by(drawn_shares(made, 20_000), np.exp(-np.array(far) / 0.25))
 
@@ -166,7 +166,7 @@ def test_what_a_sampler_has_learnt_is_restored(fields):
       drawn = [made.next() for _ in range(3)]
       found += [(task.uid, visit) for task, visit in drawn]
       for task, visit in drawn:
-        made.feedback(task.uid, 1.0 * ((len(task.uid) + visit + ord(task.uid[-1])) % 5), 5)
+        made.feedback(task.uid, ((len(task.uid) + visit + ord(task.uid[-1])) % 5), 5)
     return found
 
   original = sampler(**fields)
@@ -177,6 +177,12 @@ def test_what_a_sampler_has_learnt_is_restored(fields):
   go_on(restored, 2)
   restored.restore(state)
   assert go_on(restored, 20) == rest and restored.state() == original.state()
+
+
+def test_what_became_of_a_task_is_told_to_its_own_taskset():
+  made = sampler('prioritised', weights={'a': 1.0, 'b': 1.0})
+  made.feedback(SETS[1].tasks[1].uid, 3, 4)
+  assert [pool['known'] for pool in made.state()['pools']] == [{}, {'1': [0.75]}]
 
 
 @pytest.mark.parametrize(

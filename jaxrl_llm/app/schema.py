@@ -190,12 +190,7 @@ class StageConfig:
       raise UserError(f'stages.{self.name}.tasksets: empty, and rollouts want tasks; name a configured taskset')
     if not self.explores and self.sampler != SamplerConfig():
       raise UserError(f'stages.{self.name}.sampler: draws tasks to attempt, and this stage learns from static data')
-    for weights in (self.sampler.weights, *(later.weights for later in self.sampler.schedule)):
-      if weights and set(weights) != set(self.tasksets):
-        raise UserError(
-          f'stages.{self.name}.sampler.weights: of {sorted(weights)}, and the tasksets are {sorted(self.tasksets)}; '
-          'name each once'
-        )
+    self.sampler.check_tasksets(self.tasksets, f'stages.{self.name}.')
     batch = dict(sequences_per_batch=1, groups_per_batch=1, group_size=1, minibatches=1, epochs=1)
     _at_least(f'stages.{self.name}.', self, steps=1, evaluate_every=1, max_dropped_groups=0, **batch)
 

@@ -67,7 +67,7 @@ class Explorer:
     self._started = 0
     self._groups: dict[int, list[Chosen] | None] = {}
     """By number, in the order of start, those that may enter a batch; None until a group has ended."""
-    self._outcomes: dict[int, tuple[str, float, int]] = {}
+    self._outcomes: dict[int, tuple[str, int, int]] = {}
     """By number, of groups that have ended: the task, how many attempts succeeded, how many there were."""
     self._progress = asyncio.Event()
     self._counts: collections.Counter[str] = collections.Counter()
@@ -188,11 +188,8 @@ class Explorer:
     scorable = [m for m in members if m.reward.value is not None]
     unscorable = [m.sample.uid for m in members if m.reward.value is None]
     if scorable:
-      self._outcomes[number] = (
-        scorable[0].task.uid,
-        float(sum(bool(m.reward.correct) for m in scorable)),
-        len(scorable),
-      )
+      correct = sum(bool(m.reward.correct) for m in scorable)
+      self._outcomes[number] = (scorable[0].task.uid, correct, len(scorable))
     chosen = choose(self._config.selection, scorable)
     admitted = {c.scored.sample.uid: None for c in chosen}
     left = [m.sample.uid for m in scorable if m.sample.uid not in admitted]

@@ -69,6 +69,14 @@ class SamplerConfig:
       if weights and (min(weights.values()) < 0 or not 0 < sum(weights.values()) < float('inf')):
         raise UserError(f'sampler.weights: {dict(weights)}, wanted them not negative and some positive')
 
+  def check_tasksets(self, names: Sequence[str], where: str = '') -> None:
+    """Raises UserError if weights name other tasksets than these; `where` begins its message."""
+    for weights in (self.weights, *(later.weights for later in self.schedule)):
+      if weights and set(weights) != set(names):
+        raise UserError(
+          f'{where}sampler.weights: of {sorted(weights)}, and the tasksets are {sorted(names)}; name each once'
+        )
+
 
 class TaskSampler:
   """Draws the tasks of several tasksets, one after the other, without end."""
@@ -80,9 +88,7 @@ class TaskSampler:
     self._tasks = tuple(task for taskset in tasksets for task in taskset.tasks)
     if not self._tasks:
       raise UserError(f'task sampler: tasksets {names} hold no task')
-    for weights in (config.weights, *(later.weights for later in config.schedule)):
-      if weights and set(weights) != set(names):
-        raise UserError(f'sampler.weights: of {sorted(weights)}, and the tasksets are {sorted(names)}; name each once')
+    config.check_tasksets(names)
     self._config, self._batch = config, 0
     pools = [taskset.tasks for taskset in tasksets] if config.weights else [self._tasks]
     if empty := [name for name, pool in zip(names, pools) if not pool]:
@@ -123,7 +129,7 @@ class TaskSampler:
     """What is drawn from here on belongs to this batch of the stage, or to later ones."""
     self._batch = batch
 
-  def feedback(self, uid: str, successes: float, attempts: int) -> None:
+  def feedback(self, uid: str, successes: int, attempts: int) -> None:
     """What became of a group of attempts at a task; groups are told in the order in which they were drawn."""
     number = self._numbers[uid]
     pool = max(i for i, start in enumerate(self._starts) if start <= number)

@@ -24,7 +24,7 @@ class Selector(Protocol):
     """A task, and how often it had been drawn before."""
     ...
 
-  def feedback(self, task: int, successes: float, attempts: int) -> None:
+  def feedback(self, task: int, successes: int, attempts: int) -> None:
     """What became of a group of attempts at a task."""
     ...
 
@@ -52,7 +52,7 @@ class Passes:
     self._position += 1
     return task, visit
 
-  def feedback(self, task: int, successes: float, attempts: int) -> None:
+  def feedback(self, task: int, successes: int, attempts: int) -> None:
     pass
 
   def state(self) -> dict[str, Json]:
@@ -66,7 +66,7 @@ class Passes:
 class Estimate(Protocol):
   """Of each task's success rate, and how much it is therefore worth to be drawn."""
 
-  def update(self, before: Sequence[float] | None, successes: float, attempts: int) -> list[float]:
+  def update(self, before: Sequence[float] | None, successes: int, attempts: int) -> list[float]:
     """What is known of a task after a group of attempts; `before` is None for the first."""
     ...
 
@@ -85,7 +85,7 @@ class FailureRate:
     """
     self._prior, self._newest, self._floor = prior, newest, floor
 
-  def update(self, before: Sequence[float] | None, successes: float, attempts: int) -> list[float]:
+  def update(self, before: Sequence[float] | None, successes: int, attempts: int) -> list[float]:
     rate = successes / attempts
     return [rate if before is None else (1 - self._newest) * before[0] + self._newest * rate]
 
@@ -103,7 +103,7 @@ class TargetRate:
   def __init__(self, *, target: float, temperature: float, discount: float):
     self._target, self._temperature, self._discount = target, temperature, discount
 
-  def update(self, before: Sequence[float] | None, successes: float, attempts: int) -> list[float]:
+  def update(self, before: Sequence[float] | None, successes: int, attempts: int) -> list[float]:
     alpha, beta = before or (1.0, 1.0)
     kept = 1 - self._discount
     return [kept * alpha + self._discount + successes, kept * beta + self._discount + attempts - successes]
@@ -135,7 +135,7 @@ class Weighted:
     self._visits[task] += 1
     return task, visit
 
-  def feedback(self, task: int, successes: float, attempts: int) -> None:
+  def feedback(self, task: int, successes: int, attempts: int) -> None:
     self._known[task] = self._estimate.update(self._known.get(task), successes, attempts)
     self._weights[task] = self._estimate.weight(self._known[task])
 
