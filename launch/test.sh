@@ -99,7 +99,8 @@ case $tier in
   full) marks='not acceptance' ;;
   acceptance) marks='' ;;
 esac
-pytest=(-m pytest --numprocesses="$workers" --dist=loadfile)
+# A worker that crashes ends its part: one started anew would leave --dist=loadfile waiting for ever.
+pytest=(-m pytest --numprocesses="$workers" --dist=loadfile --max-worker-restart=0)
 
 [ "$tier" = fast ] || part 'vLLM environment' bash launch/install_vllm.sh
 [ "$tier" = fast ] || part "peers' environment" bash launch/install_peers.sh
