@@ -38,6 +38,7 @@ class FakeEngine:
     delays: its numbers say how many turns of the event loop each sample takes.
     fail_at: the request (counted from 0) that raises `error`.
     hold: requests of which it says so do not end.
+    prompt: whether it answers at once, whatever `delays`.
     published: 'load' or 'relabel' with its version, oldest first.
   """
 
@@ -50,7 +51,7 @@ class FakeEngine:
     self.fail_at: int | None = None
     self.error: Exception = RuntimeError('unset')
     self.hold: Callable[[Request], bool] = lambda request: False
-    self.cancelled = 0
+    self.cancelled, self.prompt = 0, False
     self.published: list[tuple[str, Version]] = []
 
   @property
@@ -66,7 +67,7 @@ class FakeEngine:
     self._random.shuffle(order)
     try:
       for index in order:
-        for _ in range(self._random.randrange(8)):
+        for _ in range(0 if self.prompt else self._random.randrange(8)):
           await asyncio.sleep(0)
         while self.hold(request):
           await asyncio.sleep(0.001)
@@ -146,6 +147,7 @@ class Exploration:
     *,
     delays: int = 0,
     bound: int = 0,
+    batches: int | None = None,
     tasks: Sequence[Task] = (),
     sampler: SamplerConfig = SEQUENTIAL,
     **config,
@@ -153,7 +155,7 @@ class Exploration:
     self.config = ExplorerConfig(**{'groups_per_batch': 2, 'group_size': 2, 'collect_deadline_s': 20.0, **config})
     self.engine = FakeEngine(tokenizer, delays=delays)
     self.scorers = FakeScorers(judge, delays=delays + 1)
-    self.gate = Gate(bound=bound, groups_per_batch=self.config.groups_per_batch)
+    self.gate = Gate(bound=bound, groups_per_batch=self.config.groups_per_batch, batches=batches)
     self.tasks = list(tasks) or make_tasks(24)
     taskset = Taskset(name='train', tasks=tuple(self.tasks), counts={})
     self.sampler = TaskSampler([taskset], sampler, seed=0)

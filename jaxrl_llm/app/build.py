@@ -169,7 +169,9 @@ def _batches(
     return StreamBatches(RowStream(workdir, file, rows=stage_config.sequences_per_batch, seed=seed))
   tasksets = [prepared.tasksets[name] for name in stage_config.tasksets]
   sampler = TaskSampler(tasksets, stage_config.sampler, seed=config.seed)
-  gate = Gate(bound=0, groups_per_batch=stage_config.groups_per_batch)
+  gate = Gate(
+    bound=stage_config.bound, groups_per_batch=stage_config.groups_per_batch, batches=stage_config.steps
+  )
   explorer = Explorer(
     ExplorerConfig(
       groups_per_batch=stage_config.groups_per_batch,

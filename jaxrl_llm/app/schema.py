@@ -158,6 +158,10 @@ class StageConfig:
   """Times that a batch is gone through."""
   sampler: SamplerConfig = SamplerConfig()
   """Rollout stages: which task next."""
+  bound: int = 0
+  """Rollout stages: updates that the weights of a rollout may be behind those that train on it; 0 = on-policy."""
+  publish_every: int = 1
+  """Rollout stages: updates between two publications of the weights to the engine."""
   evaluate_every: int | None = None
   """Steps; None = only after the stage."""
   max_dropped_groups: int = 100
@@ -190,9 +194,18 @@ class StageConfig:
       raise UserError(f'stages.{self.name}.tasksets: empty, and rollouts want tasks; name a configured taskset')
     if not self.explores and self.sampler != SamplerConfig():
       raise UserError(f'stages.{self.name}.sampler: draws tasks to attempt, and this stage learns from static data')
+    if not self.explores and (self.bound, self.publish_every) != (0, 1):
+      raise UserError(f'stages.{self.name}: bound and publish_every are of rollouts, and this stage makes none')
     self.sampler.check_tasksets(self.tasksets, f'stages.{self.name}.')
     batch = dict(sequences_per_batch=1, groups_per_batch=1, group_size=1, minibatches=1, epochs=1)
-    _at_least(f'stages.{self.name}.', self, steps=1, evaluate_every=1, max_dropped_groups=0, **batch)
+    least = dict(steps=1, evaluate_every=1, max_dropped_groups=0, bound=0, publish_every=1)
+    _at_least(f'stages.{self.name}.', self, **least, **batch)
+    if self.publish_every > self.bound + 1:
+      raise UserError(
+        f'stages.{self.name}.publish_every: {self.publish_every} > bound + 1 = {self.bound + 1}: the last batch before a '
+        f'publication would train on weights {self.publish_every - 1} updates old; raise bound to '
+        f'{self.publish_every - 1}, or publish more often'
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

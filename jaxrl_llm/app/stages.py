@@ -121,6 +121,7 @@ def _stage(
     epochs=stage.epochs,
     evaluate_every=stage.evaluate_every,
     explores=stage.explores,
+    publish_every=stage.publish_every,
     held_out=stage.preferences.held_out if stage.preferences is not None else None,
   )
 

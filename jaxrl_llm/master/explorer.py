@@ -2,6 +2,9 @@
 
 Invariant: every issued sample reaches one state in the store (admitted, or dropped with a reason), and a closed batch
 is a function of which groups started and what they scored, never of which ended first.
+
+At a bound above 0 groups are in flight when a commit is made: their numbers are in its state. A resumed explorer takes
+those that had ended by then from the store, and runs the others again.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 from jaxrl_llm.core.errors import RunError, first_cause
 from jaxrl_llm.core.waits import bounded
@@ -67,6 +71,8 @@ class Explorer:
     self._started = 0
     self._groups: dict[int, list[Chosen] | None] = {}
     """By number, in the order of start, those that may enter a batch; None until a group has ended."""
+    self._drawn: dict[int, tuple[Task, int]] = {}
+    """The task and the visit of each of them."""
     self._outcomes: dict[int, tuple[str, int, int]] = {}
     """By number, of groups that have ended: the task, how many attempts succeeded, how many there were."""
     self._progress = asyncio.Event()
@@ -75,7 +81,10 @@ class Explorer:
 
   @contextlib.asynccontextmanager
   async def running(self) -> AsyncIterator[None]:
-    """Explores while the block runs; what is in flight at its end is given up, and dropped with that reason."""
+    """Explores while the block runs; what is in flight at its end is given up, and dropped with that reason.
+
+    A signal's commit is made first, so that a run that is started again still has it.
+    """
     self._running = asyncio.create_task(self._explore())
     try:
       yield
@@ -86,9 +95,13 @@ class Explorer:
       self._store.drop(own, 'given up', self._step)
 
   def advance(self, step: int, served: int) -> None:
-    """The engines serve the weights of `step` (`served` batches into this stage)."""
-    self._step = step
+    """`step` batches of the run are complete; the engines serve the weights after `served` batches of this stage."""
+    self.completed(step)
     self._gate.advance(served)
+
+  def completed(self, step: int) -> None:
+    """What is written from here on comes after `step` completed batches."""
+    self._step = step
 
   async def collect(self) -> tuple[list[Chosen], dict[str, int]]:
     """The next batch: its chosen samples in the order of issue, and what was counted on the way.
@@ -115,14 +128,16 @@ class Explorer:
     first = self._first()
     self._tell(first[-1])
     batch = [member for number in first for member in self._groups.pop(number)]
+    for number in first:
+      del self._drawn[number]
     counts, self._counts = dict(self._counts), collections.Counter()
     return batch, counts
 
   def _tell(self, last: int) -> None:
     """Tells the sampler what became of the groups up to number `last`, in their order; all of them have ended.
 
-    With a bound of 0 nothing is drawn meanwhile. Above it, groups that replace dropped ones of a later batch would be
-    drawn before or after this, as time has it.
+    With a bound of 0 nothing is drawn meanwhile. Above it, groups that replace dropped ones of a later batch are drawn
+    before or after this, as time has it.
     """
     for number in sorted(number for number in self._outcomes if number <= last):
       self._sampler.feedback(*self._outcomes.pop(number))
@@ -140,20 +155,63 @@ class Explorer:
   async def _explore(self) -> None:
     try:
       async with asyncio.TaskGroup() as groups:
+        again = {number: self._drawn[number] for number, chosen in self._groups.items() if chosen is None}
+        self._start(groups, again)
         while True:
-          draws = [self._sampler.next() for _ in range(await self._gate.admit())]
-          self._store.issue([row for task, visit in draws for row in self._issued(task, visit)], self._step)
-          for task, visit in draws:
-            self._groups[self._started] = None
-            groups.create_task(self._group(self._started, task, visit))
-            self._started += 1
+          count = await self._gate.admit()
+          draws = {self._started + i: self._sampler.next() for i in range(count)}
+          self._started += count
+          self._drawn |= draws
+          self._groups |= dict.fromkeys(draws)
+          self._start(groups, draws)
     except BaseExceptionGroup as group:
       raise first_cause(group) from None
+
+  def _start(self, groups: asyncio.TaskGroup, draws: Mapping[int, tuple[Task, int]]) -> None:
+    self._store.issue([row for task, visit in draws.values() for row in self._issued(task, visit)], self._step)
+    for number, (task, visit) in draws.items():
+      groups.create_task(self._group(number, task, visit))
 
   def _issued(self, task: Task, visit: int) -> list[Issue]:
     group = f'{self._stage}/{task.uid}/{visit}'
     return [
       Issue(uid=f'{group}/{i}', group_id=group, task_id=task.uid, visit=visit) for i in range(self._config.group_size)
+    ]
+
+  def state(self) -> Any:
+    """JSON: the groups that are in flight, or have ended and wait for their batch. Empty at a bound of 0."""
+    groups = []
+    for number, chosen in self._groups.items():
+      task, visit = self._drawn[number]
+      rows = None if chosen is None else [[c.scored.sample.uid, c.pair, c.label, c.imitated] for c in chosen]
+      groups.append({'number': number, 'task': task.uid, 'visit': visit, 'chosen': rows})
+    outcomes = [[number, *outcome] for number, outcome in self._outcomes.items()]
+    return {'started': self._started, 'groups': groups, 'outcomes': outcomes}
+
+  def restore(self, state: Any) -> None:
+    """Goes on from a state whose commit the store has been taken back to; before `running`."""
+    self._started = state['started']
+    self._outcomes = {number: tuple(outcome) for number, *outcome in state['outcomes']}
+    for group in state['groups']:
+      number, task = group['number'], self._sampler.task(group['task'])
+      self._drawn[number] = (task, group['visit'])
+      self._groups[number] = None if group['chosen'] is None else self._stored(task, group['chosen'])
+
+  def _stored(self, task: Task, rows: Sequence[Any]) -> list[Chosen]:
+    """What had been chosen of a group, from the store."""
+    uids = [*dict.fromkeys(uid for uid, *_ in rows)]
+    scores, members = self._store.scores(uids), {}
+    for sample in self._store.read(uids):
+      given = tuple(scores[sample.uid])
+      members[sample.uid] = Scored(
+        sample=sample,
+        task=task,
+        completion=self._workflow.text(sample),
+        scores=given,
+        reward=combine(given, self._rewards),
+      )
+    return [
+      Chosen(scored=members[uid], pair=pair, label=label, imitated=imitated) for uid, pair, label, imitated in rows
     ]
 
   async def _group(self, number: int, task: Task, visit: int) -> None:
@@ -209,7 +267,7 @@ class Explorer:
     self._progress.set()
 
   def _drop_group(self, number: int, members: list[Scored]) -> None:
-    del self._groups[number]
+    del self._groups[number], self._drawn[number]
     self._counts['dropped/groups'] += 1
     if self._counts['dropped/groups'] > self._config.max_dropped_groups:
       raise RunError(

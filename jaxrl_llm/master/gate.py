@@ -10,11 +10,16 @@ class Gate:
   """Groups may start while `started - dropped < (served + bound + 1) * groups_per_batch` (AReaL's capacity).
 
   A dropped group gives its capacity back. `served` counts batches of the running stage whose weights the engines
-  have acknowledged.
+  have acknowledged. No group starts that none of the stage's batches would take.
   """
 
-  def __init__(self, *, bound: int, groups_per_batch: int):
-    self._bound, self._groups_per_batch = bound, groups_per_batch
+  def __init__(self, *, bound: int, groups_per_batch: int, batches: int | None = None):
+    """
+    Args:
+      bound: batches that a group's weights may be behind those that its batch updates.
+      batches: of the stage; None: no end.
+    """
+    self._bound, self._groups_per_batch, self._batches = bound, groups_per_batch, batches
     self._started = self._dropped = 0
     self._served = -1
     self._changed = asyncio.Event()
@@ -24,7 +29,10 @@ class Gate:
     """Groups that may start now; 0 before the first version is served."""
     if self._served < 0:
       return 0
-    return (self._served + self._bound + 1) * self._groups_per_batch - (self._started - self._dropped)
+    batches = self._served + self._bound + 1
+    if self._batches is not None:
+      batches = min(batches, self._batches)
+    return batches * self._groups_per_batch - (self._started - self._dropped)
 
   def advance(self, served: int) -> None:
     """The engines acknowledged the weights after `served` batches of this stage."""

@@ -85,7 +85,7 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
     while state.step < stage.end and not state.stop:
       with parts.phases.timed('step'):
         async with parts.phases.enter(Phase.ROLLOUT):
-          if stage.explores:
+          if stage.explores and _publication_due(parts, stage, state.step):
             with parts.phases.timed('update_weights'):
               await publish(parts.publisher, state, parts.attempt)
           plan = await _close(parts, stage, state.step, batches)
@@ -111,11 +111,16 @@ async def publish(publisher: Publisher, state: LoopState, attempt: int) -> None:
   await publisher.publish(learned.whole(learned.policy.params), Version(attempt, state.step), moved=state.moved)
 
 
+def _publication_due(parts: Parts, stage: Stage, step: int) -> bool:
+  """A resumed run publishes what it has, whatever is due: its engine serves nothing yet."""
+  return (step - stage.start) % stage.publish_every == 0 or parts.publisher.served is None
+
+
 async def _close(parts: Parts, stage: Stage, step: int, batches: Batches | None) -> StepPlan:
   """One plan, the same in every process."""
   if batches is None:
     return StepPlan.from_json(await parts.coordinator.broadcast(None))
-  batches.advance(step, step - stage.start)
+  batches.advance(step, (parts.publisher.served.step if stage.explores else step) - stage.start)
 
   async def decide():
     return (await parts.planner.close(stage, step, batches)).to_json()

@@ -93,14 +93,14 @@ class RolloutBatches:
   def __init__(self, explorer: Explorer, store: ReplayStore, sampler: TaskSampler, gate: Gate):
     self._explorer, self._store, self._sampler, self._gate = explorer, store, sampler, gate
     self._taken: dict[str, Scored] = {}
-    self._before: Any = None
+    self._completed = self._now()
+    """The state when the last batch was completed."""
 
   def running(self) -> contextlib.AbstractAsyncContextManager[None]:
     return self._explorer.running()
 
   def advance(self, step: int, served: int) -> None:
     self._sampler.advance(served)
-    self._before = self._now()
     self._explorer.advance(step, served)
 
   async def next(self, step: int) -> tuple[list[Row], dict[str, int]]:
@@ -114,17 +114,21 @@ class RolloutBatches:
 
   def trained(self, plan: StepPlan) -> None:
     self._store.trained([*self._taken], plan.step)
-    self._before = None
+    # From here on the store's changes are later than a commit of this batch, and so is what this state does not have.
+    self._explorer.completed(plan.step + 1)
+    self._completed = self._now()
 
   def state(self) -> Any:
-    return self._before or self._now()
+    return self._completed
 
   def _now(self) -> Any:
-    return {'sampler': self._sampler.state(), 'gate': self._gate.state()}
+    return {'sampler': self._sampler.state(), 'gate': self._gate.state(), 'explorer': self._explorer.state()}
 
   def restore(self, state: Any) -> None:
     self._sampler.restore(state['sampler'])
     self._gate.restore(state['gate'])
+    self._explorer.restore(state['explorer'])
+    self._completed = state
 
 
 class MixedBatches:

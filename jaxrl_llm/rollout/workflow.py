@@ -41,13 +41,12 @@ class SingleTurn:
     )
     async for index, completion in self._engine.generate(request):
       sample = rollout_sample(task, visit, index, prompt, completion, group=group, temperature=sampling.temperature)
-      yield sample, completion_text(self._tokenizer, completion)
+      yield sample, self.text(sample)
 
-
-def completion_text(tokenizer: Tokenizer, completion: Completion) -> str:
-  """What the policy said, without the token that ended it."""
-  tokens = completion.tokens[:-1] if completion.finish == Finish.STOP else completion.tokens
-  return tokenizer.decode([int(t) for t in tokens])
+  def text(self, sample: Sample) -> str:
+    """What the policy said, without the token that ended it."""
+    end = -1 if sample.finish_reason == Finish.STOP else None
+    return self._tokenizer.decode([int(t) for t in sample.tokens[sample.prompt_len : end]])
 
 
 def rollout_sample(

@@ -80,6 +80,11 @@ class Publisher:
     self._served: Version | None = None
     self._moved: int | None = None
 
+  @property
+  def served(self) -> Version | None:
+    """The version that the engine has acknowledged; the same in every process."""
+    return self._served
+
   async def publish(self, params: Params, version: Version, *, moved: int) -> None:
     """Returns when the engine has acknowledged `version`. Called by every process.
 

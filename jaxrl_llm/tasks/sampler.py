@@ -111,6 +111,10 @@ class TaskSampler:
     number, visit = self._pools[pool].next()
     return self._tasks[self._starts[pool] + number], visit
 
+  def task(self, uid: str) -> Task:
+    """The task of that name."""
+    return self._tasks[self._numbers[uid]]
+
   def _pool(self) -> int:
     """The one that is furthest behind its share."""
     if len(self._pools) == 1:
