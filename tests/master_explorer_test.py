@@ -9,7 +9,8 @@ import exploring
 import pytest
 
 from jaxrl_llm.core.errors import RunError, UserError
-from jaxrl_llm.core.waits import WaitExpired
+from jaxrl_llm.core.waits import IdleClock, WaitExpired
+from jaxrl_llm.master.explorer import TaskLimits
 from jaxrl_llm.master.selection import SelectionConfig
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.tasks.sampler import SamplerConfig
@@ -376,3 +377,67 @@ def test_samples_are_issued_in_order_before_they_are_asked_for(tokenizer, store)
   tasks, entries = run(main())
   assert collections.Counter(entry.state for entry in entries.values()) == {'issued': 4}
   assert list(entries) == [uid(task, i) for task, i in itertools.product(tasks[:2], range(2))]
+
+
+def test_a_group_that_runs_out_of_time_is_tried_again_and_then_given_up(tokenizer, store):
+  """Task 0 hangs in its first try, task 1 in both: 0 comes with its second, 1 is dropped and task 2 takes its place."""
+  limits = TaskLimits(timeout_s=0.3, retries=1)
+  exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, limits=limits)
+  tasks, engine = exploration.tasks, exploration.engine
+
+  def hold(request):
+    tries = [r for r in engine.requests if r.uid == request.uid]
+    return request.uid.startswith(f'grpo/{tasks[1].uid}') or (
+      request.uid.startswith(f'grpo/{tasks[0].uid}') and len(tries) == 1
+    )
+
+  engine.hold = hold
+  ((batch, counts),) = run(exploration.batches(1))
+  assert uids(batch) == [uid(tasks[n], i) for n in (0, 2) for i in range(2)]
+  assert counts['dropped/timeout'] == 2 and counts['dropped/groups'] == 1
+  assert exploration.explorer.clock_decisions == 3
+  asked = collections.Counter(request.uid.split('/')[1] for request in engine.requests)
+  assert asked == {tasks[0].uid: 2, tasks[1].uid: 2, tasks[2].uid: 1}
+  report = audit(store)
+  assert report.ok and report.reasons == {'dropped(timeout)': 2} and report.live == ()
+
+
+def test_a_straggler_is_dropped_after_a_multiple_of_the_mean_time_without_another_try(tokenizer, store):
+  """Batches 0 and 1 give the mean; then task 4 would take for ever."""
+  limits = TaskLimits(timeout_s=None, straggler_factor=20.0)
+  exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, limits=limits)
+  tasks = exploration.tasks
+  exploration.engine.hold = lambda request: request.uid.startswith(f'grpo/{tasks[4].uid}')
+  *_, (batch, counts) = run(exploration.batches(3))
+  assert uids(batch) == [uid(tasks[n], i) for n in (5, 6) for i in range(2)]
+  assert counts['dropped/straggler'] == 2 and exploration.explorer.clock_decisions == 1
+  assert audit(store).reasons == {'dropped(straggler)': 2}
+
+
+def test_too_many_groups_out_of_time_end_the_run_and_say_so(tokenizer, store):
+  limits = TaskLimits(timeout_s=0.05, retries=0)
+  exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, limits=limits, max_dropped_groups=2)
+  exploration.engine.hold = lambda request: True
+  with pytest.raises(RunError, match=r'of 3 groups .* took too long \(timeout'):
+    run(exploration.batches(1))
+
+
+@pytest.mark.parametrize('fields', [{'timeout_s': 0.0}, {'retries': -1}, {'straggler_factor': 1.0}])
+def test_limits_that_no_group_could_keep_are_refused(fields):
+  with pytest.raises(UserError, match=r'^limits'):
+    TaskLimits(**fields)
+
+
+def test_idle_seconds_are_those_without_a_group_under_way(tokenizer, store, monkeypatch):
+  now = 0.0
+  monkeypatch.setattr('jaxrl_llm.core.waits.time.monotonic', lambda: now)
+  clock = IdleClock()
+  now = 2.0
+  with clock.busy():
+    now = 3.0
+    with clock.busy():
+      now = 5.0
+    now = 6.0
+    assert clock.take() == 2.0
+  now = 10.0
+  assert clock.take() == 4.0 and clock.take() == 0.0

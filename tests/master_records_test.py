@@ -108,7 +108,9 @@ def test_metrics_of_a_batch_of_rollouts_by_hand(closed):
       'critic/advantages/mean': -6 / 7,
       'critic/advantages/max': 1.0,
       'critic/advantages/min': -2.0,
+      'staleness/mean': 0.25,
       'staleness/max': 1.0,  # the fourth row's first token is of step 4
+      'staleness/min': 0.0,
       'rewards/judge/mean': 0.625,
       'rewards/judge/a': 0.3,  # of the two that have it
       'rewards/format/mean': 1.0,

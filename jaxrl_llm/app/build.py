@@ -111,12 +111,14 @@ def open_host(
   scorers = ScorerPool(build_scorers(config), config.rewards)
   workflow = SingleTurn(engine, prepared.tokenizer, max_tokens=config.rollout.max_response_length)
   compilations, heartbeat = CompilationCounter(), Heartbeat()
+  explorers: list[Explorer] = []
 
   def machine_metrics() -> dict[str, float]:
     return {
       'perf/compilations': compilations.take(),
       'perf/heartbeat_max_s': heartbeat.take(),
-      'run/clock_decisions': scorers.counts['timeout'],
+      'perf/rollout_idle_s': sum(explorer.take_idle() for explorer in explorers),
+      'run/clock_decisions': scorers.counts['timeout'] + sum(explorer.clock_decisions for explorer in explorers),
       **(engine.take_metrics() if engine is not None else {}),
     }
 
@@ -132,7 +134,7 @@ def open_host(
     progress=ProgressDisplay({stage.name: stage.end - stage.start for stage in stages}),
     store=store,
     batches={
-      stage.name: _batches(config, stage_config, stage, workdir, prepared, store, scorers, workflow)
+      stage.name: _batches(config, stage_config, stage, workdir, prepared, store, scorers, workflow, explorers)
       for stage_config, stage in zip(config.stages, stages, strict=True)
       if stage.end > step
     },
@@ -156,6 +158,7 @@ def _batches(
   store: ReplayStore,
   scorers: ScorerPool,
   workflow: SingleTurn,
+  explorers: list[Explorer],
 ) -> Batches:
   seed = config.seed
   if stage_config.preferences is not None:
@@ -169,9 +172,7 @@ def _batches(
     return StreamBatches(RowStream(workdir, file, rows=stage_config.sequences_per_batch, seed=seed))
   tasksets = [prepared.tasksets[name] for name in stage_config.tasksets]
   sampler = TaskSampler(tasksets, stage_config.sampler, seed=config.seed)
-  gate = Gate(
-    bound=stage_config.bound, groups_per_batch=stage_config.groups_per_batch, batches=stage_config.steps
-  )
+  gate = Gate(bound=stage_config.bound, groups_per_batch=stage_config.groups_per_batch, batches=stage_config.steps)
   explorer = Explorer(
     ExplorerConfig(
       groups_per_batch=stage_config.groups_per_batch,
@@ -179,6 +180,7 @@ def _batches(
       temperature=stage_config.temperature,
       selection=stage_config.selection,
       max_dropped_groups=stage_config.max_dropped_groups,
+      limits=stage_config.limits,
       collect_deadline_s=config.rollout.collect_deadline_s,
     ),
     stage=stage.name,
@@ -189,6 +191,7 @@ def _batches(
     store=store,
     gate=gate,
   )
+  explorers.append(explorer)
   rollouts = RolloutBatches(explorer, store, sampler, gate)
   if stage_config.experts is None:
     return rollouts

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.optimizer import OptimizerConfig
 from jaxrl_llm.master.evaluation import SuiteConfig
+from jaxrl_llm.master.explorer import TaskLimits
 from jaxrl_llm.master.mismatch import MismatchConfig
 from jaxrl_llm.master.selection import SelectionConfig
 from jaxrl_llm.models.spec import LoraConfig
@@ -166,6 +167,8 @@ class StageConfig:
   """Steps; None = only after the stage."""
   max_dropped_groups: int = 100
   """Groups of which nothing is scorable or selected, while one batch is collected; one more ends the run."""
+  limits: TaskLimits = TaskLimits()
+  """Rollout stages: how long a group may take."""
 
   @property
   def explores(self) -> bool:
@@ -201,10 +204,11 @@ class StageConfig:
     least = dict(steps=1, evaluate_every=1, max_dropped_groups=0, bound=0, publish_every=1)
     _at_least(f'stages.{self.name}.', self, **least, **batch)
     if self.publish_every > self.bound + 1:
+      age = self.publish_every - 1
       raise UserError(
-        f'stages.{self.name}.publish_every: {self.publish_every} > bound + 1 = {self.bound + 1}: the last batch before a '
-        f'publication would train on weights {self.publish_every - 1} updates old; raise bound to '
-        f'{self.publish_every - 1}, or publish more often'
+        f'stages.{self.name}.publish_every: {self.publish_every} > bound + 1 = {self.bound + 1}: the last batch before '
+        f'a publication would train on rollouts of weights {age} updates old; raise bound to {age}, or publish more '
+        'often'
       )
 
 

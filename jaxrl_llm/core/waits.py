@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import sys
-from collections.abc import Awaitable
+import time
+from collections.abc import Awaitable, Iterator
 from typing import TypeVar
 
 from jaxrl_llm.core.errors import RunError
@@ -64,3 +66,32 @@ def _dump_stacks() -> None:
   for task in asyncio.all_tasks():
     task.print_stack(limit=8, file=sys.stderr)
   sys.stderr.flush()
+
+
+class IdleClock:
+  """Seconds in which nothing was under way."""
+
+  def __init__(self):
+    self._under_way, self._since, self._idle = 0, time.monotonic(), 0.0
+
+  @contextlib.contextmanager
+  def busy(self) -> Iterator[None]:
+    """Something is under way while the block runs; blocks may overlap."""
+    if self._under_way == 0:
+      self._idle += time.monotonic() - self._since
+    self._under_way += 1
+    try:
+      yield
+    finally:
+      self._under_way -= 1
+      if self._under_way == 0:
+        self._since = time.monotonic()
+
+  def take(self) -> float:
+    """Idle seconds since the last call."""
+    now = time.monotonic()
+    if self._under_way == 0:
+      self._idle += now - self._since
+      self._since = now
+    idle, self._idle = self._idle, 0.0
+    return idle

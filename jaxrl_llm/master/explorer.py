@@ -14,11 +14,12 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.core.errors import RunError, first_cause
-from jaxrl_llm.core.waits import bounded
+from jaxrl_llm.core.errors import RunError, UserError, first_cause
+from jaxrl_llm.core.waits import IdleClock, bounded
 from jaxrl_llm.experience.sample import Sample
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.master.gate import Gate
@@ -30,6 +31,34 @@ from jaxrl_llm.rewards.pool import ScorerPool
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.workflow import SingleTurn
 from jaxrl_llm.tasks.sampler import TaskSampler
+
+_TIMEOUT, _STRAGGLER = 'timeout', 'straggler'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskLimits:
+  """How long a group may take, from its request to its last score. A group given up is dropped, and another starts.
+
+  These are decisions by the clock: a run in which one is taken is not repeatable bit for bit, and
+  `run/clock_decisions` counts it.
+  """
+
+  timeout_s: float | None = 1800.0
+  """Seconds of one try; None: none."""
+  retries: int = 2
+  """Further tries of a group that ran out of time."""
+  straggler_factor: float | None = None
+  """Give a group up, without another try, after so many times the mean time of groups; None: never.
+
+  The mean is of the last `4 * groups_per_batch` groups that ended, as soon as a batch of them has. What is slow is
+  often long, so this biases a policy against long answers.
+  """
+
+  def __post_init__(self):
+    if (self.timeout_s is not None and not self.timeout_s > 0) or self.retries < 0:
+      raise UserError(f'limits: timeout_s {self.timeout_s} and retries {self.retries}, wanted above 0 and at least 0')
+    if self.straggler_factor is not None and not self.straggler_factor > 1:
+      raise UserError(f'limits.straggler_factor: {self.straggler_factor}, wanted above 1, or null for none')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,12 +74,17 @@ class ExplorerConfig:
   """What of a group is learned from."""
   max_dropped_groups: int = 100
   """Groups dropped (nothing of them scorable, or selected) while one batch is collected; one more ends the run."""
+  limits: TaskLimits = TaskLimits()
   collect_deadline_s: float = 3600.0
   """Longest wait for a batch."""
 
 
 class Explorer:
-  """Keeps as many groups in flight as the gate admits, and hands out closed batches."""
+  """Keeps as many groups in flight as the gate admits, and hands out closed batches.
+
+  Attributes:
+    clock_decisions: tries of groups that were ended by `TaskLimits`.
+  """
 
   def __init__(
     self,
@@ -69,12 +103,16 @@ class Explorer:
     self._store, self._gate = store, gate
     self._step = 0
     self._started = 0
+    self.clock_decisions = 0
     self._groups: dict[int, list[Chosen] | None] = {}
     """By number, in the order of start, those that may enter a batch; None until a group has ended."""
     self._drawn: dict[int, tuple[Task, int]] = {}
     """The task and the visit of each of them."""
     self._outcomes: dict[int, tuple[str, int, int]] = {}
     """By number, of groups that have ended: the task, how many attempts succeeded, how many there were."""
+    self._durations: collections.deque[float] = collections.deque(maxlen=4 * config.groups_per_batch)
+    """Seconds of the groups that ended last."""
+    self._clock = IdleClock()
     self._progress = asyncio.Event()
     self._counts: collections.Counter[str] = collections.Counter()
     self._running: asyncio.Task | None = None
@@ -85,12 +123,14 @@ class Explorer:
 
     A signal's commit is made first, so that a run that is started again still has it.
     """
+    self._clock = IdleClock()
     self._running = asyncio.create_task(self._explore())
     try:
       yield
     finally:
       self._running.cancel()
       await asyncio.gather(self._running, return_exceptions=True)
+      self._running = None
       own = [entry.uid for entry in self._store.live() if entry.attempt == self._store.attempt]
       self._store.drop(own, 'given up', self._step)
 
@@ -178,6 +218,10 @@ class Explorer:
       Issue(uid=f'{group}/{i}', group_id=group, task_id=task.uid, visit=visit) for i in range(self._config.group_size)
     ]
 
+  def take_idle(self) -> float:
+    """Seconds since the last call in which no group was under way."""
+    return self._clock.take() if self._running is not None else 0.0
+
   def state(self) -> Any:
     """JSON: the groups that are in flight, or have ended and wait for their batch. Empty at a bound of 0."""
     groups = []
@@ -215,7 +259,43 @@ class Explorer:
     ]
 
   async def _group(self, number: int, task: Task, visit: int) -> None:
-    """One group from rollout to admission: each sample is scored the moment it ends, all are joined here."""
+    """One group from rollout to admission, or to its being given up."""
+    with self._clock.busy():
+      given_up, begun = '', time.monotonic()
+      for tried in range(self._config.limits.retries + 1):
+        given_up, seconds = self._limit()
+        try:
+          async with asyncio.timeout(seconds) as limit:
+            members = await self._attempts(task, visit)
+          break
+        except TimeoutError:
+          if not limit.expired():
+            raise
+          self.clock_decisions += 1
+          if given_up == _STRAGGLER or tried == self._config.limits.retries:
+            self._give_up(number, task, visit, given_up)
+            return
+    self._durations.append(time.monotonic() - begun)
+    self._admit(number, members)
+
+  def _limit(self) -> tuple[str, float | None]:
+    """Why a group that starts now would be given up, and after how many seconds."""
+    limits = self._config.limits
+    if limits.straggler_factor is not None and len(self._durations) >= self._config.groups_per_batch:
+      mean = sum(self._durations) / len(self._durations)
+      if limits.timeout_s is None or limits.straggler_factor * mean < limits.timeout_s:
+        return _STRAGGLER, limits.straggler_factor * mean
+    return _TIMEOUT, limits.timeout_s
+
+  def _give_up(self, number: int, task: Task, visit: int, reason: str) -> None:
+    issued = self._issued(task, visit)
+    self._store.drop([row.uid for row in issued], reason, self._step)
+    self._counts[f'dropped/{reason}'] += len(issued)
+    self._drop_group(number, f'task {task.uid} took too long ({reason}, limits {self._config.limits})')
+    self._progress.set()
+
+  async def _attempts(self, task: Task, visit: int) -> list[Scored]:
+    """The group's samples: each is scored the moment it ends, all are joined here."""
     async with asyncio.TaskGroup() as scoring:
       pending = []
       runs = self._workflow.run(
@@ -227,8 +307,7 @@ class Explorer:
       )
       async for sample, completion in runs:
         pending.append(scoring.create_task(self._score(sample, task, completion)))
-    members = sorted((p.result() for p in pending), key=lambda m: m.sample.sample_index)
-    self._admit(number, members)
+    return sorted((p.result() for p in pending), key=lambda m: m.sample.sample_index)
 
   async def _score(self, sample: Sample, task: Task, completion: str) -> Scored:
     attempt = Attempt(
@@ -263,16 +342,16 @@ class Explorer:
     if chosen:
       self._groups[number] = chosen
     else:
-      self._drop_group(number, members)
+      self._drop_group(number, self._why(members))
     self._progress.set()
 
-  def _drop_group(self, number: int, members: list[Scored]) -> None:
+  def _drop_group(self, number: int, why: str) -> None:
     del self._groups[number], self._drawn[number]
     self._counts['dropped/groups'] += 1
     if self._counts['dropped/groups'] > self._config.max_dropped_groups:
       raise RunError(
         f'stage {self._stage}: of {self._counts["dropped/groups"]} groups nothing could be learned while one batch was '
-        f'collected, max_dropped_groups is {self._config.max_dropped_groups}; the last: {self._why(members)}'
+        f'collected, max_dropped_groups is {self._config.max_dropped_groups}; the last: {why}'
       )
     self._gate.drop()
 

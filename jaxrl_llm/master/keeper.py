@@ -119,7 +119,8 @@ class RunKeeper:
     row['perf/throughput'] = row['perf/total_num_tokens'] / seconds['step'] / jax.device_count()
     if taken:
       generated = sum(member.sample.response_len for member in taken.values())
-      row['perf/rollout_throughput'] = generated / (seconds['gen'] - seconds['update_weights'])
+      waited = seconds['gen'] - seconds.get('update_weights', 0.0)
+      row |= {'perf/rollout_throughput': generated / waited, 'perf/trainer_idle_s': waited}
     row = logs.metrics.write(stage.name, state.step, row)
     if taken:
       logs.rollouts.write(stage.name, state.step, rollout_rows(batch, updated, taken, logs.token_text))

@@ -249,7 +249,9 @@ METRICS: dict[str, str] = {
   'perf/total_num_tokens': 'Tokens of the batch, prompts included.',
   'perf/time_per_step': 'Seconds per step, as timing_s/step.',
   'perf/throughput': 'Tokens of the batch per second and device.',
-  'perf/rollout_throughput': 'Response tokens of the batch per second of generating and scoring them.',
+  'perf/rollout_throughput': 'Response tokens of the batch per second that the trainer waited for them.',
+  'perf/trainer_idle_s': 'Seconds of the step in which the trainer waited for its batch.',
+  'perf/rollout_idle_s': 'Seconds since the step before in which no group was generated or scored.',
   'perf/publish_write_s': 'Seconds of gathering, converting and writing the weights (vLLM servers).',
   'perf/publish_pause_s': 'Longest time that a server was kept from sampling by a publication.',
   'perf/publish_bytes': 'Bytes of the published tensors.',
@@ -270,6 +272,7 @@ METRICS: dict[str, str] = {
   'run/engine_restarts': 'Servers that were started again since the step before.',
   'run/engine_void': 'Completions thrown away since the step before: their version was not proven. Always 0 in health.',
   'run/engines_serving': 'Servers that serve the version of the step.',
+  'run/dropped/<reason>': 'Samples that were dropped while the batch was collected, for that reason; `groups`: groups.',
   'run/<name>': 'Another count of the run itself.',
   'staleness/<name>': 'Versions between a token and the update that trains on it. At most the configured bound.',
   # Evaluation.
