@@ -248,3 +248,13 @@ def test_a_rows_version_is_the_oldest_of_its_tokens(closed):
   assert isinstance(batch.plan.rows[3], Row)
   assert [row.version_step for row in batch.plan.rows] == [5, 5, 5, 4]
   assert [row.truncated for row in batch.plan.rows] == [False, False, True, False]
+
+
+def test_only_rollouts_of_the_policy_that_trains_are_held_against_the_budget(closed):
+  """One sample of four was drawn a version earlier."""
+  batch, taken = closed
+  logprobs = {i: np.zeros(row.length) for i, row in enumerate(batch.plan.rows)}
+  updated = Updated({}, logprobs, True)
+  assert [row.version_step for row in batch.plan.rows].count(batch.plan.step) == 3
+  assert len(logprob_pairs(batch, updated, taken, fresh=True)) == 3
+  assert len(logprob_pairs(batch, updated, taken)) == 4

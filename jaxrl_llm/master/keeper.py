@@ -113,7 +113,9 @@ class RunKeeper:
     taken = batches.taken()
     row = resolve(updated.metrics | batch_metrics(batch, taken)) | logs.machine_metrics()
     if taken:
-      row |= self._mismatch(state.step, stage.name, resolve(mismatch_metrics(logprob_pairs(batch, updated, taken))))
+      row |= resolve(mismatch_metrics(logprob_pairs(batch, updated, taken)))
+      fresh = logprob_pairs(batch, updated, taken, fresh=True)
+      row[OVER_BUDGET] = self._over_budget(state.step, stage.name, resolve(mismatch_metrics(fresh)))
     row |= {f'timing_s/{name}': value for name, value in seconds.items()}
     row['perf/time_per_step'] = seconds['step']
     row['perf/throughput'] = row['perf/total_num_tokens'] / seconds['step'] / jax.device_count()
@@ -129,14 +131,14 @@ class RunKeeper:
       batches.trained(batch.plan)
     logs.progress.step(stage.name, state.step - stage.start, row)
 
-  def _mismatch(self, step: int, stage: str, measured: dict[str, float]) -> dict[str, float]:
-    """The measured mismatch with whether it exceeds a budget; says so, at most once in `_WARN_EVERY` steps each."""
+  def _over_budget(self, step: int, stage: str, measured: dict[str, float]) -> float:
+    """Whether the mismatch exceeds a budget, 1 or 0; says so, at most once in `_WARN_EVERY` steps each."""
     exceeded = over_budget(self._logs.mismatch, measured)
     for budget, line in exceeded.items():
       if step - self._warned.get(budget, -_WARN_EVERY) >= _WARN_EVERY:
         self._warned[budget] = step
         self._logs.progress.note(f'step {step} ({stage}): {line}')
-    return {**measured, OVER_BUDGET: float(bool(exceeded))}
+    return float(bool(exceeded))
 
   async def _evaluate(self, state: LoopState, stage: Stage) -> LoopState:
     """Publishes the version and measures it; gives up when a signal comes, and says so in the state."""

@@ -1,6 +1,7 @@
 """How far the trainer's logprobs are from the sampler's: measured on the host in float64, and held against a budget.
 
-Both speak of the same tokens under the same weights and temperature, so what differs is how the two compute. Keys are
+Both speak of the same tokens at the same temperature. Where the weights are the same too, what differs is how the two
+compute, and only that is held against the budget; older rollouts differ by what was learned since. Keys are
 verl's (`rollout_corr/`) and TRL's (`sampling/`); r is trainer − sampler, w = exp(r) with r bounded to ±20.
 """
 

@@ -67,14 +67,17 @@ def _scorer_metrics(taken: Mapping[str, Scored]) -> dict[str, Metric]:
   }
 
 
-def logprob_pairs(batch: Batch, updated: Updated, taken: Mapping[str, Scored]) -> list[Pair]:
+def logprob_pairs(batch: Batch, updated: Updated, taken: Mapping[str, Scored], *, fresh: bool = False) -> list[Pair]:
   """Of each rollout's trained, sampled tokens: the logprobs before the batch, the trainer's and the sampler's.
 
   Rows whose logprobs an update of the batch has already moved are left out.
+
+  Args:
+    fresh: only of rollouts of the policy that the batch updates: what differs there is how the two compute.
   """
   pairs = []
   for i in _rollouts(batch, taken):
-    if i in updated.late:
+    if i in updated.late or (fresh and batch.plan.rows[i].version_step < batch.plan.step):
       continue
     sample = taken[batch.plan.rows[i].uid].sample
     tokens = sample.loss_mask & sample.sampled

@@ -265,7 +265,8 @@ METRICS: dict[str, str] = {
   'run/clock_decisions': 'Decisions taken by a clock since this start. 0 or the run is not exactly repeatable.',
   'run/skipped_updates': "Updates of the step, the critic's included, that were skipped for NaN, infinity or an "
   'exploding gradient. More than a few: lower the learning rate.',
-  'run/mismatch_over_budget': '1 where trainer and sampler differed by more than rollout.mismatch allows, else 0. '
+  'run/mismatch_over_budget': '1 where trainer and sampler, of the same weights, differed by more than '
+  'rollout.mismatch allows, else 0. '
   'Should be 0; often 1: let the servers compute in float32, or raise the budget knowingly.',
   'run/empty_updates': 'Updates of the step that were not taken because no group was mixed: the gradient was zero.',
   'run/engine_retries': 'Completions asked for again since the step before, for a server was lost. Usually 0.',

@@ -1,0 +1,32 @@
+"""The quickstart with rollouts of older weights: its GRPO one step off, or at bounds of 2, 4 and 8 updates.
+
+The variant names the bound, and after a plus sign the loss: decoupled (the default: the proximal policy is the one that
+trains, importance weights correct for the sampler's) or naive (PPO's ratio against the sampler, as if it were fresh).
+
+Paper:     AReaL, arXiv:2505.24298 (the bound; the decoupled loss is of arXiv:2110.00641).
+Command:   python launch/train.py --config=configs/asynchronous.py:bound_4
+           python launch/train.py --config=configs/asynchronous.py:bound_4+naive
+Hardware:  a laptop's CPU.
+Time and result: docs/staleness.md.
+"""
+
+import dataclasses
+
+import quickstart
+
+from jaxrl_llm.app.schema import AlgorithmConfig, Config
+
+BOUNDS = {'synchronous': 0, 'one_step_off': 1, 'bound_2': 2, 'bound_4': 4, 'bound_8': 8}
+LOSSES = {'decoupled': {}, 'naive': {'bypass_old_logprobs': True}}
+
+
+def get_config(variant: str = 'one_step_off') -> Config:
+  name, _, loss = variant.partition('+')
+  loss = loss or 'decoupled'
+  if name not in BOUNDS or loss not in LOSSES:
+    raise ValueError(f'variant {variant!r}: there are {", ".join(BOUNDS)}, each also with +{" or +".join(LOSSES)}')
+  config = quickstart.get_config()
+  sft, grpo = config.stages
+  algorithm = AlgorithmConfig(name='grpo', options={**grpo.algorithm.options, **LOSSES[loss]})
+  stage = dataclasses.replace(grpo, algorithm=algorithm, bound=BOUNDS[name])
+  return dataclasses.replace(config, name=variant.replace('+', '_'), stages=(sft, stage))
