@@ -359,7 +359,8 @@ def kept(workdir, tokenizer, differences, config, *, taken=TAKEN):
     for step, difference in enumerate(differences, start=1):
       with phases.timed('step'), phases.timed('gen'), phases.timed('update_weights'):
         trainer = {i: s.behaviour_logprobs + np.float32(difference) for i, s in enumerate(SAMPLES)}
-      done = batch._replace(plan=dataclasses.replace(plan, step=step - 1))
+      rows = tuple(dataclasses.replace(row, version_step=step - 1) for row in plan.rows)
+      done = batch._replace(plan=dataclasses.replace(plan, step=step - 1, rows=rows))
       await keeper.after_step(LoopState(Learned(train), step), stage, done, Updated({}, trainer, True))
     device.close()
 

@@ -217,7 +217,7 @@ def test_a_run_killed_with_groups_in_flight_trains_every_task_once(tmp_path, tok
   before = asyncio.run(go(first, publish_every=publish_every, end=step + 2, turns=30))
   store.close()
   state = before.states[step]
-  waiting = [g for g in json.loads(state)['explorer']['groups'] if g['chosen'] is not None]
+  waiting = [g for g in json.loads(state)['explorer']['groups'] if g['ended']]
   again, store = explore(tmp_path / 'replay', 2)
   store.recover(step)
   after = asyncio.run(go(again, publish_every=publish_every, start=step, state=state, turns=30))

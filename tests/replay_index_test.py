@@ -183,6 +183,7 @@ def test_undo_hand_worked(tmp_path):
   store.append([sample['sealed'], sample['stored'], sample['dropped']], 1)
   store.append([sample['stored']], 1)
   store.score([score_of('sealed', 0.25)], 1)
+  store.derive([('sealed', 'shape', {'reward': [0.25, 0.5]})], 1)
   store.admit(['sealed'], 1)
   store.drop(['gone'], 'timeout', 1)
   store.record_plan(1, {'n': 1})
@@ -193,6 +194,7 @@ def test_undo_hand_worked(tmp_path):
   store.append([sample['new'], sample['late'], sample['stored']], 2)
   store.admit(['stored', 'new'], 2)
   store.score([score_of('sealed', 1.0), score_of('late')], 2)
+  store.derive([('sealed', 'shape', {'reward': [1.0, 2.0]})], 2)
   store.record_plan(2, {'n': 2})
   store.seal(['sealed'], 2)
   store.trained(['sealed'], 2)
@@ -210,11 +212,13 @@ def test_undo_hand_worked(tmp_path):
     store.issue(issues(['x']), 2)
   # transitions: late stored; new stored, admitted, trained; stored admitted; sealed trained; dropped dropped
   assert store.recover(2) == {
-    'restored': 1, 'transitions': 7, 'scores': 2, 'plans': 1, 'duplicates': 1, 'open_segment': 1, 'void': 3, 'files': 3
+    'restored': 1, 'transitions': 7, 'scores': 2, 'derived': 1, 'plans': 1, 'duplicates': 1, 'open_segment': 1,
+    'void': 3, 'files': 3,
   }  # fmt: skip
   wanted = ['trained', 'admitted', 'stored', 'stored', 'dropped', 'void', 'void', 'void']
   assert states(store, name) == wanted
   assert [s.value for s in store.scores(['sealed'])['sealed']] == [0.25]
+  assert store.derived(['late', 'sealed'], 'shape') == {'sealed': {'reward': [0.25, 0.5]}}
   for uid, found in zip(name[:4], store.read(name[:4])):
     assert encode(found) == encode(sample[uid])
   assert store.plans() == {1: {'n': 1}}

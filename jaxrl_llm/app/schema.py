@@ -16,6 +16,7 @@ from jaxrl_llm.learner.optimizer import OptimizerConfig
 from jaxrl_llm.master.evaluation import SuiteConfig
 from jaxrl_llm.master.explorer import TaskLimits
 from jaxrl_llm.master.mismatch import MismatchConfig
+from jaxrl_llm.master.processors import ProcessorConfig, check_processors
 from jaxrl_llm.master.selection import SelectionConfig
 from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.parallel.mesh import MeshConfig
@@ -141,6 +142,8 @@ class StageConfig:
   """Offline stages (dpo, reward_model): the pairs."""
   experts: ExpertsConfig | None = None
   """Rollout stages (mix): expert rows beside the rollouts."""
+  processors: tuple[ProcessorConfig, ...] = ()
+  """Rollout stages: what is made of a finished group before that, in order; see `master.processors`."""
   selection: SelectionConfig = SelectionConfig()
   """Rollout stages: what of a finished group is learned from."""
   critic: CriticConfig = CriticConfig()
@@ -197,8 +200,13 @@ class StageConfig:
       raise UserError(f'stages.{self.name}.tasksets: empty, and rollouts want tasks; name a configured taskset')
     if not self.explores and self.sampler != SamplerConfig():
       raise UserError(f'stages.{self.name}.sampler: draws tasks to attempt, and this stage learns from static data')
+    if not self.explores and self.processors:
+      raise UserError(
+        f'stages.{self.name}.processors: of rollouts, and this stage learns from static data; remove them'
+      )
     if not self.explores and (self.bound, self.publish_every) != (0, 1):
       raise UserError(f'stages.{self.name}: bound and publish_every are of rollouts, and this stage makes none')
+    check_processors(self.processors, f'stages.{self.name}.processors')
     self.sampler.check_tasksets(self.tasksets, f'stages.{self.name}.')
     batch = dict(sequences_per_batch=1, groups_per_batch=1, group_size=1, minibatches=1, epochs=1)
     least = dict(steps=1, evaluate_every=1, max_dropped_groups=0, bound=0, publish_every=1)

@@ -49,6 +49,8 @@ class Row:
   """Rows of one trajectory that was recorded step by step share it; empty: the row is a trajectory of its own."""
   step_index: int = 0
   """Which step of its trajectory the row is."""
+  masked: bool = False
+  """In its group's baseline, and not trained on."""
   pair: str = ''
   """Preference pair that the row belongs to; empty: none."""
   label: int = 0

@@ -91,7 +91,7 @@ def annotate(config: PolicyGradientConfig, setting: Setting, closed: Closed) -> 
   metrics |= kl_metrics
   groups = _group_advantages(config, closed, rewards)
   metrics['frac_reward_zero_std'] = (float(groups.zero_std_groups), float(max(groups.groups, 1)))
-  in_loss = scored & groups.scored
+  in_loss = scored & groups.scored & np.array([not row.masked for row in rows], bool)
   if config.mask_unmixed_groups:
     in_loss &= _mixed(rows)
   if config.mask_truncated:

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from jaxrl_llm.core.errors import RunError, UserError, first_cause
@@ -23,7 +23,16 @@ from jaxrl_llm.core.waits import IdleClock, bounded
 from jaxrl_llm.experience.sample import Sample
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.master.gate import Gate
-from jaxrl_llm.master.selection import Chosen, Scored, SelectionConfig, choose
+from jaxrl_llm.master.processors import Processor, process
+from jaxrl_llm.master.selection import (
+  EXPERIENCE,
+  Chosen,
+  Scored,
+  SelectionConfig,
+  choose,
+  experience_rows,
+  read_experiences,
+)
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.tables import Issue
 from jaxrl_llm.rewards.api import Attempt, RewardsConfig, combine
@@ -70,6 +79,8 @@ class ExplorerConfig:
   group_size: int = 8
   """Samples of a task."""
   temperature: float = 1.0
+  processors: tuple[tuple[str, Processor], ...] = ()
+  """By name, in order: what is made of a finished group."""
   selection: SelectionConfig = SelectionConfig()
   """What of a group is learned from."""
   max_dropped_groups: int = 100
@@ -227,8 +238,7 @@ class Explorer:
     groups = []
     for number, chosen in self._groups.items():
       task, visit = self._drawn[number]
-      rows = None if chosen is None else [[c.scored.sample.uid, c.pair, c.label, c.imitated] for c in chosen]
-      groups.append({'number': number, 'task': task.uid, 'visit': visit, 'chosen': rows})
+      groups.append({'number': number, 'task': task.uid, 'visit': visit, 'ended': chosen is not None})
     outcomes = [[number, *outcome] for number, outcome in self._outcomes.items()]
     return {'started': self._started, 'groups': groups, 'outcomes': outcomes}
 
@@ -239,24 +249,26 @@ class Explorer:
     for group in state['groups']:
       number, task = group['number'], self._sampler.task(group['task'])
       self._drawn[number] = (task, group['visit'])
-      self._groups[number] = None if group['chosen'] is None else self._stored(task, group['chosen'])
+      self._groups[number] = self.stored(task, group['visit']) if group['ended'] else None
 
-  def _stored(self, task: Task, rows: Sequence[Any]) -> list[Chosen]:
+  def stored(self, task: Task, visit: int) -> list[Chosen]:
     """What had been chosen of a group, from the store."""
-    uids = [*dict.fromkeys(uid for uid, *_ in rows)]
-    scores, members = self._store.scores(uids), {}
-    for sample in self._store.read(uids):
-      given = tuple(scores[sample.uid])
-      members[sample.uid] = Scored(
-        sample=sample,
-        task=task,
-        completion=self._workflow.text(sample),
-        scores=given,
-        reward=combine(given, self._rewards),
-      )
-    return [
-      Chosen(scored=members[uid], pair=pair, label=label, imitated=imitated) for uid, pair, label, imitated in rows
-    ]
+    experiences = self._store.derived([row.uid for row in self._issued(task, visit)], EXPERIENCE)
+    scores = self._store.scores([*experiences])
+    samples = self._store.read([*experiences])
+    return read_experiences(
+      experiences,
+      {
+        sample.uid: Scored(
+          sample=sample,
+          task=task,
+          completion=self._workflow.text(sample),
+          scores=tuple(scores[sample.uid]),
+          reward=combine(scores[sample.uid], self._rewards),
+        )
+        for sample in samples
+      },
+    )
 
   async def _group(self, number: int, task: Task, visit: int) -> None:
     """One group from rollout to admission, or to its being given up."""
@@ -327,18 +339,21 @@ class Explorer:
     if scorable:
       correct = sum(bool(m.reward.correct) for m in scorable)
       self._outcomes[number] = (scorable[0].task.uid, correct, len(scorable))
-    chosen = choose(self._config.selection, scorable)
-    admitted = {c.scored.sample.uid: None for c in chosen}
-    left = [m.sample.uid for m in scorable if m.sample.uid not in admitted]
+    verified = process(self._config.processors, scorable, self._step)
+    chosen = choose(self._config.selection, verified.members) if verified.members else []
+    admitted = dict.fromkeys(c.scored.sample.uid for c in chosen)
+    left = [m.sample.uid for m in verified.members if m.sample.uid not in admitted]
+    dropped = {'unscorable': unscorable, **verified.dropped, 'not_selected': left}
     with self._store.transaction():
       self._store.append([m.sample for m in members], self._step)
       self._store.score([s for m in members for s in m.scores], self._step)
+      self._store.derive([*verified.lineage, *experience_rows(chosen)], self._step)
       self._store.admit([*admitted], self._step)
-      for reason, uids in (('unscorable', unscorable), ('not selected', left)):
+      for reason, uids in dropped.items():
         if uids:
-          self._store.drop(uids, reason, self._step)
-    self._counts['dropped/unscorable'] += len(unscorable)
-    self._counts['dropped/not_selected'] += len(left)
+          self._store.drop(uids, reason.replace('_', ' '), self._step)
+    self._counts.update({f'dropped/{reason}': len(uids) for reason, uids in dropped.items()})
+    self._counts.update({f'processors/{name}': count for name, count in verified.counts.items()})
     if chosen:
       self._groups[number] = chosen
     else:

@@ -6,10 +6,11 @@ A group of which nothing is chosen is given up, and another is started in its pl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.types import Json
 from jaxrl_llm.experience.sample import Sample
 from jaxrl_llm.experience.score import Score
 from jaxrl_llm.experience.task import Task
@@ -25,6 +26,9 @@ class Scored:
   completion: str
   scores: tuple[Score, ...]
   reward: Reward
+  """What the scores came to, and what processors made of it."""
+  masked: bool = False
+  """In its group's baseline, and not trained on."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,3 +94,36 @@ def choose(config: SelectionConfig, members: Sequence[Scored]) -> list[Chosen]:
     pair = f'{other.sample.uid}/pair'
     chosen += [Chosen(scored=best, pair=pair, label=1), Chosen(scored=other, pair=pair, label=-1)]
   return chosen
+
+
+EXPERIENCE = 'experience'
+"""Under this name the store keeps what a sample is learned from as, beside the changes that made it so."""
+
+
+def experience_rows(chosen: Sequence[Chosen]) -> list[tuple[str, str, Json]]:
+  """(uid, EXPERIENCE, what `read_experiences` reads) of each sample of a group's choice."""
+  uses: dict[str, list[tuple[int, Chosen]]] = {}
+  for place, choice in enumerate(chosen):
+    uses.setdefault(choice.scored.sample.uid, []).append((place, choice))
+  rows = []
+  for uid, choices in uses.items():
+    scored = choices[0][1].scored
+    uses_of = [[place, choice.pair, choice.label, choice.imitated] for place, choice in choices]
+    rows.append((uid, EXPERIENCE, {'reward': scored.reward.value, 'masked': scored.masked, 'uses': uses_of}))
+  return rows
+
+
+def read_experiences(rows: Mapping[str, Json], members: Mapping[str, Scored]) -> list[Chosen]:
+  """The group's choice again, in its order.
+
+  Args:
+    rows: by uid, what `experience_rows` gave.
+    members: by uid, the samples with their scores in force.
+  """
+  chosen: dict[int, Chosen] = {}
+  for uid, row in rows.items():
+    reward = dataclasses.replace(members[uid].reward, value=row['reward'])
+    scored = dataclasses.replace(members[uid], reward=reward, masked=row['masked'])
+    for place, pair, label, imitated in row['uses']:
+      chosen[place] = Chosen(scored=scored, pair=pair, label=label, imitated=imitated)
+  return [chosen[place] for place in sorted(chosen)]

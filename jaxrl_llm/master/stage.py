@@ -186,6 +186,7 @@ def rollout_row(chosen: Chosen, place: Ref) -> Row:
     turn_rewards=scored.reward.turn_values,
     trajectory=sample.trajectory_id if sample.trajectory_id != sample.uid else '',
     step_index=sample.step_index,
+    masked=scored.masked,
     pair=chosen.pair,
     label=chosen.label,
   )

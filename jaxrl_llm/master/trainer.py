@@ -185,6 +185,8 @@ class StageTrainer:
     with self._phases.timed('adv'):
       known = {name: columns[name] for name in algorithm.on_host}
       annotation = algorithm.annotate(Closed(plan.rows, plan.step - stage.start, known, learned.algorithm_state))
+    masked = np.array([row.masked for row in plan.rows], bool)
+    annotation = annotation._replace(in_loss=annotation.in_loss & ~masked)
     derived: dict[str, Any] = {'advantages': annotation.advantages}
     if annotation.returns is not None:
       derived['returns'] = annotation.returns

@@ -152,7 +152,7 @@ def _check_locations(db: sqlite3.Connection) -> Iterator[str]:
     }.get(state, opened + sealed <= 1)
     if not fine:
       yield f'{uid} (attempt {attempt}): is {state}, bytes in the open segment {opened}, in a sealed one {sealed}'
-  for table in ('open_segment', 'segment_rows', 'scores', 'duplicates'):
+  for table in ('open_segment', 'segment_rows', 'scores', 'derived', 'duplicates'):
     for uid, attempt in db.execute(
       f'SELECT uid, attempt FROM {table} EXCEPT SELECT uid, attempt FROM samples'  # each is a fixed name
     ):

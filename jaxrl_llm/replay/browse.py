@@ -93,6 +93,8 @@ def history(directory: str | os.PathLike, uid: str) -> list[str]:
     scores = db.execute('SELECT attempt, scorer, status, value, json FROM scores WHERE uid = ? ORDER BY seq', (uid,))
     for attempt, scorer, status, value, text in scores:
       lines.append(f'attempt {attempt}, score of {scorer}: {status}, {value}, {json.loads(text)}')
+    made = db.execute('SELECT attempt, operator, json FROM derived WHERE uid = ? ORDER BY seq', (uid,))
+    lines += [f'attempt {attempt}, {operator}: {text}' for attempt, operator, text in made]
     for attempt, name, row in db.execute('SELECT attempt, name, row FROM segment_rows WHERE uid = ?', (uid,)):
       (sample,) = reader.read([(name, row)])
       lines.append(f'attempt {attempt}, {SEGMENTS}/{name} record {row}: {_told(sample)}')

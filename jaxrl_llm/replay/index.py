@@ -31,6 +31,7 @@ from typing import Any, Literal
 from absl import logging
 
 from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.types import Json
 from jaxrl_llm.experience.sample import Sample, decode, encode
 from jaxrl_llm.experience.score import Score, Status
 from jaxrl_llm.replay import recovery, segments
@@ -144,6 +145,18 @@ class ReplayStore:
         rows.append((step, known[score.uid].attempt, score.uid, score.scorer, score.value, score.status, rest))
       self._db.executemany(
         'INSERT INTO scores(step, attempt, uid, scorer, value, status, json) VALUES (?,?,?,?,?,?,?)', rows
+      )
+
+  def derive(self, rows: Sequence[tuple[str, str, Json]], step: int) -> None:
+    """Appends (uid, operator, JSON): what an operator made of an accepted sample."""
+    with self.transaction():
+      known = self._entries(dict.fromkeys(uid for uid, *_ in rows))
+      for entry in known.values():
+        if entry.state == State.ISSUED:
+          raise ValueError(f'derive {entry.uid}: it has no bytes yet')
+      self._db.executemany(
+        'INSERT INTO derived(step, attempt, uid, operator, json) VALUES (?,?,?,?,?)',
+        [(step, known[uid].attempt, uid, operator, json.dumps(value)) for uid, operator, value in rows],
       )
 
   def admit(self, uids: Sequence[str], step: int) -> None:
@@ -276,6 +289,16 @@ class ReplayStore:
       newest[uid].pop(scorer, None)
       newest[uid][scorer] = Score(uid=uid, scorer=scorer, value=value, status=Status(status), **fields)
     return {uid: list(by_scorer.values()) for uid, by_scorer in newest.items()}
+
+  def derived(self, uids: Sequence[str], operator: str) -> dict[str, Json]:
+    """What `operator` last made of each sample, in the order of `uids`; those without are left out."""
+    with self._lock:
+      rows = self._db.execute(
+        f'SELECT uid, json FROM derived WHERE uid IN ({_NAMED}) AND operator = ? ORDER BY seq',
+        (json.dumps(list(uids)), operator),
+      ).fetchall()
+    found = dict(rows)
+    return {uid: json.loads(found[uid]) for uid in uids if uid in found}
 
   def read(self, uids: Sequence[str]) -> list[Sample]:
     """The accepted samples, wherever their bytes are, in the order of `uids`."""

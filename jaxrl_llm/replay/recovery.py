@@ -16,6 +16,7 @@ from jaxrl_llm.replay.tables import State
 _UNDONE = {
   'transitions': "AND state NOT IN ('issued', 'void')",
   'scores': '',
+  'derived': '',
   'plans': '',
   'duplicates': '',
   'open_segment': '',

@@ -53,6 +53,9 @@ CREATE INDEX transitions_of ON transitions(uid, attempt);
 CREATE TABLE scores(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempt INTEGER NOT NULL, uid TEXT NOT NULL,
   scorer TEXT NOT NULL, value REAL, status TEXT NOT NULL, json TEXT NOT NULL);
 CREATE INDEX scores_of ON scores(uid);
+CREATE TABLE derived(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempt INTEGER NOT NULL, uid TEXT NOT NULL,
+  operator TEXT NOT NULL, json TEXT NOT NULL);
+CREATE INDEX derived_of ON derived(uid);
 CREATE TABLE open_segment(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempt INTEGER NOT NULL, uid TEXT NOT NULL,
   payload BLOB NOT NULL);
 CREATE UNIQUE INDEX open_segment_of ON open_segment(uid, attempt);
