@@ -55,27 +55,24 @@ _ISSUE = (
   'INSERT INTO samples(uid, attempt, group_id, task_id, visit, partition, step, state, changed, last, admitted, uses) '
   'VALUES (?,?,?,?,?,?,?,?,?,?,?,0)'
 )
-_DRAWABLE = """
-WITH ready AS MATERIALIZED (
-  SELECT seq, group_id, uid, version, uses, NULL AS used, admitted, partition FROM samples
-    WHERE state = 'admitted' AND changed <= :step
-  UNION ALL
-  SELECT seq, group_id, uid, version, uses, changed, admitted, partition FROM samples
-    WHERE state = 'trained' AND uses < :max_uses AND changed < :step)
-SELECT group_id, uid, version, uses, used, admitted, seq FROM ready WHERE partition = 'usual' AND group_id NOT IN (
-  SELECT m.group_id FROM (SELECT DISTINCT group_id FROM ready) CROSS JOIN samples m USING (group_id)
-  WHERE m.state IN ('issued', 'stored') OR (m.state = 'trained' AND (m.uses >= :max_uses OR m.changed >= :step)))
-ORDER BY seq"""
-_WAITING = """
-WITH waiting AS MATERIALIZED (
-  SELECT seq, group_id, uid, attempt, version, admitted, partition FROM samples
-    WHERE state = 'admitted' AND changed <= :step)
-SELECT group_id, uid, version, 0, NULL, admitted, seq FROM waiting WHERE partition = 'usual' AND group_id NOT IN (
-  SELECT m.group_id FROM (SELECT DISTINCT group_id FROM waiting) CROSS JOIN samples m USING (group_id)
-  WHERE m.state IN ('issued', 'stored', 'trained')
-  UNION ALL SELECT group_id FROM waiting CROSS JOIN segment_rows USING (uid, attempt))
-ORDER BY seq"""
-"""CROSS JOIN keeps SQLite from scanning the large table for the few rows that it is joined with."""
+_READY = 'SELECT seq, group_id, uid, partition, version, uses, admitted'
+_GROUPS = """
+SELECT group_id, json_group_array(uid), json_group_array(seq), min(version), max(uses), max(used), max(admitted)
+FROM ({ready}) AS r WHERE partition = 'usual' GROUP BY group_id HAVING NOT EXISTS
+(SELECT 1 FROM samples m {barred})"""
+_WAITING = f"{_READY}, NULL AS used FROM samples WHERE state = 'admitted' AND changed <= :step"
+# INDEXED BY and CROSS JOIN (left before right) keep SQLite, which has no statistics here, from scanning whole tables.
+_DRAWABLE_GROUPS = _GROUPS.format(
+  ready=f"{_WAITING} UNION ALL {_READY}, changed FROM samples INDEXED BY samples_used WHERE state = 'trained' "
+  'AND uses < :max_uses AND changed < :step',
+  barred="WHERE m.group_id = r.group_id AND (m.state IN ('issued', 'stored') OR m.changed > :step OR "
+  "(m.state = 'trained' AND (m.uses >= :max_uses OR m.changed = :step)))",
+)
+_WAITING_GROUPS = _GROUPS.format(
+  ready=_WAITING,
+  barred='LEFT JOIN segment_rows b ON b.uid = m.uid AND b.attempt = m.attempt '
+  "WHERE m.group_id = r.group_id AND (m.state IN ('issued', 'stored') OR m.changed > :step OR b.uid IS NOT NULL)",
+)
 
 
 class ReplayStore:
@@ -237,7 +234,7 @@ class ReplayStore:
       Samples expired by reason: 'version', 'capacity'.
     """
     with self.transaction():
-      waiting = _groups(self._db.execute(_WAITING, {'step': step}))
+      waiting = _groups(self._db.execute(_WAITING_GROUPS, {'step': step}))
       waiting.sort(key=lambda group: (group.version, group.admitted, group.issued))
       old = [group for group in waiting if before_version is not None and group.version < before_version]
       kept = waiting[len(old) :]
@@ -362,7 +359,7 @@ class ReplayStore:
     `step`; those admitted or trained are its `uids`, and have their bytes. Expert rows are not drawn.
     """
     with self._lock:
-      return _groups(self._db.execute(_DRAWABLE, {'step': step, 'max_uses': self.max_uses}))
+      return _groups(self._db.execute(_DRAWABLE_GROUPS, {'step': step, 'max_uses': self.max_uses}))
 
   def scores(self, uids: Sequence[str]) -> dict[str, list[Score]]:
     """Each sample's newest score by each scorer, in the order in which they were given."""
@@ -473,16 +470,12 @@ def oldest_version(sample: Sample) -> int:
 
 
 def _groups(rows: Iterable[tuple]) -> list[Group]:
-  """Groups of rows (group_id, uid, version, uses, used, admitted, seq) in the order of issue."""
-  members: dict[str, list[tuple]] = {}
-  for group_id, *member in rows:
-    members.setdefault(group_id, []).append(tuple(member))
+  """What the queries of groups found, in the order of issue."""
   groups = []
-  for group_id, found in members.items():
-    uids, versions, uses, used, admitted, seqs = zip(*found)
-    last_used = max((step for step in used if step is not None), default=None)
-    groups.append(Group(group_id, uids, min(versions), max(uses), last_used, max(admitted), seqs[0]))
-  return groups
+  for group_id, uids, seqs, *rest in rows:
+    members = sorted(zip(json.loads(seqs), json.loads(uids)))
+    groups.append(Group(group_id, tuple(uid for _, uid in members), *rest, members[0][0]))
+  return sorted(groups, key=lambda group: group.issued)
 
 
 def open_store(
@@ -507,6 +500,8 @@ def open_store(
   try:
     db.execute('PRAGMA journal_mode=WAL')
     db.execute('PRAGMA synchronous=FULL')
+    db.execute('PRAGMA wal_autocheckpoint=8192')  # pages, 32 MB: those of the indexes are written many times over
+    db.execute('PRAGMA cache_size=-65536')  # KiB
     attempt = prepare(db, path, attempt, max_uses)
     db.execute(f'PRAGMA synchronous={synchronous.upper()}')
   except sqlite3.DatabaseError as error:

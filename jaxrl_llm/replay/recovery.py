@@ -44,7 +44,8 @@ def undo(db: sqlite3.Connection, reader: SegmentReader, *, commit_step: int, att
   """
   counts = {'restored': _unseal(db, reader, commit_step)}
   moved = db.execute(
-    f'SELECT DISTINCT uid, attempt FROM transitions WHERE step >= ? {_UNDONE["transitions"]}', (commit_step,)
+    f'SELECT DISTINCT uid, attempt FROM transitions INDEXED BY transitions_at WHERE step >= ? {_UNDONE["transitions"]}',
+    (commit_step,),
   ).fetchall()
   for table, which in _UNDONE.items():
     counts[table] = db.execute(f'DELETE FROM {table} WHERE step >= ? {which}', (commit_step,)).rowcount
@@ -66,8 +67,8 @@ def undo(db: sqlite3.Connection, reader: SegmentReader, *, commit_step: int, att
 def _unseal(db: sqlite3.Connection, reader: SegmentReader, commit_step: int) -> int:
   """Undoes seals: the bytes of samples accepted before the commit go back to the open segment."""
   rows = db.execute(
-    'SELECT r.name, r.row, r.uid, r.attempt, t.step FROM segment_rows r JOIN segments g USING (name) '
-    'JOIN transitions t ON t.uid = r.uid AND t.attempt = r.attempt '
+    'SELECT r.name, r.row, r.uid, r.attempt, t.step FROM segments g CROSS JOIN segment_rows r USING (name) '
+    'CROSS JOIN transitions t ON t.uid = r.uid AND t.attempt = r.attempt '  # in this order, by the indexes
     "WHERE t.state = 'stored' AND t.step < ?1 AND g.step >= ?1 ORDER BY t.seq",
     (commit_step,),
   ).fetchall()
