@@ -39,7 +39,11 @@ def main(argv: list[str]) -> None:
     print(*browse.history(directory, UID.value), sep='\n')
   elif STATE.value is not None or TASK.value is not None:
     for entry in browse.find(directory, state=STATE.value, task=TASK.value, limit=LIMIT.value):
-      print(f'{entry.uid}  {entry.state}  attempt {entry.attempt}, issued at step {entry.step}')
+      version = '' if entry.version is None else f', version {entry.version}'
+      print(
+        f'{entry.uid}  {entry.state}  {entry.partition}, attempt {entry.attempt}, issued at step {entry.step}'
+        f'{version}, used {entry.uses} times'
+      )
   else:
     print(*browse.summary(directory), sep='\n')
 

@@ -28,8 +28,10 @@ def test_the_report_adds_up(directory):
   # 5 issued: g/0, g/1 trained, g/2 admitted, g/3 expired, g/4 issued
   assert report.lines == [
     'issued 5 = issued 1 + stored 0 + admitted 1 + trained 2 + dropped 0 + expired 1 + void 0; '
-    'results that came twice or late: 0',
-    'ended 3, live 2',
+    'results that came twice or late: 0, scores that came again: 0',
+    'partitions: usual 5',
+    'ended 3, live 2: g/2, g/4',
+    'trained: 1 times 2',
     'audit ok',
   ]
   assert report.ok
@@ -63,7 +65,8 @@ def test_the_report_adds_up(directory):
       'g/2 (attempt 1): accepted more than once',
     ),
     (
-      "INSERT INTO samples SELECT uid, 2, group_id, 't', 0, step, state, changed FROM samples WHERE uid = 'g/0'",
+      "INSERT INTO samples SELECT NULL, uid, 2, group_id, 't', 0, 'usual', 0, step, state, changed, last, 0, 1 "
+      "FROM samples WHERE uid = 'g/0'",
       'g/0: counts in 2 attempts',
     ),
     ("DELETE FROM open_segment WHERE uid = 'g/2'", 'g/2 (attempt 1): is admitted, bytes in the open segment 0'),
@@ -92,7 +95,7 @@ def test_rows_of_another_sample_are_found(directory):
   problems = audit(directory).problems
   assert any('row 0 is g/0, the index says g/1' in line for line in problems)
   assert any('row 1 is g/1, the index says g/0' in line for line in problems)
-  assert 'open segment: the row of g/2 is g/3' in problems
+  assert 'open segment: the row of g/2 is g/3, the index says g/2' in problems
 
 
 def test_damaged_rows_are_found_and_named_alone(directory):

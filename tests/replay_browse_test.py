@@ -40,9 +40,10 @@ def command(run, *flags, expect=0):
 
 def test_the_summary_says_what_is_there(run):
   lines = browse.summary(run / 'replay')
-  assert lines[0] == 'samples 4: issued 1, stored 0, admitted 0, trained 2, dropped 1, expired 0, void 0'
-  assert lines[1] == 'attempts of the run: 1'
-  assert lines[2].startswith('sealed segments 1: 2 samples, ')
+  assert lines[0] == 'samples, usual, 4: issued 1, stored 0, admitted 0, trained 2, dropped 1, expired 0, void 0'
+  assert lines[1] == 'uses of those trained, usual, max_uses 1: 1 of 2'
+  assert lines[2] == 'attempts of the run: 1'
+  assert lines[3].startswith('sealed segments 1: 2 samples, ')
   assert [line for line in lines if line.startswith('scores of')] == [
     f'scores of {score_of("g/0").scorer}, ok: 1, mean {score_of("g/0").value:.4g}'
   ]
@@ -69,8 +70,10 @@ def test_a_samples_history_is_told_whole(run):
 
 
 def test_the_command_prints_it_and_fails_where_nothing_adds_up(run):
-  assert command(run)[0].startswith('samples 4: ')
-  assert command(run, '--state=dropped') == ['g/2  dropped  attempt 1, issued at step 0']
+  assert command(run)[0].startswith('samples, usual, 4: ')
+  assert command(run, '--state=dropped') == [
+    'g/2  dropped  usual, attempt 1, issued at step 0, version 0, used 0 times'
+  ]
   assert command(run, '--uid=g/2')[3] == 'attempt 1, step 1: dropped (not selected)'
   assert command(run, '--audit')[-1] == 'audit ok'
   with sqlite3.connect(run / 'replay' / 'index.sqlite') as db:
@@ -86,7 +89,7 @@ def test_a_damaged_index_and_one_of_a_newer_program_are_one_line(run):
     db.execute("UPDATE meta SET json = '99' WHERE key = 'schema'")
   for flags in ((), ('--audit',)):
     (line,) = command(run, *flags, expect=2)
-    assert 'schema 99, this program reads 1; use the one that wrote it' in line
+    assert 'schema 99, this program reads 2; use the one that wrote it' in line
   data = index.read_bytes()
   index.write_bytes(data[:100] + bytes(len(data) - 100))
   (line,) = command(run, expect=2)

@@ -19,7 +19,7 @@ from jaxrl_llm.replay.index import open_store
 from jaxrl_llm.replay.tables import Issue
 
 
-def make_sample(uid: str, length: int = 12) -> Sample:
+def make_sample(uid: str, length: int = 12, version: int = 0) -> Sample:
   """Tokens and logprobs are a function of the uid, so that a mixed-up row shows."""
   draw = np.random.default_rng(list(uid.encode()))
   sampled = np.arange(length) >= 4
@@ -39,7 +39,7 @@ def make_sample(uid: str, length: int = 12) -> Sample:
     loss_mask=sampled,
     sampled=sampled,
     behaviour_logprobs=np.where(sampled, -draw.random(length), 0).astype(np.float32),
-    segments=(Segment(start=4, end=length, version=Version(1, 0), engine='embedded', finish='stop'),),
+    segments=(Segment(start=4, end=length, version=Version(1, version), engine='embedded', finish='stop'),),
   )
 
 
@@ -51,9 +51,9 @@ def score_of(uid: str, value: float | None = 0.5) -> Score:
   return Score(uid=uid, scorer='answer', value=value, parts={'match': 1.0}, evidence={'answer': 'x'}, time=0.25)
 
 
-def store_group(store, uids, step):
+def store_group(store, uids, step, version=0):
   store.issue(issues(uids), step)
-  store.append([make_sample(uid) for uid in uids], step)
+  store.append([make_sample(uid, version=version) for uid in uids], step)
   store.admit(uids, step)
 
 

@@ -12,14 +12,16 @@ import itertools
 import json
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from jaxrl_llm.experience.sample import Sample
 from jaxrl_llm.replay.browse import snapshot
-from jaxrl_llm.replay.index import ReplayStore
+from jaxrl_llm.replay.index import ReplayStore, oldest_version
 from jaxrl_llm.replay.segments import SegmentError, SegmentReader, decode_row
-from jaxrl_llm.replay.tables import BEFORE, LIVE, State
+from jaxrl_llm.replay.tables import LIVE, State, may_become
 
 _ROWS_AT_ONCE = 256
+_NAMED_AT_MOST = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,12 +33,22 @@ class AuditReport:
   """Samples issued, over all attempts."""
   states: dict[str, int]
   """Samples per state; they add up to `issued`."""
+  partitions: dict[str, int]
+  """Samples per partition; they add up to `issued`."""
   reasons: dict[str, int]
   """Samples per 'state(reason)' of the terminal states that have one."""
+  uses: dict[int, int]
+  """Samples of the usual partition per number of batches that trained on them, where there was one."""
   duplicates: int
   """Results that arrived after another had been accepted, or after the sample had ended."""
+  rescored: int
+  """Scores that arrived after one by the same scorer; the newest is in force."""
   live: tuple[str, ...]
   """uids that have not ended."""
+  unscored: tuple[str, ...]
+  """uids that are stored, so have bytes, and were never scored."""
+  lost: tuple[str, ...]
+  """uids whose bytes should be there and cannot be read."""
   problems: tuple[str, ...]
   """One line each; empty when ok."""
 
@@ -47,152 +59,226 @@ class AuditReport:
     return [
       f'issued {self.issued} = '
       + ' + '.join(f'{state} {count}' for state, count in self.states.items())
-      + f'; results that came twice or late: {self.duplicates}',
-      f'ended {sum(terminal.values())}, live {len(self.live)}',
+      + f'; results that came twice or late: {self.duplicates}, scores that came again: {self.rescored}',
+      'partitions: ' + ', '.join(f'{partition} {count}' for partition, count in sorted(self.partitions.items())),
+      f'ended {sum(terminal.values())}, live {_listed(self.live)}',
+      *([f'stored and never scored {_listed(self.unscored)}'] if self.unscored else []),
       *(f'{reason}: {count}' for reason, count in sorted(self.reasons.items())),
+      *([f'trained: {", ".join(f"{n} times {self.uses[n]}" for n in sorted(self.uses))}'] if self.uses else []),
+      *([f'bytes lost of {_listed(self.lost)}'] if self.lost else []),
       *(f'PROBLEM {problem}' for problem in self.problems),
       'audit ok' if self.ok else f'audit FAILED: {len(self.problems)} problems',
     ]
+
+
+def _listed(uids: tuple[str, ...]) -> str:
+  more = ['… (--state lists those of one state)'] if len(uids) > _NAMED_AT_MOST else []
+  return f'{len(uids)}: {", ".join([*uids[:_NAMED_AT_MOST], *more])}' if uids else '0'
 
 
 def audit(store: ReplayStore | str | os.PathLike) -> AuditReport:
   """Audits a store, or the directory of one (also while a run writes to it: it reads one snapshot)."""
   directory = store.directory if isinstance(store, ReplayStore) else store
   with snapshot(directory) as (db, reader):
-    return _audit(db, reader)
+    return _Audit(db, reader).report()
 
 
-def _audit(db: sqlite3.Connection, reader: SegmentReader) -> AuditReport:
-  ends: dict[tuple[str, int], tuple[State, str]] = {}
-  problems = [
-    *_check_transitions(db, ends),
-    *_check_uses(db),
-    *_check_locations(db),
-    *_check_sealed(db, reader),
-    *_check_open(db),
-  ]
-  (issued,) = db.execute('SELECT count(*) FROM samples').fetchone()
-  states = collections.Counter(state for state, _ in ends.values())
-  if sum(states.values()) != issued:
-    problems.append(f'{issued} samples were issued, but the states add up to {sum(states.values())}')
-  (duplicates,) = db.execute('SELECT count(*) FROM duplicates').fetchone()
-  return AuditReport(
-    ok=not problems,
-    issued=issued,
-    states={str(state): states[state] for state in State},
-    reasons=dict(collections.Counter(f'{state}({reason})' for state, reason in ends.values() if reason)),
-    duplicates=duplicates,
-    live=tuple(sorted(uid for (uid, _), (state, _) in ends.items() if state in LIVE)),
-    problems=tuple(problems),
-  )
+class _Audit:
+  """One pass over a snapshot. Memory grows with what is live, lost or wrong, not with the samples."""
 
+  def __init__(self, db: sqlite3.Connection, reader: SegmentReader):
+    self._db, self._reader = db, reader
+    self._max_uses = json.loads(db.execute("SELECT json FROM meta WHERE key = 'max_uses'").fetchone()[0])
+    self._states: collections.Counter[tuple[str, str]] = collections.Counter()
+    self._reasons: collections.Counter[str] = collections.Counter()
+    self._uses: collections.Counter[int] = collections.Counter()
+    self._live: list[str] = []
+    self._lost: list[str] = []
 
-def _check_transitions(db: sqlite3.Connection, ends: dict[tuple[str, int], tuple[State, str]]) -> Iterator[str]:
-  """Replays each sample's transitions; fills `ends` with each issued sample's last state and reason."""
-  index = {(uid, attempt): (step, state) for uid, attempt, step, state in db.execute(
-    'SELECT uid, attempt, step, state FROM samples'
-  )}  # fmt: skip
-  log = db.execute('SELECT uid, attempt, step, state, reason FROM transitions ORDER BY uid, attempt, seq')
-  seen = set()
-  for key, group in itertools.groupby(log, key=lambda row: (row[0], row[1])):
-    seen.add(key)
-    changes = [(step, State(state), reason) for _, _, step, state, reason in group]
-    name = f'{key[0]} (attempt {key[1]})'
-    if key not in index:
-      yield f'{name}: has transitions and was never issued'
-      continue
-    if changes[0][:2] != (index[key][0], State.ISSUED):
-      yield f'{name}: its first transition is {changes[0][1]} at step {changes[0][0]}, issued at {index[key][0]}'
-    for (before_step, before, _), (step, state, _) in itertools.pairwise(changes):
-      if before not in BEFORE.get(state, ()):
-        yield f'{name}: went from {before} to {state}'
-      if step < before_step and state != State.VOID:  # void is stamped with the commit gone back to
-        yield f'{name}: {state} at step {step}, after {before} at step {before_step}'
-    ends[key] = (changes[-1][1], changes[-1][2])
-    if index[key][1] != changes[-1][1]:
-      yield f'{name}: the index says {index[key][1]}, its last transition {changes[-1][1]}'
-  for uid, attempt in sorted(index.keys() - seen):
-    yield f'{uid} (attempt {attempt}): was issued and has no transition'
+  def report(self) -> AuditReport:
+    db = self._db
+    problems = [
+      *self._transitions(),
+      *self._tallies(),
+      *self._locations(),
+      *self._sealed(),
+      *self._open(),
+    ]
+    (issued,) = db.execute('SELECT count(*) FROM samples').fetchone()
+    states, partitions = collections.Counter(), collections.Counter()
+    for (partition, state), count in self._states.items():
+      states[state] += count
+      partitions[partition] += count
+    if states.total() != issued:
+      problems.append(f'{issued} samples were issued, but the states add up to {states.total()}')
+    (duplicates,) = db.execute('SELECT count(*) FROM duplicates').fetchone()
+    (rescored,) = db.execute(
+      'SELECT coalesce(sum(n - 1), 0) FROM (SELECT count(*) AS n FROM scores GROUP BY uid, attempt, scorer)'
+    ).fetchone()
+    unscored = db.execute(
+      "SELECT uid FROM samples s WHERE state = 'stored' AND NOT EXISTS "
+      '(SELECT 1 FROM scores c WHERE c.uid = s.uid AND c.attempt = s.attempt) ORDER BY uid'
+    )
+    return AuditReport(
+      ok=not problems,
+      issued=issued,
+      states={str(state): states[state] for state in State},
+      partitions=dict(partitions),
+      reasons=dict(self._reasons),
+      uses=dict(self._uses),
+      duplicates=duplicates,
+      rescored=rescored,
+      live=tuple(self._live),
+      unscored=tuple(uid for (uid,) in unscored),
+      lost=tuple(sorted(self._lost)),
+      problems=tuple(problems),
+    )
 
-
-def _check_uses(db: sqlite3.Connection) -> Iterator[str]:
-  """A uid's uses and its attempts, over the whole history: the uid is the same in every attempt."""
-  max_uses = json.loads(db.execute("SELECT json FROM meta WHERE key = 'max_uses'").fetchone()[0])
-  for uid, uses in db.execute(
-    "SELECT uid, count(*) FROM transitions WHERE state = 'trained' GROUP BY uid HAVING count(*) > ?", (max_uses,)
-  ):
-    yield f'{uid}: trained {uses} times, max_uses is {max_uses}'
-  for uid, step in db.execute(
-    "SELECT uid, step FROM transitions WHERE state = 'trained' GROUP BY uid, step HAVING count(*) > 1"
-  ):
-    yield f'{uid}: trained twice in the batch of step {step}'
-  for uid, attempt in db.execute(
-    "SELECT uid, attempt FROM transitions WHERE state = 'stored' GROUP BY uid, attempt HAVING count(*) > 1"
-  ):
-    yield f'{uid} (attempt {attempt}): accepted more than once'
-  for uid, count in db.execute(
-    "SELECT uid, count(*) FROM samples WHERE state != 'void' GROUP BY uid HAVING count(*) > 1"
-  ):
-    yield f'{uid}: counts in {count} attempts'
-
-
-def _check_locations(db: sqlite3.Connection) -> Iterator[str]:
-  """Accepted samples have their bytes in one place, trained ones in a segment, issued and void ones nowhere."""
-  for uid, attempt, state, opened, sealed in db.execute(
-    'SELECT s.uid, s.attempt, s.state, o.uid IS NOT NULL, r.uid IS NOT NULL FROM samples s '
-    'LEFT JOIN open_segment o USING (uid, attempt) '
-    'LEFT JOIN segment_rows r ON r.uid = s.uid AND r.attempt = s.attempt'
-  ):
-    fine = {
-      State.ISSUED: opened + sealed == 0,
-      State.VOID: opened + sealed == 0,
-      State.STORED: opened + sealed == 1,
-      State.ADMITTED: opened + sealed == 1,
-      State.TRAINED: (opened, sealed) == (0, 1),
-    }.get(state, opened + sealed <= 1)
-    if not fine:
-      yield f'{uid} (attempt {attempt}): is {state}, bytes in the open segment {opened}, in a sealed one {sealed}'
-  for table in ('open_segment', 'segment_rows', 'scores', 'derived', 'duplicates'):
-    for uid, attempt in db.execute(
-      f'SELECT uid, attempt FROM {table} EXCEPT SELECT uid, attempt FROM samples'  # each is a fixed name
+  def _transitions(self) -> Iterator[str]:
+    """Replays each sample's transitions, and holds what its row says against them."""
+    log = self._db.execute(
+      'SELECT s.uid, s.attempt, s.partition, s.step, s.state, s.changed, s.last, s.admitted, s.uses, s.version, '
+      't.seq, t.step, t.state, t.reason FROM samples s LEFT JOIN transitions t USING (uid, attempt) '
+      'ORDER BY s.uid, s.attempt, t.seq'
+    )
+    for uid, of_uid in itertools.groupby(log, key=lambda row: row[0]):
+      counting, trained, partition = 0, collections.Counter(), ''
+      for row, changes in itertools.groupby(of_uid, key=lambda row: row[:10]):
+        changes = [(seq, step, State(state), reason) for *_, seq, step, state, reason in changes if seq is not None]
+        name, partition, state = f'{uid} (attempt {row[1]})', row[2], row[4]
+        counting += state != State.VOID
+        trained.update(step for _, step, after, _ in changes if after == State.TRAINED)
+        if not changes:
+          yield f'{name}: was issued and has no transition'
+          continue
+        yield from self._replayed(name, row, changes)
+      if counting > 1:
+        yield f'{uid}: counts in {counting} attempts'
+      yield from self._used(uid, partition, trained)
+    for uid, attempt in self._db.execute(
+      'SELECT DISTINCT uid, attempt FROM transitions t WHERE NOT EXISTS '
+      '(SELECT 1 FROM samples s WHERE s.uid = t.uid AND s.attempt = t.attempt)'
     ):
-      yield f'{uid} (attempt {attempt}): in {table} and was never issued'
+      yield f'{uid} (attempt {attempt}): has transitions and was never issued'
 
+  def _replayed(self, name: str, row: tuple, changes: list[tuple[int, int, State, str]]) -> Iterator[str]:
+    uid, _, partition, issued, state, *repeated = row
+    if changes[0][1:3] != (issued, State.ISSUED):
+      yield f'{name}: its first transition is {changes[0][2]} at step {changes[0][1]}, issued at {issued}'
+    for (_, before_step, before, _), (_, step, after, _) in itertools.pairwise(changes):
+      if not may_become(partition, before, after):
+        yield f'{name}: went from {before} to {after}, being {partition}'
+      if step < before_step and after != State.VOID:  # void is stamped with the commit gone back to
+        yield f'{name}: {after} at step {step}, after {before} at step {before_step}'
+    steps = collections.defaultdict(list)
+    for _, step, after, _ in changes:
+      steps[after].append(step)
+    if len(steps[State.STORED]) > 1:
+      yield f'{name}: accepted more than once'
+    seq, step, last, reason = changes[-1]
+    if state != last:
+      yield f'{name}: the index says {state}, its last transition {last}'
+    admitted = steps[State.ADMITTED][0] if steps[State.ADMITTED] else None
+    wanted = [step, seq, admitted, len(steps[State.TRAINED])]
+    if repeated[:4] != wanted:
+      yield f'{name}: the index says changed, last, admitted, uses {repeated[:4]}, its transitions {wanted}'
+    if (repeated[4] is None) != (not steps[State.STORED]):
+      yield f'{name}: version {repeated[4]}, accepted {len(steps[State.STORED])} times'
+    self._states[partition, last] += 1
+    if last in LIVE:
+      self._live.append(uid)
+    if reason:
+      self._reasons[f'{last}({reason})'] += 1
 
-def _check_sealed(db: sqlite3.Connection, reader: SegmentReader) -> Iterator[str]:
-  """Every row that the index names is in its file and is the sample it should be."""
-  for name, rows in db.execute(
-    'SELECT g.name, g.rows FROM segments g WHERE rows != (SELECT count(*) FROM segment_rows r WHERE r.name = g.name)'
-  ):
-    yield f'segment {name}: the index names other rows than the {rows} sealed'
-  for (name,) in db.execute('SELECT name FROM segment_rows EXCEPT SELECT name FROM segments'):
-    yield f'segment {name}: has rows in the index and is not in it'
-  cursor = db.execute('SELECT name, row, uid FROM segment_rows ORDER BY name, row')
-  while rows := cursor.fetchmany(_ROWS_AT_ONCE):
-    yield from _check_rows(reader, rows)
+  def _used(self, uid: str, partition: str, trained: collections.Counter[int]) -> Iterator[str]:
+    """A uid's uses over the whole history: the uid is the same in every attempt."""
+    uses = trained.total()
+    if partition == 'usual':
+      if uses > self._max_uses:
+        yield f'{uid}: trained {uses} times, max_uses is {self._max_uses}'
+      if uses:
+        self._uses[uses] += 1
+    for step, count in trained.items():
+      if count > 1:
+        yield f'{uid}: trained twice in the batch of step {step}'
 
+  def _tallies(self) -> Iterator[str]:
+    kept = self._db.execute('SELECT partition, state, samples FROM tallies WHERE samples != 0')
+    kept = {(partition, state): count for partition, state, count in kept}
+    for key in sorted(kept.keys() | self._states.keys()):
+      if kept.get(key, 0) != self._states[key]:
+        yield f'{key[0]} {key[1]}: the index counts {kept.get(key, 0)} samples, their transitions {self._states[key]}'
 
-def _check_rows(reader: SegmentReader, rows: list[tuple[str, int, str]]) -> Iterator[str]:
-  try:
-    samples = reader.read([(name, row) for name, row, _ in rows])
-  except SegmentError as error:
-    if len(rows) == 1:
-      yield str(error)
-    else:  # one bad row spoils the read of all: halve until it stands alone
-      yield from _check_rows(reader, rows[: len(rows) // 2])
-      yield from _check_rows(reader, rows[len(rows) // 2 :])
-    return
-  for (name, row, uid), sample in zip(rows, samples):
-    if sample.uid != uid:
-      yield f'segment {name}: row {row} is {sample.uid}, the index says {uid}'
+  def _locations(self) -> Iterator[str]:
+    """Accepted samples have their bytes in one place, trained ones in a segment, issued, void, expert ones nowhere."""
+    for uid, attempt, partition, state, opened, sealed in self._db.execute(
+      'SELECT s.uid, s.attempt, s.partition, s.state, o.uid IS NOT NULL, r.uid IS NOT NULL FROM samples s '
+      'LEFT JOIN open_segment o ON o.uid = s.uid AND o.attempt = s.attempt '
+      'LEFT JOIN segment_rows r ON r.uid = s.uid AND r.attempt = s.attempt'
+    ):
+      fine = {
+        State.ISSUED: opened + sealed == 0,
+        State.VOID: opened + sealed == 0,
+        State.STORED: opened + sealed == 1,
+        State.ADMITTED: opened + sealed == 1,
+        State.TRAINED: (opened, sealed) == (0, 1),
+      }.get(state, opened + sealed <= 1)
+      if not (opened + sealed == 0 if partition == 'expert' else fine):
+        if partition == 'usual' and state in (State.STORED, State.ADMITTED, State.TRAINED) and not opened + sealed:
+          self._lost.append(uid)
+        what = state if partition == 'usual' else f'{state} ({partition})'
+        yield f'{uid} (attempt {attempt}): is {what}, bytes in the open segment {opened}, in a sealed one {sealed}'
+    for table in ('open_segment', 'segment_rows', 'scores', 'derived', 'duplicates'):
+      for uid, attempt in self._db.execute(
+        f'SELECT DISTINCT uid, attempt FROM {table} t WHERE NOT EXISTS '  # each is a fixed name
+        '(SELECT 1 FROM samples s WHERE s.uid = t.uid AND s.attempt = t.attempt)'
+      ):
+        yield f'{uid} (attempt {attempt}): in {table} and was never issued'
 
+  def _sealed(self) -> Iterator[str]:
+    """Every row that the index names is in its file and is the sample it should be."""
+    for name, rows in self._db.execute(
+      'SELECT g.name, g.rows FROM segments g WHERE rows != (SELECT count(*) FROM segment_rows r WHERE r.name = g.name)'
+    ):
+      yield f'segment {name}: the index names other rows than the {rows} sealed'
+    for (name,) in self._db.execute('SELECT name FROM segment_rows EXCEPT SELECT name FROM segments'):
+      yield f'segment {name}: has rows in the index and is not in it'
+    cursor = self._db.execute(
+      'SELECT r.name, r.row, r.uid, s.version FROM segment_rows r LEFT JOIN samples s USING (uid, attempt) '
+      'ORDER BY r.name, r.row'
+    )
+    while rows := cursor.fetchmany(_ROWS_AT_ONCE):
+      yield from self._rows(rows)
 
-def _check_open(db: sqlite3.Connection) -> Iterator[str]:
-  for uid, payload in db.execute('SELECT uid, payload FROM open_segment'):
+  def _rows(self, rows: list[tuple[str, int, str, int | None]]) -> Iterator[str]:
     try:
-      found = decode_row(payload, f'open segment, {uid}').uid
+      samples = self._reader.read([(name, row) for name, row, *_ in rows])
     except SegmentError as error:
-      yield str(error)
-    else:
-      if found != uid:
-        yield f'open segment: the row of {uid} is {found}'
+      if len(rows) == 1:
+        self._lost.append(rows[0][2])
+        yield f'{rows[0][2]}: lost: {error}'
+      else:  # one bad row spoils the read of all: halve until it stands alone
+        yield from self._rows(rows[: len(rows) // 2])
+        yield from self._rows(rows[len(rows) // 2 :])
+      return
+    for (name, row, uid, version), sample in zip(rows, samples):
+      yield from _identity(f'segment {name}: row {row}', uid, version, sample)
+
+  def _open(self) -> Iterator[str]:
+    for uid, version, payload in self._db.execute(
+      'SELECT o.uid, s.version, o.payload FROM open_segment o LEFT JOIN samples s USING (uid, attempt)'
+    ):
+      try:
+        sample = decode_row(payload, f'open segment, {uid}')
+      except SegmentError as error:
+        self._lost.append(uid)
+        yield f'{uid}: lost: {error}'
+      else:
+        yield from _identity(f'open segment: the row of {uid}', uid, version, sample)
+
+
+def _identity(where: str, uid: str, version: int | None, sample: Sample) -> Iterable[str]:
+  if sample.uid != uid:
+    yield f'{where} is {sample.uid}, the index says {uid}'
+  elif oldest_version(sample) != version:
+    yield f'{where} is of version {oldest_version(sample)}, the index says {version}'

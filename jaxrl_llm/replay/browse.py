@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -13,7 +14,8 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.replay.segments import SegmentReader, decode_row, open_segment_reader
 from jaxrl_llm.replay.tables import ENTRY, INDEX, SCHEMA, SEGMENTS, Entry, State, entry_of
 
-_LAST_CHANGE = '(SELECT max(seq) FROM transitions t WHERE t.uid = samples.uid AND t.attempt = samples.attempt)'
+_AT_MOST = 8
+"""Versions that are told each for itself."""
 
 
 @contextlib.contextmanager
@@ -38,26 +40,65 @@ def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection,
 
 
 def summary(directory: str | os.PathLike) -> list[str]:
-  """Samples by state, attempts, segments, scores and plans: a line each."""
+  """Samples by state, partition, version and uses, attempts, segments, scores and plans: a line each."""
   with snapshot(directory) as (db, _):
-    counted = dict(db.execute('SELECT state, count(*) FROM samples GROUP BY state'))
+    counted: dict[str, dict[str, int]] = {}
+    for partition, state, count in db.execute('SELECT partition, state, samples FROM tallies'):
+      counted.setdefault(partition, {})[state] = count
+    waiting = db.execute(
+      "SELECT version, count(*) FROM samples WHERE state = 'admitted' AND partition = 'usual' "
+      'GROUP BY 1 ORDER BY 1 DESC'
+    ).fetchall()
+    uses = db.execute(
+      "SELECT partition, uses, count(*) FROM samples WHERE state = 'trained' GROUP BY 1, 2 ORDER BY 1 DESC, 2"
+    ).fetchall()
+    (max_uses,) = db.execute("SELECT json FROM meta WHERE key = 'max_uses'").fetchone()
     (attempts,) = db.execute('SELECT count(*) FROM attempts').fetchone()
     (segments, rows) = db.execute('SELECT count(*), coalesce(sum(rows), 0) FROM segments').fetchone()
     (open_rows, open_bytes) = db.execute(
       'SELECT count(*), coalesce(sum(length(payload)), 0) FROM open_segment'
     ).fetchone()
-    scores = db.execute('SELECT scorer, status, count(*), avg(value) FROM scores GROUP BY scorer, status').fetchall()
+    scores = db.execute(
+      'SELECT scorer, status, count(*), avg(value), sum(n - 1) FROM '  # with max(), SQLite takes that row's columns
+      '(SELECT scorer, status, value, count(*) AS n, max(seq) FROM scores GROUP BY uid, attempt, scorer) GROUP BY 1, 2'
+    ).fetchall()
     (plans, first, last) = db.execute('SELECT count(*), min(step), max(step) FROM plans').fetchone()
   sealed = sum(file.stat().st_size for file in (pathlib.Path(directory) / SEGMENTS).glob('*.arrayrecord'))
   mean = lambda value: 'no value' if value is None else f'mean {value:.4g}'
   return [
-    f'samples {sum(counted.values()):,}: ' + ', '.join(f'{state} {counted.get(state, 0):,}' for state in State),
+    *(_by_state(partition, counted[partition]) for partition in sorted(counted, reverse=True)),
+    *_versions(waiting),
+    *_uses(uses, max_uses),
     f'attempts of the run: {attempts}',
     f'sealed segments {segments:,}: {rows:,} samples, {sealed / 1e6:,.1f} MB',
     f'open segment: {open_rows:,} samples, {open_bytes / 1e6:,.1f} MB',
-    *(f'scores of {scorer}, {status}: {count:,}, {mean(value)}' for scorer, status, count, value in scores),
+    *(
+      f'scores of {scorer}, {status}: {count:,}, {mean(value)}' + (f'; {again:,} given again' if again else '')
+      for scorer, status, count, value, again in scores
+    ),
     f'plans {plans:,}' + (f': steps {first} to {last}' if plans else ''),
   ]
+
+
+def _by_state(partition: str, counts: dict[str, int]) -> str:
+  states = ', '.join(f'{state} {counts.get(state, 0):,}' for state in State)
+  return f'samples, {partition}, {sum(counts.values()):,}: {states}'
+
+
+def _versions(waiting: list[tuple[int, int]]) -> list[str]:
+  """Of what was admitted and never trained on, the newest first."""
+  parts = [f'{version}: {count:,}' for version, count in waiting[:_AT_MOST]]
+  if older := waiting[_AT_MOST:]:
+    parts.append(f'{older[-1][0]} to {older[0][0]}: {sum(count for _, count in older):,}')
+  return [f'versions of those admitted: {", ".join(parts)}'] if parts else []
+
+
+def _uses(uses: list[tuple[str, int, int]], max_uses: str) -> list[str]:
+  lines = []
+  for partition, of in itertools.groupby(uses, key=lambda row: row[0]):
+    limit = f', max_uses {max_uses}' if partition == 'usual' else ''
+    lines.append(f'uses of those trained, {partition}{limit}: ' + ', '.join(f'{n} of {count:,}' for _, n, count in of))
+  return lines
 
 
 def find(
@@ -72,12 +113,14 @@ def find(
   """
   if state is not None and state not in list(State):
     raise UserError(f'state {state!r}: unknown; there are {", ".join(State)}')
-  wanted = [(name, value) for name, value in (('state', state), ('task_id', task)) if value is not None]
-  where = ' WHERE ' + ' AND '.join(f'{name} = ?' for name, _ in wanted) if wanted else ''  # Names of columns alone.
+  values = [] if task is None else [task]
+  where = 'state = ?' if task is None else '+state = ? AND task_id = ?'  # +: the task's index serves, not the state's
+  found = []
   with snapshot(directory) as (db, _):
-    values = [value for _, value in wanted]
-    rows = db.execute(f'{ENTRY}{where} ORDER BY {_LAST_CHANGE} DESC LIMIT ?', [*values, limit]).fetchall()
-  return [entry_of(row) for row in rows]
+    for one in State if state is None else (State(state),):  # the index has them by state and last change
+      rows = db.execute(f'{ENTRY} WHERE {where} ORDER BY last DESC LIMIT ?', (one, *values, limit))
+      found += [entry_of(row) for row in rows]
+  return sorted(found, key=lambda entry: -entry.last)[:limit]
 
 
 def history(directory: str | os.PathLike, uid: str) -> list[str]:

@@ -3,7 +3,8 @@
 Invariants:
 - every sample issued has one row for ever, keyed (uid, attempt); what happens to it is appended to `transitions`, each
   change stamped with the number of completed batches at that moment; `samples.state` repeats its last transition;
-- a sample that was accepted has its bytes in the open segment or in one sealed, verified segment;
+- a sample that was accepted has its bytes in the open segment or in one sealed, verified segment; rows of static data
+  (`join`) have theirs in a file of their own and none here;
 - each public call is one transaction (or part of the one that `transaction()` opened): after it returns, a killed
   process loses nothing of it; before, nothing of it happened.
 
@@ -25,7 +26,7 @@ import os
 import pathlib
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from absl import logging
@@ -35,9 +36,44 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.experience.sample import Sample, decode, encode
 from jaxrl_llm.experience.score import Score, Status
 from jaxrl_llm.replay import recovery, segments
-from jaxrl_llm.replay.tables import BEFORE, ENTRY, INDEX, SEGMENTS, Entry, Issue, State, entry_of, prepare
+from jaxrl_llm.replay.draw import Group
+from jaxrl_llm.replay.tables import (
+  ENTRY,
+  INDEX,
+  SEGMENTS,
+  Entry,
+  Issue,
+  Partition,
+  State,
+  entry_of,
+  log,
+  may_become,
+  prepare,
+)
 
 _NAMED = 'SELECT value FROM json_each(?)'
+_ISSUE = (
+  'INSERT INTO samples(uid, attempt, group_id, task_id, visit, partition, step, state, changed, last, admitted, uses) '
+  'VALUES (?,?,?,?,?,?,?,?,?,?,?,0)'
+)
+_READY = 'SELECT seq, group_id, uid, partition, version, uses, admitted'
+_GROUPS = """
+SELECT group_id, json_group_array(uid), json_group_array(seq), min(version), max(uses), max(used), max(admitted)
+FROM ({ready}) AS r WHERE partition = 'usual' GROUP BY group_id HAVING NOT EXISTS
+(SELECT 1 FROM samples m {barred})"""
+_WAITING = f"{_READY}, NULL AS used FROM samples WHERE state = 'admitted' AND changed <= :step"
+# INDEXED BY and CROSS JOIN (left before right) keep SQLite, which has no statistics here, from scanning whole tables.
+_DRAWABLE_GROUPS = _GROUPS.format(
+  ready=f"{_WAITING} UNION ALL {_READY}, changed FROM samples INDEXED BY samples_used WHERE state = 'trained' "
+  'AND uses < :max_uses AND changed < :step',
+  barred="WHERE m.group_id = r.group_id AND (m.state IN ('issued', 'stored') OR m.changed > :step OR "
+  "(m.state = 'trained' AND (m.uses >= :max_uses OR m.changed = :step)))",
+)
+_WAITING_GROUPS = _GROUPS.format(
+  ready=_WAITING,
+  barred='LEFT JOIN segment_rows b ON b.uid = m.uid AND b.attempt = m.attempt '
+  "WHERE m.group_id = r.group_id AND (m.state IN ('issued', 'stored') OR m.changed > :step OR b.uid IS NOT NULL)",
+)
 
 
 class ReplayStore:
@@ -75,7 +111,9 @@ class ReplayStore:
         self._db.execute('BEGIN IMMEDIATE')
         yield
         self._db.execute('COMMIT')
-      except sqlite3.OperationalError as error:
+      except sqlite3.IntegrityError:  # an error of this program's
+        raise
+      except sqlite3.DatabaseError as error:
         raise RunError(
           f'replay store {self.directory / INDEX}: {error}; nothing acknowledged is lost: free disk space, end other '
           'processes that write to this run directory, and start again with the same command'
@@ -94,11 +132,26 @@ class ReplayStore:
       for entry in known.values():
         if entry.state != State.VOID:
           raise ValueError(f'issue {entry.uid}: already {entry.state} under attempt {entry.attempt}')
-      self._db.executemany(
-        'INSERT INTO samples VALUES (?,?,?,?,?,?,?,?)',
-        [(r.uid, self.attempt, r.group_id, r.task_id, r.visit, step, State.ISSUED, step) for r in rows],
-      )
-      self._log([(step, self.attempt, row.uid, State.ISSUED, '') for row in rows])
+      self._insert(rows, 'usual', State.ISSUED, step)
+
+  def join(self, rows: Sequence[Issue], step: int) -> None:
+    """Records rows of static data that join a batch: issued, and at once admitted, without bytes.
+
+    A row that is there already stays as it is, for static data come round again; `max_uses` is not for it.
+    """
+    if not self._recovered:
+      raise ValueError('join: call recover first, an earlier attempt wrote to this store')
+    with self.transaction():
+      known = self._entries([row.uid for row in rows], missing='skip')
+      for row in rows:
+        entry = known.get(row.uid)
+        if entry and (entry.partition, entry.group_id, entry.task_id) != ('expert', row.group_id, row.task_id):
+          raise ValueError(
+            f'join {row.uid}: already {entry.state}, {entry.partition}, of group {entry.group_id!r}, task '
+            f'{entry.task_id!r}; wanted expert, {row.group_id!r}, {row.task_id!r}'
+          )
+      new = [row for row in rows if row.uid not in known or known[row.uid].state == State.VOID]
+      self._insert(new, 'expert', State.ADMITTED, step)
 
   def append(self, samples: Sequence[Sample], step: int) -> list[str]:
     """Accepts results; returns the uids accepted. A result whose sample is past `issued` is counted, not accepted."""
@@ -107,6 +160,8 @@ class ReplayStore:
       accepted: dict[str, Sample] = {}
       for sample in samples:
         entry = known[sample.uid]
+        if not sample.segments:
+          raise ValueError(f'append {sample.uid}: it has no segments, so it is of no version of the weights')
         if (sample.group_id, sample.task_id, sample.visit) != (entry.group_id, entry.task_id, entry.visit):
           raise ValueError(f'append {sample.uid}: group, task or visit differ from what was issued')
         if entry.state != State.ISSUED or sample.uid in accepted:
@@ -122,6 +177,10 @@ class ReplayStore:
         [(step, known[uid].attempt, uid, encode(sample)) for uid, sample in accepted.items()],
       )
       self._move(list(accepted), State.STORED, '', step)
+      self._db.executemany(
+        'UPDATE samples SET version = ? WHERE uid = ? AND attempt = ?',
+        [(oldest_version(sample), uid, known[uid].attempt) for uid, sample in accepted.items()],
+      )
     return list(accepted)
 
   def score(self, scores: Sequence[Score], step: int) -> None:
@@ -173,12 +232,42 @@ class ReplayStore:
     with self.transaction():
       self._move(uids, State.EXPIRED, '', step)
 
+  def evict(self, *, before_version: int | None, capacity: int | None, step: int) -> dict[str, int]:
+    """Expires groups that wait to be drawn: those of old weights, then the oldest of those beyond the capacity.
+
+    A group goes whole or stays. It stays if any of it was trained on, was sealed (a batch has drawn it), or is not
+    admitted yet; these do not count towards the capacity.
+
+    Args:
+      before_version: groups of an older version go; None: none for its age.
+      capacity: groups that stay at most, the newest by version and admission; None: any number.
+      step: of the change.
+
+    Returns:
+      Samples expired by reason: 'version', 'capacity'.
+    """
+    with self.transaction():
+      waiting = _groups(self._db.execute(_WAITING_GROUPS, {'step': step}))
+      waiting.sort(key=lambda group: (group.version, group.admitted, group.issued))
+      old = [group for group in waiting if before_version is not None and group.version < before_version]
+      kept = waiting[len(old) :]
+      over = [] if capacity is None else kept[: max(len(kept) - capacity, 0)]
+      expired = {
+        reason: [uid for group in groups for uid in group.uids]
+        for reason, groups in (('version', old), ('capacity', over))
+      }
+      for reason, uids in expired.items():
+        self._move(uids, State.EXPIRED, reason, step)
+    return {reason: len(uids) for reason, uids in expired.items()}
+
   def seal(self, uids: Sequence[str], step: int) -> dict[str, segments.Ref]:
     """Places of admitted samples in sealed segments, moving those still in the open segment into one new one."""
     with self._lock:
       for entry in self._entries(uids).values():
         if entry.state not in (State.ADMITTED, State.TRAINED):
           raise ValueError(f'seal {entry.uid}: it is {entry.state}, only what was admitted can be sealed')
+        if entry.partition == 'expert':
+          raise ValueError(f'seal {entry.uid}: the bytes of expert rows are not in the store')
       refs = self._refs(uids)
       payloads = {uid: row for uid, row in self._open_rows(uids).items() if uid not in refs}
       new = [uid for uid in uids if uid not in refs]
@@ -199,17 +288,16 @@ class ReplayStore:
       return {uid: refs[uid] for uid in uids}
 
   def trained(self, uids: Sequence[str], step: int) -> None:
-    """Records that one batch trained on these sealed samples."""
+    """Records that one batch trained on these samples: sealed ones, up to `max_uses` times, and expert rows."""
     with self.transaction():
-      if missing := set(uids) - set(self._refs(uids)):
-        raise ValueError(f'trained {min(missing)}: it was not sealed')
-      uses = self._db.execute(
-        f"SELECT uid, count(*) FROM transitions WHERE uid IN ({_NAMED}) AND state = 'trained' GROUP BY uid",
-        (json.dumps(list(uids)),),
-      )
-      for uid, count in uses:
-        if count >= self.max_uses:
-          raise ValueError(f'trained {uid}: it was already used {count} times, max_uses is {self.max_uses}')
+      refs = self._refs(uids)
+      for uid, entry in self._entries(uids).items():
+        if entry.partition == 'usual' and uid not in refs:
+          raise ValueError(f'trained {uid}: it was not sealed')
+        if entry.partition == 'usual' and entry.uses >= self.max_uses:
+          raise ValueError(f'trained {uid}: it was already used {entry.uses} times, max_uses is {self.max_uses}')
+        if entry.state == State.TRAINED and entry.changed == step:
+          raise ValueError(f'trained {uid}: the batch of step {step} has already trained on it')
       self._move(uids, State.TRAINED, '', step)
 
   def record_plan(self, step: int, plan: Any) -> None:
@@ -227,7 +315,8 @@ class ReplayStore:
       Counts: changes, scores, plans … undone, samples become void, bytes restored to the open segment, files removed.
     """
     with self._lock:
-      if self._db.execute('SELECT 1 FROM samples WHERE attempt = ? LIMIT 1', (self.attempt,)).fetchone():
+      newest = self._db.execute('SELECT attempt FROM samples ORDER BY seq DESC LIMIT 1').fetchone()
+      if newest == (self.attempt,):
         raise ValueError('recover: this attempt has already issued samples')
       with self.transaction():
         counts = recovery.undo(self._db, self.reader, commit_step=commit_step, attempt=self.attempt)
@@ -245,8 +334,8 @@ class ReplayStore:
     """
     with self.transaction():
       return self._db.execute(
-        'DELETE FROM open_segment WHERE EXISTS (SELECT 1 FROM samples s WHERE s.uid = open_segment.uid AND '
-        "s.attempt = open_segment.attempt AND s.state IN ('dropped', 'expired') AND s.changed < ?)",
+        'DELETE FROM open_segment WHERE seq IN (SELECT o.seq FROM open_segment o CROSS JOIN samples s '
+        "USING (uid, attempt) WHERE s.state IN ('dropped', 'expired') AND s.changed < ?)",
         (commit_step,),
       ).rowcount
 
@@ -268,18 +357,29 @@ class ReplayStore:
     with self._lock:
       return self._entries(uids)
 
-  def live(self) -> list[Entry]:
-    """Samples that have not ended, of this and of earlier attempts, in uid order."""
+  def live(self, partition: Partition = 'usual') -> list[Entry]:
+    """Samples of the partition that have not ended, of this and of earlier attempts, in uid order."""
     with self._lock:
-      rows = self._db.execute(f"{ENTRY} WHERE state IN ('issued', 'stored', 'admitted') ORDER BY uid").fetchall()
+      rows = self._db.execute(
+        f"{ENTRY} WHERE state IN ('issued', 'stored', 'admitted') AND partition = ? ORDER BY uid", (partition,)
+      ).fetchall()
     return [entry_of(row) for row in rows]
+
+  def candidates(self, step: int) -> list[Group]:
+    """Groups that batch `step` can draw, in the order of their issue; `draw` takes from them.
+
+    All samples of such a group have ended or are admitted or trained, fewer than `max_uses` times and not in batch
+    `step`; those admitted or trained are its `uids`, and have their bytes. Expert rows are not drawn.
+    """
+    with self._lock:
+      return _groups(self._db.execute(_DRAWABLE_GROUPS, {'step': step, 'max_uses': self.max_uses}))
 
   def scores(self, uids: Sequence[str]) -> dict[str, list[Score]]:
     """Each sample's newest score by each scorer, in the order in which they were given."""
     with self._lock:
       rows = self._db.execute(
-        'SELECT c.uid, scorer, value, status, json FROM scores c JOIN samples s USING (uid, attempt) '
-        f'WHERE uid IN ({_NAMED}) AND attempt = (SELECT max(attempt) FROM samples n WHERE n.uid = c.uid) ORDER BY seq',
+        'SELECT uid, scorer, value, status, json FROM scores c WHERE uid IN '
+        f'({_NAMED}) AND attempt = (SELECT max(attempt) FROM samples s WHERE s.uid = c.uid) ORDER BY seq',
         (json.dumps(list(uids)),),
       ).fetchall()
     newest: dict[str, dict[str, Score]] = {uid: {} for uid in uids}
@@ -326,9 +426,9 @@ class ReplayStore:
       self._db.execute('INSERT OR REPLACE INTO meta VALUES (?,?)', (key, json.dumps(value)))
 
   def counts(self) -> dict[str, int]:
-    """Samples per state, and `duplicates`: results that arrived after another one had been accepted."""
+    """Samples per state, of all partitions, and `duplicates`: results that came after another had been accepted."""
     with self._lock:
-      found = dict(self._db.execute('SELECT state, count(*) FROM samples GROUP BY state').fetchall())
+      found = dict(self._db.execute('SELECT state, sum(samples) FROM tallies GROUP BY state').fetchall())
       (duplicates,) = self._db.execute('SELECT count(*) FROM duplicates').fetchone()
     return {**{str(state): found.get(state, 0) for state in State}, 'duplicates': duplicates}
 
@@ -342,21 +442,36 @@ class ReplayStore:
       raise ValueError(f'unknown uid {next(u for u in uids if u not in found)}: it was never issued')
     return found
 
+  def _insert(self, rows: Sequence[Issue], partition: Partition, state: State, step: int) -> None:
+    """New samples, issued and, where `state` is another, at once moved to it."""
+    for row in rows:
+      if row.partition != partition:
+        raise ValueError(f'{row.uid}: partition {row.partition!r}, wanted {partition!r}')
+    changes = dict.fromkeys((State.ISSUED, state))
+    last = [log(self._db, [(step, self.attempt, row.uid, change, '') for row in rows]) for change in changes][-1]
+    admitted = step if state == State.ADMITTED else None
+    self._db.executemany(
+      _ISSUE,
+      [
+        (r.uid, self.attempt, r.group_id, r.task_id, r.visit, partition, step, state, step, seq, admitted)
+        for r, seq in zip(rows, last)
+      ],
+    )
+
   def _move(self, uids: Sequence[str], state: State, reason: str, step: int) -> None:
     found = self._entries(uids)
     for entry in found.values():
-      if entry.state not in BEFORE[state]:
+      if not may_become(entry.partition, entry.state, state):
         raise ValueError(f'{entry.uid}: is {entry.state}, cannot become {state}')
       if step < entry.changed:
         raise ValueError(f'{entry.uid}: became {entry.state} at step {entry.changed}, cannot become {state} at {step}')
+    last = log(self._db, [(step, found[uid].attempt, uid, state, reason) for uid in uids])
+    admitted, use = (step if state == State.ADMITTED else None), int(state == State.TRAINED)
     self._db.executemany(
-      'UPDATE samples SET state = ?, changed = ? WHERE uid = ? AND attempt = ?',
-      [(state, step, uid, found[uid].attempt) for uid in uids],
+      'UPDATE samples SET state = ?, changed = ?, last = ?, admitted = coalesce(?, admitted), uses = uses + ? '
+      'WHERE uid = ? AND attempt = ?',
+      [(state, step, seq, admitted, use, uid, found[uid].attempt) for uid, seq in zip(uids, last)],
     )
-    self._log([(step, found[uid].attempt, uid, state, reason) for uid in uids])
-
-  def _log(self, rows: Sequence[tuple[int, int, str, State, str]]) -> None:
-    self._db.executemany('INSERT INTO transitions(step, attempt, uid, state, reason) VALUES (?,?,?,?,?)', rows)
 
   def _refs(self, uids: Sequence[str]) -> dict[str, segments.Ref]:
     rows = self._db.execute(
@@ -372,6 +487,20 @@ class ReplayStore:
     return {uid: (attempt, payload) for uid, attempt, payload in rows}
 
 
+def oldest_version(sample: Sample) -> int:
+  """Step of the oldest weights that generated any of it."""
+  return min(segment.version.step for segment in sample.segments)
+
+
+def _groups(rows: Iterable[tuple]) -> list[Group]:
+  """What the queries of groups found, in the order of issue."""
+  groups = []
+  for group_id, uids, seqs, *rest in rows:
+    members = sorted(zip(json.loads(seqs), json.loads(uids)))
+    groups.append(Group(group_id, tuple(uid for _, uid in members), *rest, members[0][0]))
+  return sorted(groups, key=lambda group: group.issued)
+
+
 def open_store(
   directory: str | os.PathLike,
   *,
@@ -384,7 +513,7 @@ def open_store(
   Args:
     directory: holds index.sqlite and segments/.
     attempt: number of this start of the run, larger than all before; None: one more than the last.
-    max_uses: how many batches may train on one sample.
+    max_uses: how many batches may train on one sample of the usual partition; of one store always the same.
     synchronous: what a power loss may take, see the module's docstring.
   """
   directory = pathlib.Path(directory)
@@ -394,6 +523,8 @@ def open_store(
   try:
     db.execute('PRAGMA journal_mode=WAL')
     db.execute('PRAGMA synchronous=FULL')
+    db.execute('PRAGMA wal_autocheckpoint=8192')  # pages, 32 MB: those of the indexes are written many times over
+    db.execute('PRAGMA cache_size=-65536')  # KiB
     attempt = prepare(db, path, attempt, max_uses)
     db.execute(f'PRAGMA synchronous={synchronous.upper()}')
   except sqlite3.DatabaseError as error:

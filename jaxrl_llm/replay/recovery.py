@@ -11,7 +11,7 @@ import pathlib
 import sqlite3
 
 from jaxrl_llm.replay.segments import SegmentReader
-from jaxrl_llm.replay.tables import State
+from jaxrl_llm.replay.tables import State, log
 
 _UNDONE = {
   'transitions': "AND state NOT IN ('issued', 'void')",
@@ -22,6 +22,16 @@ _UNDONE = {
   'open_segment': '',
 }
 """Tables whose rows stamped at or after the commit go. That a sample was issued, or lost, stays true."""
+
+_OF_SAMPLE = 'FROM transitions t WHERE t.uid = samples.uid AND t.attempt = samples.attempt'
+_REPEAT = f"""
+UPDATE samples SET
+  (state, changed, last) = (SELECT t.state, t.step, t.seq {_OF_SAMPLE} ORDER BY t.seq DESC LIMIT 1),
+  version = CASE WHEN EXISTS (SELECT 1 {_OF_SAMPLE} AND t.state = 'stored') THEN version END,
+  admitted = (SELECT t.step {_OF_SAMPLE} AND t.state = 'admitted'),
+  uses = (SELECT count(*) {_OF_SAMPLE} AND t.state = 'trained')
+WHERE uid = ? AND attempt = ?"""
+"""What a sample's row repeats of its transitions, after some of these went."""
 
 
 def undo(db: sqlite3.Connection, reader: SegmentReader, *, commit_step: int, attempt: int) -> dict[str, int]:
@@ -34,23 +44,19 @@ def undo(db: sqlite3.Connection, reader: SegmentReader, *, commit_step: int, att
     attempt: the attempt that starts; all others are dead.
   """
   counts = {'restored': _unseal(db, reader, commit_step)}
+  moved = db.execute(
+    f'SELECT DISTINCT uid, attempt FROM transitions INDEXED BY transitions_at WHERE step >= ? {_UNDONE["transitions"]}',
+    (commit_step,),
+  ).fetchall()
   for table, which in _UNDONE.items():
     counts[table] = db.execute(f'DELETE FROM {table} WHERE step >= ? {which}', (commit_step,)).rowcount
-  db.execute(
-    'UPDATE samples SET (state, changed) = (SELECT t.state, t.step FROM transitions t '
-    'WHERE t.uid = samples.uid AND t.attempt = samples.attempt ORDER BY t.seq DESC LIMIT 1) '
-    "WHERE changed >= ? AND state != 'void'",
-    (commit_step,),
-  )
+  db.executemany(_REPEAT, moved)
   # Issued after the commit, or before it and not accepted by then: both are back at `issued`; their worker died.
   lost = db.execute("SELECT attempt, uid FROM samples WHERE state = 'issued' AND attempt < ?", (attempt,)).fetchall()
+  voided = log(db, [(commit_step, dead, uid, State.VOID, 'crash') for dead, uid in lost])
   db.executemany(
-    "UPDATE samples SET state = 'void', changed = ? WHERE attempt = ? AND uid = ?",
-    [(commit_step, dead, uid) for dead, uid in lost],
-  )
-  db.executemany(
-    'INSERT INTO transitions(step, attempt, uid, state, reason) VALUES (?,?,?,?,?)',
-    [(commit_step, dead, uid, State.VOID, 'crash') for dead, uid in lost],
+    "UPDATE samples SET state = 'void', changed = ?, last = ? WHERE attempt = ? AND uid = ?",
+    [(commit_step, seq, dead, uid) for seq, (dead, uid) in zip(voided, lost)],
   )
   counts['void'] = len(lost)
   db.execute(
@@ -62,8 +68,8 @@ def undo(db: sqlite3.Connection, reader: SegmentReader, *, commit_step: int, att
 def _unseal(db: sqlite3.Connection, reader: SegmentReader, commit_step: int) -> int:
   """Undoes seals: the bytes of samples accepted before the commit go back to the open segment."""
   rows = db.execute(
-    'SELECT r.name, r.row, r.uid, r.attempt, t.step FROM segment_rows r JOIN segments g USING (name) '
-    'JOIN transitions t ON t.uid = r.uid AND t.attempt = r.attempt '
+    'SELECT r.name, r.row, r.uid, r.attempt, t.step FROM segments g CROSS JOIN segment_rows r USING (name) '
+    'CROSS JOIN transitions t ON t.uid = r.uid AND t.attempt = r.attempt '  # in this order, by the indexes
     "WHERE t.state = 'stored' AND t.step < ?1 AND g.step >= ?1 ORDER BY t.seq",
     (commit_step,),
   ).fetchall()

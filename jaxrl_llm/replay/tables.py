@@ -7,11 +7,12 @@ import enum
 import json
 import pathlib
 import sqlite3
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 from jaxrl_llm.core.errors import UserError
 
-SCHEMA = 1
+SCHEMA = 2
 INDEX = 'index.sqlite'
 SEGMENTS = 'segments'
 
@@ -41,28 +42,93 @@ BEFORE = {
 }
 """The states from which each state can be entered. Trained more than once only up to `max_uses`."""
 
+Partition = Literal['usual', 'expert']
+"""usual: what the policy generated. expert: rows of static data that joined a batch; the store has no bytes of them."""
+_EXPERT_BEFORE = {
+  State.ADMITTED: (State.ISSUED,),
+  State.TRAINED: (State.ADMITTED, State.TRAINED),
+  State.VOID: (State.ISSUED,),
+}
+
+
+def may_become(partition: Partition, before: State, after: State) -> bool:
+  """Whether a sample of this partition may go from one state to the other."""
+  return before in (BEFORE if partition == 'usual' else _EXPERT_BEFORE).get(after, ())
+
+
+# A blank line ends a statement. `samples` is in the order of issue; of its columns, those after `state` repeat what the
+# transitions say (changed, last: stamp and seq of the last one; admitted: stamp; uses: how often trained), so that a
+# draw needs no history. `tallies` is kept by triggers: counting 10^6 samples anew takes a scan.
 TABLES = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, json TEXT NOT NULL);
+
 CREATE TABLE attempts(attempt INTEGER PRIMARY KEY, commit_step INTEGER, counts TEXT);
-CREATE TABLE samples(uid TEXT, attempt INTEGER, group_id TEXT NOT NULL, task_id TEXT NOT NULL, visit INTEGER NOT NULL,
-  step INTEGER NOT NULL, state TEXT NOT NULL, changed INTEGER NOT NULL, PRIMARY KEY(uid, attempt)) WITHOUT ROWID;
-CREATE INDEX live ON samples(state) WHERE state IN ('issued', 'stored', 'admitted');
+
+CREATE TABLE samples(seq INTEGER PRIMARY KEY, uid TEXT NOT NULL, attempt INTEGER NOT NULL, group_id TEXT NOT NULL,
+  task_id TEXT NOT NULL, visit INTEGER NOT NULL, partition TEXT NOT NULL, version INTEGER, step INTEGER NOT NULL,
+  state TEXT NOT NULL, changed INTEGER NOT NULL, last INTEGER NOT NULL, admitted INTEGER, uses INTEGER NOT NULL);
+
+CREATE UNIQUE INDEX samples_of ON samples(uid, attempt);
+
+CREATE INDEX samples_of_group ON samples(group_id);
+
+CREATE INDEX samples_of_task ON samples(task_id);
+
+CREATE INDEX samples_in ON samples(state, last);
+
+CREATE INDEX samples_used ON samples(uses) WHERE state = 'trained';
+
+CREATE TABLE tallies(partition TEXT, state TEXT, samples INTEGER NOT NULL, PRIMARY KEY(partition, state)) WITHOUT ROWID;
+
+CREATE TRIGGER sample_came AFTER INSERT ON samples BEGIN
+  INSERT INTO tallies VALUES (new.partition, new.state, 1)
+    ON CONFLICT(partition, state) DO UPDATE SET samples = samples + 1;
+END;
+
+CREATE TRIGGER sample_moved AFTER UPDATE OF state ON samples WHEN old.state != new.state BEGIN
+  UPDATE tallies SET samples = samples - 1 WHERE partition = old.partition AND state = old.state;
+  INSERT INTO tallies VALUES (new.partition, new.state, 1)
+    ON CONFLICT(partition, state) DO UPDATE SET samples = samples + 1;
+END;
+
 CREATE TABLE transitions(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempt INTEGER NOT NULL, uid TEXT NOT NULL,
   state TEXT NOT NULL, reason TEXT NOT NULL);
+
 CREATE INDEX transitions_of ON transitions(uid, attempt);
+
+CREATE INDEX transitions_at ON transitions(step);
+
 CREATE TABLE scores(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempt INTEGER NOT NULL, uid TEXT NOT NULL,
   scorer TEXT NOT NULL, value REAL, status TEXT NOT NULL, json TEXT NOT NULL);
-CREATE INDEX scores_of ON scores(uid);
+
+CREATE INDEX scores_of ON scores(uid, attempt, scorer);
+
+CREATE INDEX scores_at ON scores(step);
+
 CREATE TABLE derived(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempt INTEGER NOT NULL, uid TEXT NOT NULL,
   operator TEXT NOT NULL, json TEXT NOT NULL);
-CREATE INDEX derived_of ON derived(uid);
+
+CREATE INDEX derived_of ON derived(uid, operator);
+
+CREATE INDEX derived_at ON derived(step);
+
 CREATE TABLE open_segment(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempt INTEGER NOT NULL, uid TEXT NOT NULL,
   payload BLOB NOT NULL);
+
 CREATE UNIQUE INDEX open_segment_of ON open_segment(uid, attempt);
+
+CREATE INDEX open_segment_at ON open_segment(step);
+
 CREATE TABLE segments(name TEXT PRIMARY KEY, step INTEGER NOT NULL, attempt INTEGER NOT NULL, rows INTEGER NOT NULL);
+
+CREATE INDEX segments_at ON segments(step);
+
 CREATE TABLE segment_rows(name TEXT, row INTEGER, uid TEXT NOT NULL, attempt INTEGER NOT NULL, PRIMARY KEY(name, row));
+
 CREATE UNIQUE INDEX segment_rows_of ON segment_rows(uid, attempt);
+
 CREATE TABLE plans(step INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, json TEXT NOT NULL);
+
 CREATE TABLE duplicates(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempt INTEGER NOT NULL, uid TEXT NOT NULL,
   state TEXT NOT NULL);
 """
@@ -76,6 +142,7 @@ class Issue:
   group_id: str
   task_id: str
   visit: int
+  partition: Partition = 'usual'
 
 
 class Entry(NamedTuple):
@@ -86,27 +153,44 @@ class Entry(NamedTuple):
   group_id: str
   task_id: str
   visit: int
+  partition: Partition
+  version: int | None
+  """Step of the oldest weights that generated it; None until it is accepted, and of expert rows."""
   step: int
   """Completed batches when it was issued."""
+  uses: int
+  """Batches that trained on it."""
   state: State
   changed: int
   """Stamp of its last transition."""
+  last: int
+  """Number of its last transition: what changed later has a larger one."""
 
 
 _STATES = {str(state): state for state in State}
-ENTRY = 'SELECT uid, attempt, group_id, task_id, visit, step, state, changed FROM samples'
+ENTRY = (
+  'SELECT uid, attempt, group_id, task_id, visit, partition, version, step, uses, state, changed, last FROM samples'
+)
 
 
 def entry_of(row: tuple) -> Entry:
-  *issued, state, changed = row
-  return Entry(*issued, _STATES[state], changed)
+  *issued, state, changed, last = row
+  return Entry(*issued, _STATES[state], changed, last)
+
+
+def log(db: sqlite3.Connection, rows: Sequence[tuple[int, int, str, State, str]]) -> range:
+  """Appends transitions (step, attempt, uid, state, reason); returns their numbers."""
+  (last,) = db.execute('SELECT coalesce(max(seq), 0) FROM transitions').fetchone()
+  seqs = range(last + 1, last + 1 + len(rows))
+  db.executemany('INSERT INTO transitions VALUES (?,?,?,?,?,?)', [(seq, *row) for seq, row in zip(seqs, rows)])
+  return seqs
 
 
 def prepare(db: sqlite3.Connection, path: pathlib.Path, attempt: int | None, max_uses: int) -> int:
   """Makes the tables if need be and takes the attempt's number, in one transaction."""
   db.execute('BEGIN IMMEDIATE')
   if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
-    for statement in filter(str.strip, TABLES.split(';')):
+    for statement in TABLES.split('\n\n'):
       db.execute(statement)
     db.executemany('INSERT INTO meta VALUES (?,?)', [('schema', str(SCHEMA)), ('max_uses', str(max_uses))])
   for key, wanted in (('schema', SCHEMA), ('max_uses', max_uses)):
