@@ -25,6 +25,7 @@ from jaxrl_llm.rewards.api import Attempt, RewardsConfig, combine
 from jaxrl_llm.rewards.pool import ScorerPool
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.workflow import SingleTurn
+from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.tasks.sampler import TaskSampler
 
 
@@ -59,10 +60,12 @@ class Explorer:
     rewards: RewardsConfig,
     store: ReplayStore,
     gate: Gate,
+    events: Events = SILENT,
   ):
     self._config, self._stage = config, stage
     self._workflow, self._sampler, self._scorers, self._rewards = workflow, sampler, scorers, rewards
     self._store, self._gate = store, gate
+    self._events = events
     self._step = 0
     self._started = 0
     self._groups: dict[int, list[Chosen] | None] = {}
@@ -82,8 +85,10 @@ class Explorer:
     finally:
       self._running.cancel()
       await asyncio.gather(self._running, return_exceptions=True)
-      own = [entry.uid for entry in self._store.live() if entry.attempt == self._store.attempt]
-      self._store.drop(own, 'given up', self._step)
+      own = [entry for entry in self._store.live() if entry.attempt == self._store.attempt]
+      self._store.drop([entry.uid for entry in own], 'given up', self._step)
+      for group in dict.fromkeys(entry.group_id for entry in own):
+        self._events.message(Edge.DROP, group=group, reason='given up')
 
   def advance(self, step: int, served: int) -> None:
     """The engines serve the weights of `step` (`served` batches into this stage)."""
@@ -145,19 +150,26 @@ class Explorer:
           self._store.issue([row for task, visit in draws for row in self._issued(task, visit)], self._step)
           for task, visit in draws:
             self._groups[self._started] = None
+            self._events.message(Edge.TASK, group=self._name(task, visit))
             groups.create_task(self._group(self._started, task, visit))
             self._started += 1
     except BaseExceptionGroup as group:
       raise first_cause(group) from None
 
+  def _name(self, task: Task, visit: int) -> str:
+    return f'{self._stage}/{task.uid}/{visit}'
+
   def _issued(self, task: Task, visit: int) -> list[Issue]:
-    group = f'{self._stage}/{task.uid}/{visit}'
+    group = self._name(task, visit)
     return [
       Issue(uid=f'{group}/{i}', group_id=group, task_id=task.uid, visit=visit) for i in range(self._config.group_size)
     ]
 
   async def _group(self, number: int, task: Task, visit: int) -> None:
     """One group from rollout to admission: each sample is scored the moment it ends, all are joined here."""
+    name = self._name(task, visit)
+    rollout = self._events.request(Edge.ROLLOUT, group=name, count=self._config.group_size)
+    score = None
     async with asyncio.TaskGroup() as scoring:
       pending = []
       runs = self._workflow.run(
@@ -168,7 +180,10 @@ class Explorer:
         sampling=Sampling(temperature=self._config.temperature),
       )
       async for sample, completion in runs:
+        score = score or self._events.request(Edge.EVAL, group=name, count=self._config.group_size)
         pending.append(scoring.create_task(self._score(sample, task, completion)))
+      self._events.reply(rollout, count=len(pending))
+    self._events.reply(score, count=len(pending))
     members = sorted((p.result() for p in pending), key=lambda m: m.sample.sample_index)
     self._admit(number, members)
 
@@ -193,6 +208,7 @@ class Explorer:
     chosen = choose(self._config.selection, scorable)
     admitted = {c.scored.sample.uid: None for c in chosen}
     left = [m.sample.uid for m in scorable if m.sample.uid not in admitted]
+    store = self._events.request(Edge.STORE, group=members[0].sample.group_id, count=len(members))
     with self._store.transaction():
       self._store.append([m.sample for m in members], self._step)
       self._store.score([s for m in members for s in m.scores], self._step)
@@ -200,6 +216,7 @@ class Explorer:
       for reason, uids in (('unscorable', unscorable), ('not selected', left)):
         if uids:
           self._store.drop(uids, reason, self._step)
+    self._events.reply(store, admitted=len(admitted))
     self._counts['dropped/unscorable'] += len(unscorable)
     self._counts['dropped/not_selected'] += len(left)
     if chosen:
@@ -210,6 +227,7 @@ class Explorer:
 
   def _drop_group(self, number: int, members: list[Scored]) -> None:
     del self._groups[number]
+    self._events.message(Edge.DROP, group=members[0].sample.group_id, reason='nothing to learn from')
     self._counts['dropped/groups'] += 1
     if self._counts['dropped/groups'] > self._config.max_dropped_groups:
       raise RunError(
