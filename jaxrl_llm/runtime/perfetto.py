@@ -39,8 +39,8 @@ def write(workdir: pathlib.Path, target: pathlib.Path | None = None) -> pathlib.
 
 
 def trace(spans: list[Span]) -> list[Row]:
-  """Trace events of spans sorted by start. Times are microseconds since the first of them."""
-  zero = spans[0].start if spans else 0.0
+  """Trace events of a timeline's spans. Times are microseconds since the first of them."""
+  zero = min((span.start for span in spans), default=0.0)
   threads: dict[tuple[int, str], int] = {}
   found: list[Row] = []
 
@@ -55,13 +55,13 @@ def trace(spans: list[Span]) -> list[Row]:
   for flow, (span, row) in enumerate(zip(spans, rows(spans)), start=1):
     ends, start = EDGES[span.edge], round((span.start - zero) * 1e6, 3)
     end = round((span.end - zero) * 1e6, 3)
-    lane = thread(span.attempt, ends.lane if row == 0 else f'{ends.lane} {row + 1}')
     asker = thread(span.attempt, f'{ends.source}: messages')
     common = {'name': span.edge, 'cat': 'event'}
     args = {'step': span.step, 'id': span.id, **span.fields}
     found.append({**common, 'ph': 'X', **asker, 'ts': start, 'dur': MARK_US, 'args': args})
     if not ends.answered:
       continue
+    lane = thread(span.attempt, ends.lane if row == 0 else f'{ends.lane} {row + 1}')
     if span.unanswered:
       args = {**args, 'unanswered': True}
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import heapq
+import json
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -61,7 +62,7 @@ class Step(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Timeline:
   spans: list[Span]
-  """By start."""
+  """By attempt, then by start."""
   steps: list[Step]
   unreadable: int
   """Lines that are no events."""
@@ -91,7 +92,7 @@ def load(path: pathlib.Path) -> Timeline:
       spans[place] = span._replace(reply=event.id, end=max(event.t, span.start), fields={**span.fields, **event.fields})
   for place in asked.values():
     spans[place] = spans[place]._replace(end=ended[spans[place].attempt])
-  spans.sort(key=lambda span: span.start)
+  spans.sort(key=lambda span: (span.attempt, span.start))
   return Timeline(spans, _steps(spans, begun), unreadable)
 
 
@@ -139,16 +140,16 @@ def _share(busy: Sequence[tuple[float, float]], start: float, end: float) -> flo
 
 
 def rows(spans: Sequence[Span]) -> list[int]:
-  """For each span the first row of its lane that is free then, so that none of a row overlap.
+  """For each span the first row of its attempt's lane that is free then, so that none of a row overlap.
 
   Args:
-    spans: sorted by start.
+    spans: sorted as a Timeline's are.
   """
-  free: dict[str, list[int]] = {}
-  taken: dict[str, list[tuple[float, int]]] = {}
+  free: dict[tuple[int, str], list[int]] = {}
+  taken: dict[tuple[int, str], list[tuple[float, int]]] = {}
   found = []
   for span in spans:
-    lane = EDGES[span.edge].lane
+    lane = span.attempt, EDGES[span.edge].lane
     ends, unused = taken.setdefault(lane, []), free.setdefault(lane, [])
     while ends and ends[0][0] <= span.start:
       heapq.heappush(unused, heapq.heappop(ends)[1])
@@ -191,7 +192,7 @@ def payload(timeline: Timeline) -> dict[str, Any] | None:
         'id': s.id,
         'reply': s.reply,
         'unanswered': s.unanswered,
-        'fields': s.fields,
+        'fields': {name: v if isinstance(v, str) else json.dumps(v) for name, v in s.fields.items()},
       }
       for s, row in zip(spans, rows(spans))
     ],

@@ -52,15 +52,16 @@ class Timeline {
     const { data, view } = this;
     const steps = data.steps.slice(view.last - view.count, view.last);
     this.turns[0].disabled = view.last === view.count;
-    this.turns[1].disabled = view.last === data.steps.length;
     const from = steps[0].t;
     // After the last step: its evaluation and its commit.
-    const until = view.last === data.steps.length ? data.end : steps.at(-1).t + steps.at(-1).d;
+    const atEnd = view.last === data.steps.length;
+    const until = atEnd ? data.end : steps.at(-1).t + steps.at(-1).d;
+    this.turns[1].disabled = atEnd;
     const cut = data.hidden ? `, the first ${whole(data.spans.length)} messages of them` : '';
     this.place.textContent = `${steps.length > 1 ? `steps ${whole(steps[0].n)} to ${whole(steps.at(-1).n)}` : `step ${whole(steps[0].n)}`}: ${seconds(until - from)}${cut}`;
     const left = 128;
     this.px = (t) => left + ((t - from) / (until - from || 1)) * (width - left - 12);
-    const visible = data.spans.map((span, index) => ({ ...span, index })).filter((span) => span.t <= until && (span.t >= from || span.t + span.d > from));
+    const visible = data.spans.map((span, index) => ({ ...span, index })).filter((span) => (atEnd || span.t < until - 1e-6) && (span.t >= from || span.t + span.d > from));
     let top = HEAD;
     const lanes = data.lanes.map((name) => {
       const spans = visible.filter((span) => data.edges[span.e].lane === name);
