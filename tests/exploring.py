@@ -23,6 +23,7 @@ from jaxrl_llm.rewards.api import Attempt, RewardsConfig, ScorerConfig
 from jaxrl_llm.rewards.pool import ScorerPool
 from jaxrl_llm.rollout.api import Completion, Request, Weights
 from jaxrl_llm.rollout.workflow import SingleTurn
+from jaxrl_llm.runtime.events import SILENT, Events
 from jaxrl_llm.tasks.sampler import SamplerConfig, TaskSampler
 from jaxrl_llm.tasks.taskset import Taskset
 from jaxrl_llm.tasks.tokenizer import Tokenizer, build_character_tokenizer
@@ -150,6 +151,7 @@ class Exploration:
     batches: int | None = None,
     tasks: Sequence[Task] = (),
     sampler: SamplerConfig = SEQUENTIAL,
+    events: Events = SILENT,
     **config,
   ):
     self.config = ExplorerConfig(**{'groups_per_batch': 2, 'group_size': 2, 'collect_deadline_s': 20.0, **config})
@@ -169,6 +171,7 @@ class Exploration:
       rewards=REWARDS,
       store=store,
       gate=self.gate,
+      events=events,
     )
 
   async def batches(self, count: int) -> list[tuple[list[Chosen], dict[str, int]]]:

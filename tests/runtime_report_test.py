@@ -1,6 +1,7 @@
 """The report shows what the logs say, whatever they hold; in a browser it draws, answers to the mouse and sorts."""
 
 import functools
+import itertools
 import json
 import math
 import pathlib
@@ -20,7 +21,8 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.runtime import report, transcripts, writers
+from jaxrl_llm.runtime import events, report, transcripts, writers
+from jaxrl_llm.runtime.events import Edge
 
 ROOT = pathlib.Path(__file__).parents[1]
 HOSTILE = '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">{{data}}<!-- <script>'
@@ -613,6 +615,94 @@ def test_trainer_against_sampler_over_steps_and_by_token(browser, differing):
   for token, names in ((first, []), (second, ['sampler logprob', 'trainer logprob', 'trainer − sampler'])):
     ActionChains(browser).move_to_element(token).perform()
     assert texts(browser, '#tip .row span') == ['advantage', *names]
+
+
+@pytest.fixture(scope='module')
+def timed(small, tmp_path_factory):
+  """The small run with events of its steps 29 to 32, 0.1 s each: four groups of 10 to 40 ms, then 40 ms of training."""
+  run = tmp_path_factory.mktemp('runs') / 'timed'
+  shutil.copytree(small, run)
+  now = 0.0
+  log = events.EventLog(run, attempt=0, step=28, clock=lambda: now)
+  for step in range(4):
+    now = 0.1 * step
+    groups = [log.request(Edge.ROLLOUT, group=f'grpo/{HOSTILE}/{i}', count=8) for i in range(4)]
+    for i, group in enumerate(groups):
+      now = 0.1 * step + 0.01 * (i + 1)
+      log.reply(group, count=8)
+      log.message(Edge.TASK, group=f'g/{i}')
+    log.reply(log.request(Edge.FETCH, source='rollouts'), count=32)
+    now = 0.1 * step + 0.06
+    data = log.request(Edge.TRAINING_DATA, batch=29 + step, count=32)
+    now = 0.1 * step + 0.1
+    log.reply(data)
+    log.advance(29 + step)
+  log.request(Edge.ROLLOUT, group='never answered', count=8)
+  now = 0.5
+  log.reply(log.request(Edge.COMMIT, commit=32))
+  log.close()
+  return run
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+def test_the_timeline_draws_each_exchange_where_it_was_and_names_it(browser, timed, scheme):
+  opened(browser, timed, scheme=scheme)
+  bars = lambda edge: browser.find_elements(By.CSS_SELECTOR, f'.timeline rect[data-edge={edge}]')
+  click(browser, '#timeline button[data-value="1"]')
+  # The last step with what follows it: 0.1 s, and 0.1 s to the commit.
+  assert len(bars('rollout')) == 5 and len(bars('training_data')) == 1
+  assert texts(browser, '#timeline .bar .muted') == ['step 32: 200 ms']
+  lengths = sorted(
+    float(bar.get_attribute('width')) for bar in bars('rollout') if 'unanswered' not in bar.get_attribute('class')
+  )
+  (train,) = (float(bar.get_attribute('width')) for bar in bars('training_data'))
+  assert [length / train for length in lengths] == pytest.approx([0.25, 0.5, 0.75, 1.0], abs=0.02)
+  heads = [text for text in texts(browser, '.timeline svg > text') if text.startswith(('step', 'idle:'))]
+  assert heads == ['step 32 · 100 ms', 'idle: trainer 60 %, rollout 60 %']
+  longest = max(bars('rollout')[:4], key=lambda bar: float(bar.get_attribute('width')))
+  browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", longest)
+  ActionChains(browser).move_to_element(longest).perform()
+  wait(browser, lambda: one(browser, '#tip').is_displayed())
+  assert texts(browser, '#tip > div')[:2] == ['rollout · 40 ms', 'master → rollout']
+  facts = dict(zip(texts(browser, '#tip .row span'), texts(browser, '#tip .row b')))
+  lines, _ = writers.read_jsonl(timed / events.FILE)
+  (reply,) = (row for row in lines if row.get('of') == int(facts['request']))
+  assert reply['id'] == int(facts['reply']) and facts['group'] == f'grpo/{HOSTILE}/3' and facts['count'] == '8'
+  (never,) = (bar for bar in bars('rollout') if 'unanswered' in bar.get_attribute('class'))
+  ActionChains(browser).move_to_element(never).perform()
+  wait(browser, lambda: texts(browser, '#tip > div')[0] == 'rollout · no reply')
+  click(browser, '#timeline .bar > button')
+  assert texts(browser, '#timeline .bar .muted') == ['step 31: 100 ms'] and len(bars('rollout')) == 4
+  click(browser, '#timeline button[data-value="4"]')
+  assert len(bars('rollout')) == 17 and len(bars('training_data')) == 4
+  # A lane has a row for each of the four groups that overlap, and none of a row do.
+  boxes = [
+    (float(b.get_attribute('y')), float(b.get_attribute('x')), float(b.get_attribute('width'))) for b in bars('rollout')
+  ]
+  assert len({y for y, _, _ in boxes}) == 4
+  for y, x, width in boxes:
+    assert all(x + width <= other + 0.1 or other <= x for row, other, _ in boxes if row == y)
+  path = one(browser, '[data-chart="Idle share"] path.raw[data-key="idle/rollout"]').get_attribute('d')
+  assert len(re.findall('[ML]', path)) == 4
+  assert browser.execute_script('return window.hacked') is None and browser.get_log('browser') == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('width', [1280, 800, 480])
+def test_the_timeline_fits_its_card(browser, timed, width):
+  opened(browser, timed, width=width)
+  outside = """
+    return [...document.querySelectorAll('.timeline svg text, .timeline rect[data-span]')].filter((node) => {
+      const box = node.getBoundingClientRect(), card = node.closest('.card').getBoundingClientRect();
+      return box.left < card.left || box.right > card.right || box.bottom > card.bottom || box.top < card.top;
+    }).map((node) => node.outerHTML)"""
+  assert browser.execute_script(outside) == []
+  for row in ('2', '27'):  # neither of the two lines above the lanes overlaps itself
+    heads = "return [...document.querySelectorAll(`.timeline svg > text[y='12'], .timeline svg > text[y='27']`)]"
+    boxes = browser.execute_script(f'{heads}.map((n) => [n.getAttribute("y"), n.getBBox().x, n.getBBox().width])')
+    line = sorted((x, length) for y, x, length in boxes if y == row)
+    assert all(x + length <= after for (x, length), (after, _) in itertools.pairwise(line))
 
 
 @pytest.mark.full

@@ -46,6 +46,7 @@ from jaxrl_llm.rewards.verifier import verifier_scorer
 from jaxrl_llm.rollout.api import Engine
 from jaxrl_llm.rollout.workflow import SingleTurn
 from jaxrl_llm.runtime.checkpoint import Checkpoints
+from jaxrl_llm.runtime.events import SILENT, EventLog, Events
 from jaxrl_llm.runtime.machine import CompilationCounter, Heartbeat
 from jaxrl_llm.runtime.phases import PhaseManager
 from jaxrl_llm.runtime.progress import ProgressDisplay
@@ -110,13 +111,21 @@ class Host:
       await self.scorers.close()
       self.logs.metrics.close()
       self.store.close()
+      self.logs.events.close()
 
 
 def open_host(
-  config: Config, workdir: pathlib.Path, prepared: Prepared, stages: tuple[Stage, ...], device: DeviceThread, host: Any
+  config: Config,
+  workdir: pathlib.Path,
+  prepared: Prepared,
+  stages: tuple[Stage, ...],
+  device: DeviceThread,
+  attempt: int,
+  host: Any,
 ) -> Host:
   """Opens what process 0 writes to and rolls out with, as the commit `host` (None: no commit) left it."""
   step = host['step'] if host else 0
+  events = EventLog(workdir, attempt=attempt, step=step)
   store = open_store(workdir / 'replay', synchronous='normal')
   store.recover(step)
   engine = build_engine(config, workdir, prepared, device) if config.generates else None
@@ -146,15 +155,16 @@ def open_host(
     progress=ProgressDisplay({stage.name: stage.end - stage.start for stage in stages}),
     store=store,
     batches={
-      stage.name: _batches(config, stage_config, stage, workdir, prepared, store, scorers, workflow, explorers)
+      stage.name: _batches(config, stage_config, stage, workdir, prepared, store, scorers, workflow, explorers, events)
       for stage_config, stage in zip(config.stages, stages, strict=True)
       if stage.end > step
     },
-    evaluator=Evaluator(workflow=workflow, scorers=scorers, rewards=config.rewards),
+    evaluator=Evaluator(workflow=workflow, scorers=scorers, rewards=config.rewards, events=events),
     suites=prepared.suites,
     token_text=prepared.tokenizer.token_text,
     machine_metrics=machine_metrics,
     mismatch=config.rollout.mismatch,
+    events=events,
   )
   if host and host['stage'] in logs.batches:
     logs.batches[host['stage']].restore(host['batches'])
@@ -171,6 +181,7 @@ def _batches(
   scorers: ScorerPool,
   workflow: SingleTurn,
   explorers: list[Explorer],
+  events: Events,
 ) -> Batches:
   seed = config.seed
   if stage_config.preferences is not None:
@@ -178,10 +189,11 @@ def _batches(
     rows = stage_config.sequences_per_batch
     stream = RowStream(workdir, static_file(stage_config), rows=rows, seed=seed, unit=2)
     held_out = all_rows(workdir, preferences_file(pairs.held_out)) if pairs.held_out is not None else ()
-    return StreamBatches(stream, held_out)
+    return StreamBatches(stream, held_out, events=events)
   if stage_config.demonstrations is not None:
     file = static_file(stage_config)
-    return StreamBatches(RowStream(workdir, file, rows=stage_config.sequences_per_batch, seed=seed))
+    stream = RowStream(workdir, file, rows=stage_config.sequences_per_batch, seed=seed)
+    return StreamBatches(stream, events=events)
   tasksets = [prepared.tasksets[name] for name in stage_config.tasksets]
   sampler = TaskSampler(tasksets, stage_config.sampler, seed=config.seed)
   gate = Gate(bound=stage_config.bound, groups_per_batch=stage_config.groups_per_batch, batches=stage_config.steps)
@@ -203,17 +215,20 @@ def _batches(
     rewards=config.rewards,
     store=store,
     gate=gate,
+    events=events,
   )
   explorers.append(explorer)
-  rollouts = RolloutBatches(explorer, store, sampler, gate)
+  rollouts = RolloutBatches(explorer, store, sampler, gate, events=events)
   if stage_config.experts is None:
     return rollouts
   usual = stage_config.groups_per_batch * stage_config.group_size
   stream = RowStream(workdir, demonstrations_file(stage.name), rows=stage_config.sequences - usual, seed=seed)
-  return MixedBatches(rollouts, StreamBatches(stream))
+  return MixedBatches(rollouts, StreamBatches(stream, events=events))
 
 
-def build_publisher(config: Config, model: Model, mesh: Mesh, engine: Engine | None, device: DeviceThread) -> Publisher:
+def build_publisher(
+  config: Config, model: Model, mesh: Mesh, engine: Engine | None, device: DeviceThread, events: Events = SILENT
+) -> Publisher:
   """Brings process 0's `engine` to what all processes hold."""
   longest = config.rollout.max_prompt_length + config.rollout.max_response_length
   apart = publishes_adapters(config)
@@ -223,6 +238,7 @@ def build_publisher(config: Config, model: Model, mesh: Mesh, engine: Engine | N
     device,
     prober=Prober(model, mesh, max_length=longest) if needs_proof(config) else None,
     changing=(lambda params: lora.split(params, model.spec, model.options)[0]) if apart else lambda params: params,
+    events=events,
   )
 
 
@@ -244,7 +260,8 @@ def build_parts(
 ) -> Parts:
   """The loop's parts; `host` is process 0's and None elsewhere, `base` the digest of what adapters stand on."""
   phases, critic = PhaseManager(), critic_model(model)
-  publisher = build_publisher(config, model, mesh, host.engine if host else None, device)
+  events = host.logs.events if host else SILENT
+  publisher = build_publisher(config, model, mesh, host.engine if host else None, device, events)
   loader = RowLoader(workdir, mesh)
 
   async def enter_stage(stage: Stage, state: LoopState) -> tuple[StageTrainer, LoopState]:
@@ -289,4 +306,5 @@ def build_parts(
     ),
     batches=dict(host.logs.batches) if host else {},
     attempt=attempt,
+    events=events,
   )

@@ -96,7 +96,9 @@ async def run(config: Config, path: pathlib.Path) -> int:
     Console(highlight=False).print(held_table(mesh, held(stages, model, critic_model(model), mesh)))
   committed = checkpoints.host(setting.step) if setting.step else None
   state, base = await device.run(committed_state, config, setting.step, stages, checkpoints, model, mesh)
-  host = open_host(config, path, prepared, stages, device, committed) if coordinator.leads else None
+  host = None
+  if coordinator.leads:
+    host = open_host(config, path, prepared, stages, device, setting.attempt, committed)
   parts = build_parts(
     config,
     path,

@@ -17,6 +17,7 @@ from jaxrl_llm.rewards.api import Attempt, RewardsConfig, combine
 from jaxrl_llm.rewards.pool import ScorerPool
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.workflow import SingleTurn
+from jaxrl_llm.runtime.events import SILENT, Edge, Events
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,11 +112,12 @@ def response_metrics(suite: SuiteConfig, rows: Sequence[Row]) -> dict[str, float
 class Evaluator:
   """Runs suites on whatever version the engine serves."""
 
-  def __init__(self, *, workflow: SingleTurn, scorers: ScorerPool, rewards: RewardsConfig):
-    self._workflow, self._scorers, self._rewards = workflow, scorers, rewards
+  def __init__(self, *, workflow: SingleTurn, scorers: ScorerPool, rewards: RewardsConfig, events: Events = SILENT):
+    self._workflow, self._scorers, self._rewards, self._events = workflow, scorers, rewards, events
 
   async def run(self, suite: SuiteConfig, tasks: Sequence[Task]) -> tuple[dict[str, float], list[Row]]:
     """(metrics, rows): metrics by their field names, rows as they are written to `evals/`."""
+    asked = self._events.request(Edge.SUITE, suite=suite.name, count=len(tasks))
     greedy = await self._attempts(suite, tasks, samples=1, sampling=Sampling(temperature=0.0), mode='greedy')
     metrics = greedy_metrics(suite, greedy)
     rows = [row for task_rows in greedy for row in task_rows]
@@ -123,6 +125,7 @@ class Evaluator:
       sampled = await self._attempts(suite, tasks, samples=suite.samples, sampling=suite.sampling, mode='sample')
       metrics |= sampled_metrics(suite, sampled)
       rows += [row for task_rows in sampled for row in task_rows]
+    self._events.reply(asked, count=len(rows))
     return metrics | response_metrics(suite, rows), rows
 
   async def _attempts(self, suite, tasks, *, samples: int, sampling: Sampling, mode: str) -> list[list[Row]]:

@@ -39,6 +39,7 @@ from jaxrl_llm.rewards.api import Attempt, RewardsConfig, combine
 from jaxrl_llm.rewards.pool import ScorerPool
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.workflow import SingleTurn
+from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.tasks.sampler import TaskSampler
 
 _TIMEOUT, _STRAGGLER = 'timeout', 'straggler'
@@ -108,10 +109,12 @@ class Explorer:
     rewards: RewardsConfig,
     store: ReplayStore,
     gate: Gate,
+    events: Events = SILENT,
   ):
     self._config, self._stage = config, stage
     self._workflow, self._sampler, self._scorers, self._rewards = workflow, sampler, scorers, rewards
     self._store, self._gate = store, gate
+    self._events = events
     self._step = 0
     self._started = 0
     self.clock_decisions = 0
@@ -142,8 +145,10 @@ class Explorer:
       self._running.cancel()
       await asyncio.gather(self._running, return_exceptions=True)
       self._running = None
-      own = [entry.uid for entry in self._store.live() if entry.attempt == self._store.attempt]
-      self._store.drop(own, 'given up', self._step)
+      own = [entry for entry in self._store.live() if entry.attempt == self._store.attempt]
+      self._store.drop([entry.uid for entry in own], 'given up', self._step)
+      for group in dict.fromkeys(entry.group_id for entry in own):
+        self._events.message(Edge.DROP, group=group, reason='given up')
 
   def advance(self, step: int, served: int) -> None:
     """`step` batches of the run are complete; the engines serve the weights after `served` batches of this stage."""
@@ -221,10 +226,14 @@ class Explorer:
   def _start(self, groups: asyncio.TaskGroup, draws: Mapping[int, tuple[Task, int]]) -> None:
     self._store.issue([row for task, visit in draws.values() for row in self._issued(task, visit)], self._step)
     for number, (task, visit) in draws.items():
+      self._events.message(Edge.TASK, group=self._name(task, visit))
       groups.create_task(self._group(number, task, visit))
 
+  def _name(self, task: Task, visit: int) -> str:
+    return f'{self._stage}/{task.uid}/{visit}'
+
   def _issued(self, task: Task, visit: int) -> list[Issue]:
-    group = f'{self._stage}/{task.uid}/{visit}'
+    group = self._name(task, visit)
     return [
       Issue(uid=f'{group}/{i}', group_id=group, task_id=task.uid, visit=visit) for i in range(self._config.group_size)
     ]
@@ -303,11 +312,13 @@ class Explorer:
     issued = self._issued(task, visit)
     self._store.drop([row.uid for row in issued], reason, self._step)
     self._counts[f'dropped/{reason}'] += len(issued)
-    self._drop_group(number, f'task {task.uid} took too long ({reason}, limits {self._config.limits})')
+    self._drop_group(number, reason, f'task {task.uid} took too long ({reason}, limits {self._config.limits})')
     self._progress.set()
 
   async def _attempts(self, task: Task, visit: int) -> list[Scored]:
     """The group's samples: each is scored the moment it ends, all are joined here."""
+    name, count = self._name(task, visit), self._config.group_size
+    rollout, score = self._events.request(Edge.ROLLOUT, group=name, count=count), None
     async with asyncio.TaskGroup() as scoring:
       pending = []
       runs = self._workflow.run(
@@ -318,7 +329,10 @@ class Explorer:
         sampling=Sampling(temperature=self._config.temperature),
       )
       async for sample, completion in runs:
+        score = score or self._events.request(Edge.EVAL, group=name, count=count)
         pending.append(scoring.create_task(self._score(sample, task, completion)))
+      self._events.reply(rollout, count=len(pending))
+    self._events.reply(score, count=len(pending))
     return sorted((p.result() for p in pending), key=lambda m: m.sample.sample_index)
 
   async def _score(self, sample: Sample, task: Task, completion: str) -> Scored:
@@ -344,6 +358,7 @@ class Explorer:
     admitted = dict.fromkeys(c.scored.sample.uid for c in chosen)
     left = [m.sample.uid for m in verified.members if m.sample.uid not in admitted]
     dropped = {'unscorable': unscorable, **verified.dropped, 'not_selected': left}
+    asked = self._events.request(Edge.STORE, group=members[0].sample.group_id, count=len(members))
     with self._store.transaction():
       self._store.append([m.sample for m in members], self._step)
       self._store.score([s for m in members for s in m.scores], self._step)
@@ -352,16 +367,19 @@ class Explorer:
       for reason, uids in dropped.items():
         if uids:
           self._store.drop(uids, reason.replace('_', ' '), self._step)
+    self._events.reply(asked, admitted=len(admitted))
     self._counts.update({f'dropped/{reason}': len(uids) for reason, uids in dropped.items()})
     self._counts.update({f'processors/{name}': count for name, count in verified.counts.items()})
     if chosen:
       self._groups[number] = chosen
     else:
-      self._drop_group(number, self._why(members))
+      self._drop_group(number, 'nothing to learn from', self._why(members))
     self._progress.set()
 
-  def _drop_group(self, number: int, why: str) -> None:
-    del self._groups[number], self._drawn[number]
+  def _drop_group(self, number: int, reason: str, why: str) -> None:
+    task, visit = self._drawn.pop(number)
+    del self._groups[number]
+    self._events.message(Edge.DROP, group=self._name(task, visit), reason=reason)
     self._counts['dropped/groups'] += 1
     if self._counts['dropped/groups'] > self._config.max_dropped_groups:
       raise RunError(

@@ -25,6 +25,7 @@ from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.runtime.checkpoint import Checkpoints
+from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.runtime.machine import fingerprint
 from jaxrl_llm.runtime.metrics import resolve
 from jaxrl_llm.runtime.phases import PhaseManager
@@ -52,6 +53,7 @@ class Logs:
   machine_metrics: Callable[[], dict[str, float]]
   """Metrics of the process itself (heartbeat, compilations, decisions taken by a clock)."""
   mismatch: MismatchConfig = MismatchConfig()
+  events: Events = SILENT
 
 
 class RunKeeper:
@@ -84,6 +86,7 @@ class RunKeeper:
     self._publisher, self._checkpoints, self._attempt = publisher, checkpoints, attempt
     self._stop, self._logs, self._generates, self._best = stop, logs, generates, best
     self._base = base
+    self._events = logs.events if logs is not None else SILENT
     self._warned: dict[str, int] = {}
     """Budget to the step of its last note."""
 
@@ -171,6 +174,7 @@ class RunKeeper:
 
   async def _commit(self, state: LoopState, stage: Stage) -> None:
     host: Any = None
+    asked = self._events.request(Edge.COMMIT, commit=state.step)
     if self._logs is not None:
       self._logs.store.flush()
       host = {
@@ -191,5 +195,6 @@ class RunKeeper:
     best = self._best[1] if self._best else None
     with self._phases.timed('save_checkpoint'):
       await self._device.run(self._checkpoints.save, state.step, arrays, host, best=best)
+    self._events.reply(asked)
     if self._logs is not None:
       self._logs.store.prune(min(self._checkpoints.steps()))

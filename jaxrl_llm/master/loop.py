@@ -13,6 +13,7 @@ from jaxrl_llm.learner.state import Learned
 from jaxrl_llm.master.stage import Batches, Planner
 from jaxrl_llm.master.trainer import Batch, Stage, StageTrainer, Updated
 from jaxrl_llm.parallel.coordinator import Coordinator
+from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.runtime.phases import Phase, PhaseManager
 from jaxrl_llm.sync.full import Publisher
 
@@ -59,6 +60,7 @@ class Parts:
   planner: Planner | None
   batches: dict[str, Batches]
   attempt: int
+  events: Events = SILENT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +94,16 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
         if plan.stop:
           state = dataclasses.replace(state, stop=plan.stop)
           break
+        data = parts.events.request(Edge.TRAINING_DATA, batch=state.step + 1, count=len(plan.rows))
         async with parts.phases.enter(Phase.INFERENCE):
           batch = await trainer.annotate(state.learned, plan)
         async with parts.phases.enter(Phase.TRAIN):
+          update = parts.events.request(Edge.GRADIENT_UPDATE, batch=state.step + 1, updates=len(plan.optimizer_steps))
           learned, updated = await trainer.update(state.learned, batch)
+          parts.events.reply(update, moved=updated.moved)
+        parts.events.reply(data)
         step = state.step + 1
+        parts.events.advance(step)
         moved = step if updated.moved else state.moved
         state = dataclasses.replace(state, learned=learned, step=step, moved=moved, evaluated=False)
       state = await parts.keeper.after_step(state, stage, batch, updated)

@@ -18,6 +18,7 @@ from jaxrl_llm.master.selection import Chosen, Scored
 from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.segments import Ref
+from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.tasks.sampler import TaskSampler
 
 SEALED = 'replay/segments'
@@ -57,8 +58,8 @@ class StreamBatches:
 
   explores = False
 
-  def __init__(self, stream: RowStream, held_out: tuple[Row, ...] = ()):
-    self._stream, self.held_out = stream, held_out
+  def __init__(self, stream: RowStream, held_out: tuple[Row, ...] = (), *, events: Events = SILENT):
+    self._stream, self.held_out, self._events = stream, held_out, events
     self._before: Any = None
 
   @contextlib.asynccontextmanager
@@ -69,7 +70,10 @@ class StreamBatches:
     self._before = self._stream.state()
 
   async def next(self, step: int) -> tuple[list[Row], dict[str, int]]:
-    return self._stream.next(), {}
+    asked = self._events.request(Edge.FETCH, source='static')
+    rows = self._stream.next()
+    self._events.reply(asked, count=len(rows))
+    return rows, {}
 
   def taken(self) -> dict[str, Scored]:
     return {}
@@ -90,8 +94,11 @@ class RolloutBatches:
   explores = True
   held_out: tuple[Row, ...] = ()
 
-  def __init__(self, explorer: Explorer, store: ReplayStore, sampler: TaskSampler, gate: Gate):
+  def __init__(
+    self, explorer: Explorer, store: ReplayStore, sampler: TaskSampler, gate: Gate, *, events: Events = SILENT
+  ):
     self._explorer, self._store, self._sampler, self._gate = explorer, store, sampler, gate
+    self._events = events
     self._taken: dict[str, Scored] = {}
     self._completed = self._now()
     """The state when the last batch was completed."""
@@ -106,7 +113,9 @@ class RolloutBatches:
   async def next(self, step: int) -> tuple[list[Row], dict[str, int]]:
     batch, counts = await self._explorer.collect()
     self._taken = {chosen.scored.sample.uid: chosen.scored for chosen in batch}
+    asked = self._events.request(Edge.FETCH, source='rollouts')
     places = await asyncio.to_thread(self._store.seal, [*self._taken], step)
+    self._events.reply(asked, count=len(places))
     return [rollout_row(chosen, places[chosen.scored.sample.uid]) for chosen in batch], counts
 
   def taken(self) -> dict[str, Scored]:

@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.runtime import metrics, transcripts, writers
+from jaxrl_llm.runtime import events, metrics, timeline, transcripts, writers
 from jaxrl_llm.runtime.transcripts import is_number, short
 
 ASSETS = pathlib.Path(__file__).parent / 'report'
-SCRIPTS = ('dom.js', 'charts.js', 'rollouts.js', 'mismatch.js', 'page.js')
+SCRIPTS = ('dom.js', 'charts.js', 'rollouts.js', 'mismatch.js', 'timeline.js', 'page.js')
 
 MAX_POINTS = 2000
 """Points kept of a longer curve: the smallest and the largest of each of MAX_POINTS / 2 equal stretches."""
@@ -72,16 +72,25 @@ def payload(workdir: pathlib.Path) -> Row:
   series = _series(rows, stages)
   rollouts, corrupt_rollouts = transcripts.rollouts(workdir, stages)
   answers, corrupt_answers = transcripts.answers(workdir, stages)
+  messages = timeline.load(workdir / events.FILE)
+  unreadable = {
+    log.name: corrupt,
+    'rollouts': corrupt_rollouts,
+    'evals': corrupt_answers,
+    events.FILE: messages.unreadable,
+  }
   return {
     'name': workdir.resolve().name,
     'subtitle': ' → '.join(f'{s["name"]} {s["steps"]:,} steps' for s in stages),
     'stages': stages,
     'summary': _summary(rows, stages),
-    'warnings': _warnings(rows, {log.name: corrupt, 'rollouts': corrupt_rollouts, 'evals': corrupt_answers}),
+    'warnings': _warnings(rows, unreadable),
     'series': series,
     'descriptions': {key: text for key in series if (text := metrics.describe(key))},
     'evaluations': _evaluations(rows, stages),
     'answers': answers,
+    'timeline': timeline.payload(messages),
+    'idle': _idle(messages.steps, stages),
     'rollouts': rollouts,
     'config': _config(workdir / 'config.json'),
   }
@@ -135,6 +144,17 @@ def _series(rows: list[Row], stages: list[Row]) -> dict[str, Row]:
       xs, ys, of = zip(*_thinned(sorted(values, key=lambda p: p[0])))
       series[key] = {'x': xs, 'y': ys, 'stage': of}
   return series
+
+
+def _idle(steps: list[timeline.Step], stages: list[Row]) -> dict[str, Row]:
+  """A curve per role: its idle share over the steps."""
+  points: dict[str, list[tuple[int, float | int | None, int]]] = {}
+  for step in steps:
+    stage = max((i for i, s in enumerate(stages) if s['start'] < step.number), default=0)
+    for role, share in step.idle.items():
+      points.setdefault(role, []).append((step.number, short(share), stage))
+  curves = {role: zip(*_thinned(values)) for role, values in points.items()}
+  return {role: dict(zip(('x', 'y', 'stage'), columns)) for role, columns in curves.items()}
 
 
 def _thinned(points: list[tuple[int, float | int | None, int]]) -> list[tuple[int, float | int | None, int]]:

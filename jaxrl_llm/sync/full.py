@@ -16,6 +16,7 @@ from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.rules import replicated
 from jaxrl_llm.rollout.api import Engine, Weights
+from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.sync.probe import Prober
 
 
@@ -68,6 +69,7 @@ class Publisher:
     *,
     prober: Prober | None = None,
     changing: Callable[[Params], Params] = lambda params: params,
+    events: Events = SILENT,
   ):
     """
     Args:
@@ -76,7 +78,7 @@ class Publisher:
       changing: what of the parameters the engine is sent after it has had all of them once.
     """
     self._engine, self._device, self._gatherer, self._prober = engine, device, gatherer, prober
-    self._changing = changing
+    self._changing, self._events = changing, events
     self._served: Version | None = None
     self._moved: int | None = None
 
@@ -93,9 +95,11 @@ class Publisher:
     """
     if version == self._served:
       return
+    asked = self._events.request(Edge.WEIGHTS, version=str(version))
     if self._served is not None and moved == self._moved:
       if self._engine is not None:
         await self._engine.relabel(version)
+      self._events.reply(asked, how='relabelled')
       self._served = version
       return
     probe = await self._device.run(self._prober.probe, params) if self._prober is not None else None
@@ -104,4 +108,5 @@ class Publisher:
       await self._device.run(self._gatherer.take_part, sent)
     else:
       await self._engine.load(Weights(version=version, leaves=self._gatherer.leaves(sent), probe=probe))
+    self._events.reply(asked, how='loaded')
     self._served, self._moved = version, moved

@@ -174,7 +174,7 @@ function section(title, id, ...children) {
 }
 
 function page() {
-  const sections = [curves(), evaluation(), mismatch(), rollouts(), configuration()].filter(Boolean);
+  const sections = [curves(), evaluation(), mismatch(), timeline(), rollouts(), configuration()].filter(Boolean);
   const tiles = DATA.summary.map((tile) => element('div', { class: 'tile card' }, element('div', { class: 'label' }, tile.label),
     element('div', { class: 'value' }, tile.value), element('div', { class: 'detail' }, tile.detail)));
   const warnings = DATA.warnings.length ? element('div', { class: 'warnings card', role: 'status' }, ...DATA.warnings.map((w) => element('div', {}, w))) : null;

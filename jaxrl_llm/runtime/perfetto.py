@@ -1,0 +1,75 @@
+"""A run's events as a trace that ui.perfetto.dev and chrome://tracing open.
+
+A process for each attempt. A lane of the timeline is one thread, or as many as it takes for no two spans of a thread to
+overlap; who asks has a thread of its own, with a mark where a request leaves and where its reply arrives, and an arrow
+leads from the first through the span to the second.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.runtime import events
+from jaxrl_llm.runtime.events import EDGES
+from jaxrl_llm.runtime.timeline import Span, load, rows
+
+FILE = 'perfetto.json'
+MARK_US = 1.0
+"""A mark is a span of this length: arrows start and end in spans only."""
+
+Row = dict[str, Any]
+
+
+def write(workdir: pathlib.Path, target: pathlib.Path | None = None) -> pathlib.Path:
+  """Writes `<workdir>/perfetto.json` (or `target`) from the run's events and returns its path."""
+  source, path = workdir / events.FILE, target or workdir / FILE
+  if not source.is_file():
+    raise UserError(f'--workdir={workdir}: has no {events.FILE}; give the directory of a run that has started')
+  document = {'displayTimeUnit': 'ms', 'traceEvents': trace(load(source).spans)}
+  temporary = path.with_name(path.name + '.tmp')
+  try:
+    temporary.write_text(json.dumps(document, separators=(',', ':')), encoding='utf-8')
+    temporary.replace(path)
+  except OSError as error:
+    raise UserError(f'--perfetto={path}: {error.strerror}; name a file that can be written') from error
+  return path
+
+
+def trace(spans: list[Span]) -> list[Row]:
+  """Trace events of a timeline's spans. Times are microseconds since the first of them."""
+  zero = min((span.start for span in spans), default=0.0)
+  threads: dict[tuple[int, str], int] = {}
+  found: list[Row] = []
+
+  def thread(attempt: int, name: str) -> Row:
+    known = (attempt, name) in threads
+    place = {'pid': attempt + 1, 'tid': threads.setdefault((attempt, name), len(threads) + 1)}
+    if not known:
+      found.append({'ph': 'M', 'name': 'process_name', **place, 'args': {'name': f'attempt {attempt}'}})
+      found.append({'ph': 'M', 'name': 'thread_name', **place, 'args': {'name': name}})
+    return place
+
+  for flow, (span, row) in enumerate(zip(spans, rows(spans)), start=1):
+    ends, start = EDGES[span.edge], round((span.start - zero) * 1e6, 3)
+    end = round((span.end - zero) * 1e6, 3)
+    asker = thread(span.attempt, f'{ends.source}: messages')
+    common = {'name': span.edge, 'cat': 'event'}
+    args = {'step': span.step, 'id': span.id, **span.fields}
+    found.append({**common, 'ph': 'X', **asker, 'ts': start, 'dur': MARK_US, 'args': args})
+    if not ends.answered:
+      continue
+    lane = thread(span.attempt, ends.lane if row == 0 else f'{ends.lane} {row + 1}')
+    if span.unanswered:
+      args = {**args, 'unanswered': True}
+    else:
+      args = {**args, 'reply': span.reply}
+      found.append({**common, 'ph': 'X', **asker, 'ts': end, 'dur': MARK_US, 'args': args})
+      arrow = {**common, 'id': flow}
+      found.append({**arrow, 'ph': 's', **asker, 'ts': start})
+      found.append({**arrow, 'ph': 't', **lane, 'ts': start})
+      found.append({**arrow, 'ph': 'f', 'bp': 'e', **asker, 'ts': end})
+    found.append({**common, 'ph': 'X', **lane, 'ts': start, 'dur': max(MARK_US, round(end - start, 3)), 'args': args})
+  return found

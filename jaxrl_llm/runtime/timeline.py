@@ -1,0 +1,199 @@
+"""What went on when: the exchanges of events.jsonl as spans on lanes, and how long trainer and rollout were idle.
+
+A step reaches from the end of one batch's training to the end of the next one's: evaluation and commit of the batch
+before, publishing, rollout, training. The first one of an attempt begins with the attempt's first event.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import heapq
+import json
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.runtime.events import EDGES, Edge, read
+
+BUSY = {'trainer': {Edge.TRAINING_DATA, Edge.COMMIT}, 'rollout': {Edge.ROLLOUT, Edge.SUITE}}
+"""A role is idle while none of these is under way."""
+LANES = ('trainer', 'rollout', 'reward models', 'replay buffer', 'weights', 'taskset', 'checkpoints')
+"""In the order in which they are drawn."""
+MAX_STEPS = 12
+"""Steps that a report shows one by one."""
+MAX_SPANS = 4000
+"""Spans that a report draws at most; for their sake it shows fewer steps, then fewer spans."""
+
+
+class Span(NamedTuple):
+  """An exchange from request to reply, or a message."""
+
+  edge: Edge
+  attempt: int
+  step: int
+  """Completed batches at its request."""
+  id: int
+  reply: int | None
+  """Id of the reply; None for a message, and for a request that got none."""
+  start: float
+  end: float
+  """Seconds since 1970; that of the attempt's last event where no reply came."""
+  fields: Mapping[str, Json]
+
+  @property
+  def unanswered(self) -> bool:
+    return self.reply is None and EDGES[self.edge].answered
+
+
+class Step(NamedTuple):
+  """One batch of the run, under the attempt that made it last."""
+
+  number: int
+  """Completed batches at its end."""
+  attempt: int
+  start: float
+  end: float
+  idle: Mapping[str, float]
+  """Share of the step in which nothing of `BUSY` was under way, by role; rollout where the batch is of rollouts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+  spans: list[Span]
+  """By attempt, then by start."""
+  steps: list[Step]
+  unreadable: int
+  """Lines that are no events."""
+
+
+def load(path: pathlib.Path) -> Timeline:
+  """The timeline of an events.jsonl; an empty one where there is no such file."""
+  spans: list[Span] = []
+  asked: dict[tuple[int, int], int] = {}
+  begun: dict[int, float] = {}
+  ended: dict[int, float] = {}
+  unreadable = 0
+  for event in read(path) if path.is_file() else ():
+    if event is None:
+      unreadable += 1
+      continue
+    begun.setdefault(event.attempt, event.t)
+    ended[event.attempt] = event.t
+    if event.of is None:
+      if event.kind == 'request':
+        asked[event.attempt, event.id] = len(spans)
+      spans.append(Span(event.edge, event.attempt, event.step, event.id, None, event.t, event.t, event.fields))
+    elif (place := asked.pop((event.attempt, event.of), None)) is None:
+      unreadable += 1
+    else:
+      span = spans[place]
+      spans[place] = span._replace(reply=event.id, end=max(event.t, span.start), fields={**span.fields, **event.fields})
+  for place in asked.values():
+    spans[place] = spans[place]._replace(end=ended[spans[place].attempt])
+  spans.sort(key=lambda span: (span.attempt, span.start))
+  return Timeline(spans, _steps(spans, begun), unreadable)
+
+
+def _steps(spans: Sequence[Span], begun: Mapping[int, float]) -> list[Step]:
+  steps: list[Step] = []
+  explored = {(s.attempt, s.step) for s in spans if s.edge == Edge.FETCH and s.fields.get('source') == 'rollouts'}
+  busy = {
+    (attempt, role): _union((s.start, s.end) for s in spans if s.attempt == attempt and s.edge in edges)
+    for attempt in begun
+    for role, edges in BUSY.items()
+  }
+  for span in spans:
+    if span.edge != Edge.TRAINING_DATA or span.unanswered:
+      continue
+    number = span.step + 1
+    same = bool(steps) and steps[-1].attempt == span.attempt
+    start = steps[-1].end if same else begun[span.attempt]
+    while steps and steps[-1].number >= number:  # undone by a crash, and made again
+      steps.pop()
+    roles = BUSY if (span.attempt, span.step) in explored else ['trainer']
+    idle = {role: 1 - _share(busy[span.attempt, role], start, span.end) for role in roles}
+    steps.append(Step(number, span.attempt, start, span.end, idle))
+  return steps
+
+
+def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+  """Disjoint intervals, in order, that cover the same times. Those given are sorted by start."""
+  merged: list[tuple[float, float]] = []
+  for start, end in intervals:
+    if merged and start <= merged[-1][1]:
+      merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+    else:
+      merged.append((start, end))
+  return merged
+
+
+def _share(busy: Sequence[tuple[float, float]], start: float, end: float) -> float:
+  """Of [start, end]: how much the disjoint intervals cover."""
+  covered = 0.0
+  for i in range(bisect.bisect_right(busy, start, key=lambda interval: interval[1]), len(busy)):
+    if busy[i][0] >= end:
+      break
+    covered += min(busy[i][1], end) - max(busy[i][0], start)
+  return covered / (end - start) if end > start else 0.0
+
+
+def rows(spans: Sequence[Span]) -> list[int]:
+  """For each span the first row of its attempt's lane that is free then, so that none of a row overlap.
+
+  Args:
+    spans: sorted as a Timeline's are.
+  """
+  free: dict[tuple[int, str], list[int]] = {}
+  taken: dict[tuple[int, str], list[tuple[float, int]]] = {}
+  found = []
+  for span in spans:
+    lane = span.attempt, EDGES[span.edge].lane
+    ends, unused = taken.setdefault(lane, []), free.setdefault(lane, [])
+    while ends and ends[0][0] <= span.start:
+      heapq.heappush(unused, heapq.heappop(ends)[1])
+    row = heapq.heappop(unused) if unused else len(ends)
+    heapq.heappush(ends, (span.end, row))
+    found.append(row)
+  return found
+
+
+def payload(timeline: Timeline) -> dict[str, Any] | None:
+  """What the report draws of the last steps, and of what followed them; None for a run without steps.
+
+  Times are seconds from the start of the first step shown.
+  """
+  if not timeline.steps:
+    return None
+  attempt = timeline.steps[-1].attempt
+  steps = [step for step in timeline.steps[-MAX_STEPS:] if step.attempt == attempt]
+  spans = [span for span in timeline.spans if span.attempt == attempt and span.end >= steps[0].start]
+  while len(spans) > MAX_SPANS and len(steps) > 1:
+    steps = steps[1:]
+    spans = [span for span in spans if span.end >= steps[0].start]
+  zero, hidden = steps[0].start, max(0, len(spans) - MAX_SPANS)
+  spans = spans[:MAX_SPANS]
+  place = lambda start, end: {'t': round(start - zero, 6), 'd': round(end - start, 6)}
+  return {
+    'lanes': [lane for lane in LANES if any(EDGES[span.edge].lane == lane for span in spans)],
+    'edges': {edge: {'from': e.source, 'to': e.target, 'lane': e.lane, 'text': e.text} for edge, e in EDGES.items()},
+    'hidden': hidden,
+    'steps': [
+      {'n': s.number, **place(s.start, s.end), 'idle': {role: round(share, 4) for role, share in s.idle.items()}}
+      for s in steps
+    ],
+    'end': round(max(steps[-1].end, *(span.end for span in spans)) - zero, 6),
+    'spans': [
+      {
+        'e': s.edge,
+        'row': row,
+        **place(s.start, s.end),
+        'id': s.id,
+        'reply': s.reply,
+        'unanswered': s.unanswered,
+        'fields': {name: v if isinstance(v, str) else json.dumps(v) for name, v in s.fields.items()},
+      }
+      for s, row in zip(spans, rows(spans))
+    ],
+  }
