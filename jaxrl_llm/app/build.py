@@ -28,7 +28,7 @@ from jaxrl_llm.master.evaluation import Evaluator
 from jaxrl_llm.master.explorer import Explorer, ExplorerConfig
 from jaxrl_llm.master.gate import Gate
 from jaxrl_llm.master.keeper import Logs, RunKeeper
-from jaxrl_llm.master.loop import LoopState, Parts
+from jaxrl_llm.master.loop import EnterStage, LoopState, Parts
 from jaxrl_llm.master.stage import Batches, MixedBatches, Planner, RolloutBatches, StreamBatches
 from jaxrl_llm.master.trainer import Roles, Stage, StageTrainer
 from jaxrl_llm.models import lora
@@ -208,6 +208,30 @@ def build_publisher(config: Config, model: Model, mesh: Mesh, engine: Engine | N
   )
 
 
+def stage_entrance(
+  config: Config, workdir: pathlib.Path, *, model: Model, mesh: Mesh, device: DeviceThread, phases: PhaseManager
+) -> EnterStage:
+  """Enters stages that train on rows of the run in `workdir`."""
+  critic, loader = critic_model(model), RowLoader(workdir, mesh)
+
+  async def enter_stage(stage: Stage, state: LoopState) -> tuple[StageTrainer, LoopState]:
+    if state.step == stage.start:
+      state = await device.run(begin_stage, stage, config, state, mesh, critic)
+    has_critic = stage.algorithm.critic_loss is not None
+    trainer = StageTrainer(
+      stage,
+      roles=Roles(model, critic if has_critic else None),
+      mesh=mesh,
+      loader=loader,
+      device=device,
+      phases=phases,
+      learned=state.learned,
+    )
+    return trainer, state
+
+  return enter_stage
+
+
 def build_parts(
   config: Config,
   workdir: pathlib.Path,
@@ -225,25 +249,8 @@ def build_parts(
   base: str | None,
 ) -> Parts:
   """The loop's parts; `host` is process 0's and None elsewhere, `base` the digest of what adapters stand on."""
-  phases, critic = PhaseManager(), critic_model(model)
+  phases = PhaseManager()
   publisher = build_publisher(config, model, mesh, host.engine if host else None, device)
-  loader = RowLoader(workdir, mesh)
-
-  async def enter_stage(stage: Stage, state: LoopState) -> tuple[StageTrainer, LoopState]:
-    if state.step == stage.start:
-      state = await device.run(begin_stage, stage, config, state, mesh, critic)
-    has_critic = stage.algorithm.critic_loss is not None
-    trainer = StageTrainer(
-      stage,
-      roles=Roles(model, critic if has_critic else None),
-      mesh=mesh,
-      loader=loader,
-      device=device,
-      phases=phases,
-      learned=state.learned,
-    )
-    return trainer, state
-
   return Parts(
     stages=stages,
     coordinator=coordinator,
@@ -262,7 +269,7 @@ def build_parts(
       best=best,
       base=base,
     ),
-    enter_stage=enter_stage,
+    enter_stage=stage_entrance(config, workdir, model=model, mesh=mesh, device=device, phases=phases),
     planner=Planner(
       seed=config.seed,
       every_steps=config.checkpoint.every_steps,

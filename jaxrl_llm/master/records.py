@@ -10,10 +10,21 @@ import numpy as np
 
 from jaxrl_llm.batching.plan import StepPlan
 from jaxrl_llm.experience.sample import Finish
-from jaxrl_llm.master.mismatch import Pair
+from jaxrl_llm.master.mismatch import OVER_BUDGET, MismatchConfig, Pair, mismatch_metrics, over_budget
 from jaxrl_llm.master.selection import Scored
 from jaxrl_llm.master.trainer import Batch, Updated
-from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, mean_of, spread
+from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, mean_of, resolve, spread
+
+
+def step_metrics(
+  batch: Batch, updated: Updated, taken: Mapping[str, Scored], budgets: MismatchConfig
+) -> dict[str, float]:
+  """All that a step's row says of the plan, its samples and the policy; the rest of it are times and the host's own."""
+  row = resolve(updated.metrics | batch_metrics(batch, taken))
+  if taken:
+    measured = resolve(mismatch_metrics(logprob_pairs(batch, updated, taken)))
+    row |= {**measured, OVER_BUDGET: float(bool(over_budget(budgets, measured)))}
+  return row
 
 
 def batch_metrics(batch: Batch, taken: Mapping[str, Scored]) -> dict[str, Metric]:

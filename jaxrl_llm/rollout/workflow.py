@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import numpy as np
+from jaxtyping import Int
 
 from jaxrl_llm.experience.sample import Finish, Role, Sample, Segment, Source
 from jaxrl_llm.experience.task import Task
@@ -41,13 +42,12 @@ class SingleTurn:
     )
     async for index, completion in self._engine.generate(request):
       sample = rollout_sample(task, visit, index, prompt, completion, group=group, temperature=sampling.temperature)
-      yield sample, completion_text(self._tokenizer, completion)
+      yield sample, completion_text(self._tokenizer, completion.tokens, completion.finish)
 
 
-def completion_text(tokenizer: Tokenizer, completion: Completion) -> str:
+def completion_text(tokenizer: Tokenizer, tokens: Int[np.ndarray, '...'], finish: Finish) -> str:
   """What the policy said, without the token that ended it."""
-  tokens = completion.tokens[:-1] if completion.finish == Finish.STOP else completion.tokens
-  return tokenizer.decode([int(t) for t in tokens])
+  return tokenizer.decode([int(t) for t in (tokens[:-1] if finish == Finish.STOP else tokens)])
 
 
 def rollout_sample(
