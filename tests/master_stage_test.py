@@ -1,6 +1,7 @@
 """What process 0 decides for a step, and that a batch's state is as of the last completed batch whatever is drawn."""
 
 import asyncio
+import collections
 import contextlib
 import itertools
 import json
@@ -355,7 +356,7 @@ def test_a_mixed_batch_has_fixed_numbers_of_both_and_resumes_exactly(tmp_path, t
     judge = lambda attempt: None if exploration.number(attempt) == 1 else 1.0
     exploration = exploring.Exploration(tokenizer, store, judge)
     experts = StreamBatches(RowStream(tmp_path, source, rows=3, seed=5))
-    return MixedBatches(rollouts_of(exploration), experts), store
+    return MixedBatches(rollouts_of(exploration), experts, store), store
 
   async def step(batches, number):
     batches.advance(number, number)
@@ -375,7 +376,10 @@ def test_a_mixed_batch_has_fixed_numbers_of_both_and_resumes_exactly(tmp_path, t
       steps = [await step(batches, number) for number in range(4)]
     report = audit(store)
     assert report.ok and report.live == (), report.lines
-    assert report.states['trained'] == 4 * 4 and report.reasons == {'dropped(unscorable)': 2}
+    assert report.states['trained'] == 4 * 4 + 7 and report.reasons == {'dropped(unscorable)': 2}
+    assert report.partitions == {'usual': 4 * 4 + 2, 'expert': 7}
+    wanted = collections.Counter(f'mix/{uid}' for _, uids, _ in steps for uid in set(uids[4:]))
+    assert {uid: entry.uses for uid, entry in store.entries([*wanted]).items()} == wanted and max(wanted.values()) == 2
     assert steps[0][2]['dropped/groups'] == 1
     store.close()
     for number in (1, 2, 3):
@@ -397,7 +401,7 @@ def test_each_minibatch_has_its_share_of_both_kinds(tmp_path, tokenizer, minibat
     store = exploring.new_store(tmp_path / 'replay')
     exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0)
     experts = StreamBatches(RowStream(tmp_path, experts_file(tmp_path, tokenizer), rows=2, seed=5))
-    batches = MixedBatches(rollouts_of(exploration), experts)
+    batches = MixedBatches(rollouts_of(exploration), experts, store)
     planner = Planner(seed=0, every_steps=9, every_minutes=1e6, stop=asyncio.get_running_loop().create_future())
     async with batches.running():
       batches.advance(0, 0)

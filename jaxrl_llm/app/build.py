@@ -29,9 +29,9 @@ from jaxrl_llm.master.evaluation import Evaluator
 from jaxrl_llm.master.explorer import Explorer, ExplorerConfig
 from jaxrl_llm.master.gate import Gate
 from jaxrl_llm.master.keeper import Logs, RunKeeper
-from jaxrl_llm.master.loop import LoopState, Parts
+from jaxrl_llm.master.loop import EnterStage, LoopState, Parts
 from jaxrl_llm.master.processors import PROCESSORS, Processor, ProcessorConfig
-from jaxrl_llm.master.stage import Batches, MixedBatches, Planner, RolloutBatches, StreamBatches
+from jaxrl_llm.master.stage import Batches, MixedBatches, Past, Planner, RolloutBatches, StreamBatches
 from jaxrl_llm.master.trainer import Roles, Stage, StageTrainer
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import Model
@@ -126,7 +126,7 @@ def open_host(
   """Opens what process 0 writes to and rolls out with, as the commit `host` (None: no commit) left it."""
   step = host['step'] if host else 0
   events = EventLog(workdir, attempt=attempt, step=step)
-  store = open_store(workdir / 'replay', synchronous='normal')
+  store = open_store(workdir / 'replay', max_uses=config.max_uses, synchronous='normal')
   store.recover(step)
   engine = build_engine(config, workdir, prepared, device) if config.generates else None
   scorers = ScorerPool(build_scorers(config), config.rewards)
@@ -218,12 +218,16 @@ def _batches(
     events=events,
   )
   explorers.append(explorer)
-  rollouts = RolloutBatches(explorer, store, sampler, gate, events=events)
+  past = None
+  if stage_config.past is not None:
+    of = stage_config.past
+    past = Past(stage=stage.name, groups=of.groups, max_uses=of.max_uses, config=of.draw, seed=seed)
+  rollouts = RolloutBatches(explorer, store, sampler, gate, past=past, events=events)
   if stage_config.experts is None:
     return rollouts
-  usual = stage_config.groups_per_batch * stage_config.group_size
+  usual = stage_config.groups * stage_config.group_size
   stream = RowStream(workdir, demonstrations_file(stage.name), rows=stage_config.sequences - usual, seed=seed)
-  return MixedBatches(rollouts, StreamBatches(stream, events=events))
+  return MixedBatches(rollouts, StreamBatches(stream, events=events), store)
 
 
 def build_publisher(
@@ -240,6 +244,30 @@ def build_publisher(
     changing=(lambda params: lora.split(params, model.spec, model.options)[0]) if apart else lambda params: params,
     events=events,
   )
+
+
+def stage_entrance(
+  config: Config, workdir: pathlib.Path, *, model: Model, mesh: Mesh, device: DeviceThread, phases: PhaseManager
+) -> EnterStage:
+  """Enters stages that train on rows of the run in `workdir`."""
+  critic, loader = critic_model(model), RowLoader(workdir, mesh)
+
+  async def enter_stage(stage: Stage, state: LoopState) -> tuple[StageTrainer, LoopState]:
+    if state.step == stage.start:
+      state = await device.run(begin_stage, stage, config, state, mesh, critic)
+    has_critic = stage.algorithm.critic_loss is not None
+    trainer = StageTrainer(
+      stage,
+      roles=Roles(model, critic if has_critic else None),
+      mesh=mesh,
+      loader=loader,
+      device=device,
+      phases=phases,
+      learned=state.learned,
+    )
+    return trainer, state
+
+  return enter_stage
 
 
 def build_parts(
@@ -259,26 +287,9 @@ def build_parts(
   base: str | None,
 ) -> Parts:
   """The loop's parts; `host` is process 0's and None elsewhere, `base` the digest of what adapters stand on."""
-  phases, critic = PhaseManager(), critic_model(model)
+  phases = PhaseManager()
   events = host.logs.events if host else SILENT
   publisher = build_publisher(config, model, mesh, host.engine if host else None, device, events)
-  loader = RowLoader(workdir, mesh)
-
-  async def enter_stage(stage: Stage, state: LoopState) -> tuple[StageTrainer, LoopState]:
-    if state.step == stage.start:
-      state = await device.run(begin_stage, stage, config, state, mesh, critic)
-    has_critic = stage.algorithm.critic_loss is not None
-    trainer = StageTrainer(
-      stage,
-      roles=Roles(model, critic if has_critic else None),
-      mesh=mesh,
-      loader=loader,
-      device=device,
-      phases=phases,
-      learned=state.learned,
-    )
-    return trainer, state
-
   return Parts(
     stages=stages,
     coordinator=coordinator,
@@ -297,7 +308,7 @@ def build_parts(
       best=best,
       base=base,
     ),
-    enter_stage=enter_stage,
+    enter_stage=stage_entrance(config, workdir, model=model, mesh=mesh, device=device, phases=phases),
     planner=Planner(
       seed=config.seed,
       every_steps=config.checkpoint.every_steps,

@@ -22,6 +22,7 @@ from jaxrl_llm.config.load import apply_overrides, load_file, parse_flags, split
 from jaxrl_llm.core.errors import RunError, UserError, first_cause
 from jaxrl_llm.core.waits import WaitExpired
 from jaxrl_llm.parallel.topology import has_compiler, parse_topology
+from jaxrl_llm.runtime.machine import use_compilation_cache
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('workdir', None, 'Run directory; by default runs/<name of the configuration>.', flag_values=FLAGS)
@@ -77,8 +78,7 @@ def _main(argv: Sequence[str]) -> int:
   faulthandler.enable()
   _join_job()
   if config.compilation_cache and not FLAGS.topology:  # Programs for devices that are not here cannot be read back.
-    jax.config.update('jax_compilation_cache_dir', config.compilation_cache)
-    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+    use_compilation_cache(config.compilation_cache)
   if FLAGS.dry_run:
     print_plan(config, workdir, FLAGS.topology)
     return 0

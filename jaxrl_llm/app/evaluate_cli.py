@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from absl import flags, logging
 from rich.console import Console
 
-from jaxrl_llm.app.evaluate import chosen_steps, config_of_run, evaluate
+from jaxrl_llm.app.evaluate import chosen_steps, evaluate
+from jaxrl_llm.app.reopen import check_alone, config_of_run
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import apply_overrides, parse_flags, split_argv
 from jaxrl_llm.core.errors import UserError, first_cause
@@ -47,8 +48,7 @@ def _main(argv: Sequence[str]) -> int:
   logging.set_verbosity(-1)
   run = pathlib.Path(FLAGS.workdir)
   config = apply_overrides(config_of_run(run), overrides)
-  if int(os.environ.get('JAX_NUM_PROCESSES', '1')) > 1:
-    raise UserError('JAX_NUM_PROCESSES: evaluation is one process; start it alone')
+  check_alone()
   named = any(key.startswith('rollout.vllm.addresses') for key in overrides)
   if config.rollout.engine == 'vllm' and config.rollout.vllm.addresses and not named:
     raise UserError(
@@ -70,10 +70,11 @@ def _numbers(texts: Sequence[str] | None) -> list[int] | None:
 async def _print(config: Config, run: pathlib.Path, steps: Sequence[int]) -> None:
   console = Console(markup=False, highlight=False, soft_wrap=True)
   mode = 'w'
-  async for found in evaluate(config, run, steps):
-    told = ', '.join(f'{name} {value:.4g}' for name, value in found['metrics'].items())
-    console.print(f'step {found["step"]}, {found["suite"]}: {told}')
-    if FLAGS.out:
-      with open(FLAGS.out, mode) as out:
-        out.writelines(json.dumps({'step': found['step'], **row}) + '\n' for row in found['rows'])
-      mode = 'a'
+  async with contextlib.aclosing(evaluate(config, run, steps)) as measured:
+    async for found in measured:
+      told = ', '.join(f'{name} {value:.4g}' for name, value in found['metrics'].items())
+      console.print(f'step {found["step"]}, {found["suite"]}: {told}')
+      if FLAGS.out:
+        with open(FLAGS.out, mode) as out:
+          out.writelines(json.dumps({'step': found['step'], **row}) + '\n' for row in found['rows'])
+        mode = 'a'

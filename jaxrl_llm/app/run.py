@@ -35,7 +35,7 @@ from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.mesh import build_mesh
 from jaxrl_llm.runtime.checkpoint import Checkpoints
-from jaxrl_llm.runtime.machine import fingerprint
+from jaxrl_llm.runtime.machine import changes
 from jaxrl_llm.runtime.report import build as build_report
 from jaxrl_llm.sync.full import Gatherer
 from jaxrl_llm.weights.hf import export
@@ -137,11 +137,8 @@ async def run(config: Config, path: pathlib.Path) -> int:
 
 def _not_exact(machine: dict[str, Any]) -> str:
   """What a resumed run's bits may differ by; nothing when it runs where it ran before."""
-  now = fingerprint()
-  changes = [f'{key} {machine.get(key)!r} → {now[key]!r}' for key in now if machine.get(key) != now[key]]
-  return (
-    f'; not bit for bit, for this machine is not the one it was committed on: {", ".join(changes)}' if changes else ''
-  )
+  told = changes(machine)
+  return f'; not bit for bit, for this machine is not the one it was committed on: {told}' if told else ''
 
 
 def _handle_signals(coordinator: Coordinator, request_stop, begun: asyncio.Event) -> None:

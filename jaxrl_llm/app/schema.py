@@ -20,6 +20,7 @@ from jaxrl_llm.master.processors import ProcessorConfig, check_processors
 from jaxrl_llm.master.selection import SelectionConfig
 from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.parallel.mesh import MeshConfig
+from jaxrl_llm.replay.draw import DrawConfig
 from jaxrl_llm.rewards.api import RewardsConfig
 from jaxrl_llm.rollout.embedded import EmbeddedConfig
 from jaxrl_llm.rollout.server import VllmConfig
@@ -102,6 +103,21 @@ class ExpertsConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PastConfig:
+  """Earlier groups that join each batch of new ones."""
+
+  groups: int
+  """Tasks of a batch, on top of `groups_per_batch`; fewer where fewer can be drawn, as in the first batches."""
+  max_uses: int
+  """Batches that a group is trained on at most, its first one included."""
+  draw: DrawConfig = DrawConfig()
+  """Which of them."""
+
+  def __post_init__(self):
+    _at_least('past.', self, groups=1, max_uses=2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PairsConfig:
   """Preference pairs to learn from, and those that are held out."""
 
@@ -162,6 +178,8 @@ class StageConfig:
   """Times that a batch is gone through."""
   sampler: SamplerConfig = SamplerConfig()
   """Rollout stages: which task next."""
+  past: PastConfig | None = None
+  """Rollout stages: learn from groups of earlier batches too, whose age `past.draw.max_age` bounds; None: from none."""
   bound: int = 0
   """Rollout stages: updates that the weights of a rollout may be behind those that train on it; 0 = on-policy."""
   publish_every: int = 1
@@ -179,6 +197,11 @@ class StageConfig:
     return self.demonstrations is None and self.preferences is None
 
   @property
+  def groups(self) -> int:
+    """Tasks of a batch of rollouts, at most."""
+    return self.groups_per_batch + (self.past.groups if self.past is not None else 0)
+
+  @property
   def unit(self) -> int:
     """Sequences that may not be separated."""
     return 2 if self.preferences is not None else self.selection.unit
@@ -188,7 +211,7 @@ class StageConfig:
     """Of a batch, at most."""
     if not self.explores:
       return self.sequences_per_batch
-    usual = self.groups_per_batch * self.selection.most(self.group_size)
+    usual = self.groups * self.selection.most(self.group_size)
     return usual + (self.experts.rows(usual) if self.experts is not None else 0)
 
   def __post_init__(self):
@@ -206,6 +229,8 @@ class StageConfig:
       )
     if not self.explores and (self.bound, self.publish_every) != (0, 1):
       raise UserError(f'stages.{self.name}: bound and publish_every are of rollouts, and this stage makes none')
+    if self.past is not None:
+      self._check_past(self.past)
     check_processors(self.processors, f'stages.{self.name}.processors')
     self.sampler.check_tasksets(self.tasksets, f'stages.{self.name}.')
     batch = dict(sequences_per_batch=1, groups_per_batch=1, group_size=1, minibatches=1, epochs=1)
@@ -217,6 +242,18 @@ class StageConfig:
         f'stages.{self.name}.publish_every: {self.publish_every} > bound + 1 = {self.bound + 1}: the last batch before '
         f'a publication would train on rollouts of weights {age} updates old; raise bound to {age}, or publish more '
         'often'
+      )
+
+  def _check_past(self, past: PastConfig) -> None:
+    """Refuses what would draw from nothing, or more than there can be."""
+    where = f'stages.{self.name}.past'
+    if not self.explores:
+      raise UserError(f'{where}: of rollouts, and this stage learns from static data; remove it')
+    most = self.groups_per_batch * (past.max_uses - 1)
+    if past.groups > most:
+      raise UserError(
+        f'{where}.groups: {past.groups}, and {self.groups_per_batch} new groups a batch, each used at most '
+        f'{past.max_uses - 1} times more, leave {most}; lower it, or raise max_uses'
       )
 
 
@@ -278,6 +315,11 @@ class Config:
   checkpoint: CheckpointConfig = CheckpointConfig()
   compilation_cache: str | None = None
   """Directory of JAX's persistent compilation cache; None = none."""
+
+  @property
+  def max_uses(self) -> int:
+    """Batches that train on one rollout, at most."""
+    return max((stage.past.max_uses for stage in self.stages if stage.past is not None), default=1)
 
   @property
   def generates(self) -> bool:

@@ -88,7 +88,7 @@ def _stage(
   updates = critic_updates - algorithm.critic_warmup * stage.minibatches * stage.epochs
   critic = (stage.critic.optimizer or optimizer) if algorithm.critic_loss is not None else None
   # Each kind of rows is dealt for itself, so that a minibatch may have one unit more of each than its share.
-  usual = stage.groups_per_batch * stage.group_size if stage.experts is not None else stage.sequences
+  usual = stage.groups * stage.group_size if stage.experts is not None else stage.sequences
   kinds = [usual, stage.sequences - usual]
   rows = sum(-(-kind // stage.unit // stage.minibatches) * stage.unit for kind in kinds)
   shape = plan_shape(
@@ -160,7 +160,7 @@ def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> No
     raise UserError(f'{where}.selection: chooses among rollouts, and this stage learns from static data; remove it')
   if stage.selection.kind == 'pairs' and stage.group_size < 2:
     raise UserError(f'{where}.group_size: 1 sample makes no pair; wanted at least 2')
-  usual = stage.groups_per_batch * stage.group_size if stage.experts is not None else None
+  usual = stage.groups * stage.group_size if stage.experts is not None else None
   least = {
     'groups_per_batch': stage.groups_per_batch if stage.selection.kind in ('pairs', 'shortest_correct') else None,
     'experts.ratio': stage.sequences - usual if usual is not None else None,

@@ -55,6 +55,11 @@ class Learned(NamedTuple):
     """The model of which these are the trained parameters."""
     return lora.join(params, self.base)
 
+  def committed(self) -> dict[str, Leaves]:
+    """The arrays that a commit holds, by the name of what they are."""
+    roles = {'train': self.policy, 'critic': self.critic, 'reference': self.reference}
+    return {name: role for name, role in roles.items() if role is not None}
+
 
 def param_shardings(model: Model, mesh: Mesh) -> Any:
   shapes = jax.eval_shape(model.init, jax.random.key(0))

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.core.errors import RunError, UserError, first_cause
@@ -24,14 +24,13 @@ from jaxrl_llm.experience.sample import Sample
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.master.gate import Gate
 from jaxrl_llm.master.processors import Processor, process
+from jaxrl_llm.master.recall import recall
 from jaxrl_llm.master.selection import (
-  EXPERIENCE,
   Chosen,
   Scored,
   SelectionConfig,
   choose,
   experience_rows,
-  read_experiences,
 )
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.tables import Issue
@@ -262,22 +261,11 @@ class Explorer:
 
   def stored(self, task: Task, visit: int) -> list[Chosen]:
     """What had been chosen of a group, from the store."""
-    experiences = self._store.derived([row.uid for row in self._issued(task, visit)], EXPERIENCE)
-    scores = self._store.scores([*experiences])
-    samples = self._store.read([*experiences])
-    return read_experiences(
-      experiences,
-      {
-        sample.uid: Scored(
-          sample=sample,
-          task=task,
-          completion=self._workflow.text(sample),
-          scores=tuple(scores[sample.uid]),
-          reward=combine(scores[sample.uid], self._rewards),
-        )
-        for sample in samples
-      },
-    )
+    return self.recall([row.uid for row in self._issued(task, visit)])
+
+  def recall(self, uids: Sequence[str]) -> list[Chosen]:
+    """What had been chosen among these samples, from the store."""
+    return recall(self._store, uids, tasks=self._sampler.task, text=self._workflow.text, rewards=self._rewards)
 
   async def _group(self, number: int, task: Task, visit: int) -> None:
     """One group from rollout to admission, or to its being given up."""

@@ -17,8 +17,8 @@ from jaxrl_llm.core.waits import unless
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.master.evaluation import Evaluator, SuiteConfig
 from jaxrl_llm.master.loop import LoopState, publish
-from jaxrl_llm.master.mismatch import OVER_BUDGET, MismatchConfig, mismatch_metrics, over_budget
-from jaxrl_llm.master.records import batch_metrics, logprob_pairs, rollout_rows
+from jaxrl_llm.master.mismatch import MismatchConfig
+from jaxrl_llm.master.records import rollout_rows, step_metrics
 from jaxrl_llm.master.stage import Batches
 from jaxrl_llm.master.trainer import Batch, Stage, Updated
 from jaxrl_llm.parallel.coordinator import Coordinator
@@ -27,7 +27,6 @@ from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.runtime.machine import fingerprint
-from jaxrl_llm.runtime.metrics import resolve
 from jaxrl_llm.runtime.phases import PhaseManager
 from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
@@ -114,11 +113,9 @@ class RunKeeper:
   def _write(self, state: LoopState, stage: Stage, batch: Batch, updated: Updated, seconds: dict[str, float]) -> None:
     logs, batches = self._logs, self._logs.batches[stage.name]
     taken = batches.taken()
-    row = resolve(updated.metrics | batch_metrics(batch, taken)) | logs.machine_metrics()
-    if taken:
-      row |= resolve(mismatch_metrics(logprob_pairs(batch, updated, taken)))
-      fresh = logprob_pairs(batch, updated, taken, fresh=True)
-      row[OVER_BUDGET] = self._over_budget(state.step, stage.name, resolve(mismatch_metrics(fresh)))
+    row, exceeded = step_metrics(batch, updated, taken, logs.mismatch)
+    self._warn(state.step, stage.name, exceeded)
+    row |= logs.machine_metrics()
     row |= {f'timing_s/{name}': value for name, value in seconds.items()}
     row['perf/time_per_step'] = seconds['step']
     row['perf/throughput'] = row['perf/total_num_tokens'] / seconds['step'] / jax.device_count()
@@ -134,14 +131,12 @@ class RunKeeper:
       batches.trained(batch.plan)
     logs.progress.step(stage.name, state.step - stage.start, row)
 
-  def _over_budget(self, step: int, stage: str, measured: dict[str, float]) -> float:
-    """Whether the mismatch exceeds a budget, 1 or 0; says so, at most once in `_WARN_EVERY` steps each."""
-    exceeded = over_budget(self._logs.mismatch, measured)
+  def _warn(self, step: int, stage: str, exceeded: Mapping[str, str]) -> None:
+    """Says which budgets the mismatch exceeds, at most once in `_WARN_EVERY` steps each."""
     for budget, line in exceeded.items():
       if step - self._warned.get(budget, -_WARN_EVERY) >= _WARN_EVERY:
         self._warned[budget] = step
         self._logs.progress.note(f'step {step} ({stage}): {line}')
-    return float(bool(exceeded))
 
   async def _evaluate(self, state: LoopState, stage: Stage) -> LoopState:
     """Publishes the version and measures it; gives up when a signal comes, and says so in the state."""
@@ -189,12 +184,9 @@ class RunKeeper:
         'algorithm_state': state.learned.algorithm_state,
         'base': self._base,
       }
-    learned = state.learned
-    roles = {'train': learned.policy, 'critic': learned.critic, 'reference': learned.reference}
-    arrays = {name: role for name, role in roles.items() if role is not None}
     best = self._best[1] if self._best else None
     with self._phases.timed('save_checkpoint'):
-      await self._device.run(self._checkpoints.save, state.step, arrays, host, best=best)
+      await self._device.run(self._checkpoints.save, state.step, state.learned.committed(), host, best=best)
     self._events.reply(asked)
     if self._logs is not None:
       self._logs.store.prune(min(self._checkpoints.steps()))

@@ -47,6 +47,10 @@ class Keeper(Protocol):
   async def leave(self, state: LoopState, stage: Stage) -> None: ...
 
 
+EnterStage = Callable[[Stage, LoopState], Awaitable[tuple[StageTrainer, LoopState]]]
+"""The stage's programs, and the state as the stage begins where it has not begun yet."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
   """What the loop is made of. `planner` and `batches` exist in process 0 only."""
@@ -56,7 +60,7 @@ class Parts:
   phases: PhaseManager
   publisher: Publisher
   keeper: Keeper
-  enter_stage: Callable[[Stage, LoopState], Awaitable[tuple[StageTrainer, LoopState]]]
+  enter_stage: EnterStage
   planner: Planner | None
   batches: dict[str, Batches]
   attempt: int
@@ -94,22 +98,29 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
         if plan.stop:
           state = dataclasses.replace(state, stop=plan.stop)
           break
-        data = parts.events.request(Edge.TRAINING_DATA, batch=state.step + 1, count=len(plan.rows))
-        async with parts.phases.enter(Phase.INFERENCE):
-          batch = await trainer.annotate(state.learned, plan)
-        async with parts.phases.enter(Phase.TRAIN):
-          update = parts.events.request(Edge.GRADIENT_UPDATE, batch=state.step + 1, updates=len(plan.optimizer_steps))
-          learned, updated = await trainer.update(state.learned, batch)
-          parts.events.reply(update, moved=updated.moved)
-        parts.events.reply(data)
-        step = state.step + 1
-        parts.events.advance(step)
-        moved = step if updated.moved else state.moved
-        state = dataclasses.replace(state, learned=learned, step=step, moved=moved, evaluated=False)
+        state, batch, updated = await take_step(parts.phases, trainer, state, plan, parts.events)
+        parts.events.advance(state.step)
       state = await parts.keeper.after_step(state, stage, batch, updated)
     if state.stop:
       await parts.keeper.leave(state, stage)
   return state
+
+
+async def take_step(
+  phases: PhaseManager, trainer: StageTrainer, state: LoopState, plan: StepPlan, events: Events = SILENT
+) -> tuple[LoopState, Batch, Updated]:
+  """What a plan alone decides: annotation and update. The arrays of `state` are donated."""
+  data = events.request(Edge.TRAINING_DATA, batch=state.step + 1, count=len(plan.rows))
+  async with phases.enter(Phase.INFERENCE):
+    batch = await trainer.annotate(state.learned, plan)
+  async with phases.enter(Phase.TRAIN):
+    update = events.request(Edge.GRADIENT_UPDATE, batch=state.step + 1, updates=len(plan.optimizer_steps))
+    learned, updated = await trainer.update(state.learned, batch)
+    events.reply(update, moved=updated.moved)
+  events.reply(data)
+  step = state.step + 1
+  moved = step if updated.moved else state.moved
+  return dataclasses.replace(state, learned=learned, step=step, moved=moved, evaluated=False), batch, updated
 
 
 async def publish(publisher: Publisher, state: LoopState, attempt: int) -> None:

@@ -10,10 +10,24 @@ import numpy as np
 
 from jaxrl_llm.batching.plan import StepPlan
 from jaxrl_llm.experience.sample import Finish
-from jaxrl_llm.master.mismatch import Pair
+from jaxrl_llm.master.mismatch import OVER_BUDGET, MismatchConfig, Pair, mismatch_metrics, over_budget
 from jaxrl_llm.master.selection import Scored
 from jaxrl_llm.master.trainer import Batch, Updated
-from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, mean_of, spread
+from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, mean_of, resolve, spread
+
+
+def step_metrics(
+  batch: Batch, updated: Updated, taken: Mapping[str, Scored], budgets: MismatchConfig
+) -> tuple[dict[str, float], dict[str, str]]:
+  """All that a step's row says of the plan, its samples and the policy; the rest of it are times and the host's own.
+
+  And, by budget, a line on each that the mismatch of fresh rollouts exceeds.
+  """
+  row, exceeded = resolve(updated.metrics | batch_metrics(batch, taken)), {}
+  if taken:
+    exceeded = over_budget(budgets, resolve(mismatch_metrics(logprob_pairs(batch, updated, taken, fresh=True))))
+    row |= resolve(mismatch_metrics(logprob_pairs(batch, updated, taken))) | {OVER_BUDGET: float(bool(exceeded))}
+  return row, exceeded
 
 
 def batch_metrics(batch: Batch, taken: Mapping[str, Scored]) -> dict[str, Metric]:

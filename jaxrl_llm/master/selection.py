@@ -114,16 +114,17 @@ def experience_rows(chosen: Sequence[Chosen]) -> list[tuple[str, str, Json]]:
 
 
 def read_experiences(rows: Mapping[str, Json], members: Mapping[str, Scored]) -> list[Chosen]:
-  """The group's choice again, in its order.
+  """The choice of a group again, in its order, or of several, one after the other.
 
   Args:
     rows: by uid, what `experience_rows` gave.
     members: by uid, the samples with their scores in force.
   """
-  chosen: dict[int, Chosen] = {}
+  groups: dict[str, dict[int, Chosen]] = {}
   for uid, row in rows.items():
     reward = dataclasses.replace(members[uid].reward, value=row['reward'])
     scored = dataclasses.replace(members[uid], reward=reward, masked=row['masked'])
     for place, pair, label, imitated in row['uses']:
+      chosen = groups.setdefault(scored.sample.group_id, {})
       chosen[place] = Chosen(scored=scored, pair=pair, label=label, imitated=imitated)
-  return [chosen[place] for place in sorted(chosen)]
+  return [chosen[place] for chosen in groups.values() for place in sorted(chosen)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator
 from typing import Any, Protocol, runtime_checkable
@@ -16,8 +17,10 @@ from jaxrl_llm.master.explorer import Explorer
 from jaxrl_llm.master.gate import Gate
 from jaxrl_llm.master.selection import Chosen, Scored
 from jaxrl_llm.master.trainer import Stage
+from jaxrl_llm.replay.draw import DrawConfig, Group, draw
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.segments import Ref
+from jaxrl_llm.replay.tables import Issue
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.tasks.sampler import TaskSampler
 
@@ -88,6 +91,25 @@ class StreamBatches:
     self._stream.restore(state['stream'])
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Past:
+  """Which earlier groups of a stage join a batch of new ones."""
+
+  stage: str
+  groups: int
+  """At most."""
+  max_uses: int
+  config: DrawConfig
+  seed: int
+
+  def draw(self, store: ReplayStore, step: int) -> list[Group]:
+    """Groups that a batch has trained on, fewer than `max_uses` did, and `config` does not leave out."""
+    own = lambda group: group.group_id.startswith(f'{self.stage}/') and 0 < group.uses < self.max_uses
+    groups = {group.group_id: group for group in store.candidates(step) if own(group)}
+    drawn = draw([*groups.values()], self.config, count=self.groups, step=step, seed=self.seed)
+    return [groups[group_id] for group_id in drawn]
+
+
 class RolloutBatches:
   """Batches of the policy's own rollouts, sealed into one segment a step."""
 
@@ -95,10 +117,17 @@ class RolloutBatches:
   held_out: tuple[Row, ...] = ()
 
   def __init__(
-    self, explorer: Explorer, store: ReplayStore, sampler: TaskSampler, gate: Gate, *, events: Events = SILENT
+    self,
+    explorer: Explorer,
+    store: ReplayStore,
+    sampler: TaskSampler,
+    gate: Gate,
+    *,
+    past: Past | None = None,
+    events: Events = SILENT,
   ):
     self._explorer, self._store, self._sampler, self._gate = explorer, store, sampler, gate
-    self._events = events
+    self._past, self._events = past, events
     self._taken: dict[str, Scored] = {}
     self._completed = self._now()
     """The state when the last batch was completed."""
@@ -112,6 +141,10 @@ class RolloutBatches:
 
   async def next(self, step: int) -> tuple[list[Row], dict[str, int]]:
     batch, counts = await self._explorer.collect()
+    if self._past is not None:
+      groups = self._past.draw(self._store, step)
+      batch += self._explorer.recall([uid for group in groups for uid in group.uids])
+      counts['past_groups'] = len(groups)
     self._taken = {chosen.scored.sample.uid: chosen.scored for chosen in batch}
     asked = self._events.request(Edge.FETCH, source='rollouts')
     places = await asyncio.to_thread(self._store.seal, [*self._taken], step)
@@ -146,8 +179,8 @@ class MixedBatches:
   explores = True
   held_out: tuple[Row, ...] = ()
 
-  def __init__(self, rollouts: RolloutBatches, experts: StreamBatches):
-    self._rollouts, self._experts = rollouts, experts
+  def __init__(self, rollouts: RolloutBatches, experts: StreamBatches, store: ReplayStore):
+    self._rollouts, self._experts, self._store = rollouts, experts, store
     self._parts: tuple[Batches, ...] = (rollouts, experts)
 
   def running(self) -> contextlib.AbstractAsyncContextManager[None]:
@@ -168,6 +201,10 @@ class MixedBatches:
   def trained(self, plan: StepPlan) -> None:
     for part in self._parts:
       part.trained(plan)
+    # A short stream comes round within a batch: each row is written down once.
+    joined = {row.uid: _joined(plan.stage, row) for row in plan.rows if row.uid not in self.taken()}
+    self._store.join([*joined.values()], plan.step)
+    self._store.trained([issue.uid for issue in joined.values()], plan.step)
 
   def state(self) -> Any:
     return {'rollouts': self._rollouts.state(), 'experts': self._experts.state()}
@@ -175,6 +212,12 @@ class MixedBatches:
   def restore(self, state: Any) -> None:
     self._rollouts.restore(state['rollouts'])
     self._experts.restore(state['experts'])
+
+
+def _joined(stage: str, row: Row) -> Issue:
+  """An expert row as the store knows it: by its stage, for another one may have the same rows."""
+  uid = f'{stage}/{row.uid}'
+  return Issue(uid=uid, group_id=uid, task_id=row.uid.partition('/')[0], visit=0, partition='expert')
 
 
 def rollout_row(chosen: Chosen, place: Ref) -> Row:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import numpy as np
+from jaxtyping import Int
 
 from jaxrl_llm.experience.sample import Finish, Role, Sample, Segment, Source
 from jaxrl_llm.experience.task import Task
@@ -44,9 +45,13 @@ class SingleTurn:
       yield sample, self.text(sample)
 
   def text(self, sample: Sample) -> str:
-    """What the policy said, without the token that ended it."""
-    end = -1 if sample.finish_reason == Finish.STOP else None
-    return self._tokenizer.decode([int(t) for t in sample.tokens[sample.prompt_len : end]])
+    """What the policy said in it."""
+    return completion_text(self._tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason)
+
+
+def completion_text(tokenizer: Tokenizer, tokens: Int[np.ndarray, '...'], finish: Finish) -> str:
+  """What the policy said, without the token that ended it."""
+  return tokenizer.decode([int(t) for t in (tokens[:-1] if finish == Finish.STOP else tokens)])
 
 
 def rollout_sample(

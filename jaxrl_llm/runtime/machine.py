@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import jax
 import jaxlib
@@ -25,6 +25,18 @@ def fingerprint() -> dict[str, str | int]:
     'NPROC': os.environ.get('NPROC', 'unset'),
     'XLA_FLAGS': os.environ.get('XLA_FLAGS', ''),
   }
+
+
+def changes(before: Mapping[str, str | int]) -> str:
+  """What is otherwise here and now than in an earlier `fingerprint`, in words; empty for nothing."""
+  now = fingerprint()
+  return ', '.join(f'{key} {before.get(key)!r} → {now[key]!r}' for key in now if before.get(key) != now[key])
+
+
+def use_compilation_cache(directory: str) -> None:
+  """Reads compiled programs from there, and leaves there what is compiled, whatever its size."""
+  jax.config.update('jax_compilation_cache_dir', directory)
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
 
 
 class CompilationCounter:

@@ -111,9 +111,9 @@ class TaskSampler:
     number, visit = self._pools[pool].next()
     return self._tasks[self._starts[pool] + number], visit
 
-  def task(self, uid: str) -> Task:
-    """The task of that name."""
-    return self._tasks[self._numbers[uid]]
+  def task(self, uid: str) -> Task | None:
+    """The task of that name, if there is one."""
+    return self._tasks[self._numbers[uid]] if uid in self._numbers else None
 
   def _pool(self) -> int:
     """The one that is furthest behind its share."""

@@ -1,0 +1,125 @@
+"""Updates of real runs made again by the command that a user types: equal to the last bit, or it says what is not."""
+
+import dataclasses
+import json
+import math
+import shutil
+import sqlite3
+import subprocess
+import sys
+
+import job
+import numpy as np
+import pytest
+
+from jaxrl_llm.experience.sample import encode
+from jaxrl_llm.replay.segments import SegmentReader, write_segment
+
+pytestmark = pytest.mark.full
+PPO = (
+  '--config=configs/ppo.py',
+  *(flag for flag in job.QUICK if '.grpo.' not in flag and '--config=' not in flag),
+  '--config.stages.ppo.steps=5',
+  '--config.stages.ppo.groups_per_batch=24',
+  '--config.stages.ppo.minibatches=2',
+  '--config.stages.ppo.algorithm.options='
+  '{"critic_warmup":1,"kl_reward_coef":0.05,"kl_target":1e-4,"kl_horizon":100.0,"reference":{"every":2}}',
+)
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp('replay') / 'run'
+  job.train(workdir)
+  return workdir
+
+
+@pytest.fixture
+def replay(tmp_path):
+  """Calls the command: its lines, those on stderr where it is to fail with 2; nothing is left in its scratch folder."""
+  scratch = tmp_path / 'scratch'
+  scratch.mkdir()
+
+  def call(workdir, *flags, expect=0, **environment):
+    command = [sys.executable, 'launch/replay.py', f'--workdir={workdir}', *flags]
+    env = job.environment(TMPDIR=str(scratch), **environment)
+    done = subprocess.run(command, cwd=job.ROOT, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == expect, done.stdout + done.stderr[-3000:]
+    assert not list(scratch.iterdir())
+    return (done.stdout + done.stderr).splitlines()
+
+  return call
+
+
+def test_the_last_step_is_equal_and_so_is_its_commit_and_nothing_is_written(run, replay):
+  before = job.files(run)
+  first, last = replay(run)
+  row = next(row for row in job.rows(run) if row['training/global_step'] == 20)
+  assert first.startswith('step 19 (grpo), loss ') and first.endswith(': equal')
+  assert last.startswith(f'step 20 (grpo), loss {row["actor/loss"]}, grad norm {row["actor/grad_norm"]}: equal')
+  assert last.endswith(f'{len(job.newest_arrays(run))} arrays of its commit')
+  assert job.files(run) == before
+
+
+def test_without_a_commit_before_it_a_step_is_reached_from_the_beginning_through_the_stages(run, replay):
+  lines = replay(run, '--step=13')
+  stages = [f'step {step} (sft)' for step in range(1, 13)] + ['step 13 (grpo)']
+  assert [line.partition(',')[0] for line in lines] == stages
+  assert all(line.endswith(': equal') for line in lines)
+
+
+def test_a_critic_a_moving_reference_and_adapted_coefficients_are_equal_after_a_kill(tmp_path, replay):
+  workdir = tmp_path / 'ppo'
+  process = job.start(workdir, config=PPO)
+  job.wait_for_rows(workdir, 15, process)
+  job.kill(process)
+  job.train(workdir, config=PPO)
+  lines = replay(workdir) + replay(workdir, '--step=14')
+  assert all(': equal' in line and 'critic loss' in line for line in lines[:2]) and 'of its commit' in lines[1]
+  assert lines[-1].startswith('step 14 (ppo)') and all(': equal' in line for line in lines)
+
+
+def test_what_was_changed_is_found(run, replay, tmp_path):
+  copy = tmp_path / 'copy'
+  shutil.copytree(run, copy)
+  metrics = copy / 'metrics.jsonl'
+  rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+  (row,) = (row for row in rows if row['training/global_step'] == 20 and 'actor/loss' in row)
+  loss = row['actor/loss']
+  row['actor/loss'], row['actor/nothing'] = math.nextafter(loss, 1.0), 0.0
+  metrics.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+  first, last = replay(copy, expect=1)
+  assert first.endswith(': equal')
+  assert f'2 differ: actor/loss {loss}, recorded {row["actor/loss"]}; actor/nothing nothing, recorded 0.0' in last
+
+  shutil.copy(run / 'metrics.jsonl', metrics)
+  (segment,) = (copy / 'replay/segments').glob('00000019-*')
+  sealed = segment.read_bytes()
+  samples = SegmentReader(segment.parent).read([(segment.name, i) for i in range(24)])
+  logprobs = samples[5].behaviour_logprobs.copy()
+  logprobs[-1] = np.nextafter(logprobs[-1], np.float32(-99))
+  samples[5] = dataclasses.replace(samples[5], behaviour_logprobs=logprobs)
+  write_segment(segment.parent, segment.name, [encode(sample) for sample in samples])
+  first, last = replay(copy, expect=1)
+  assert first.endswith(': equal')
+  assert 'differ: ' in last and 'rollout_corr/' in last
+
+  at = len(sealed) // 2
+  segment.write_bytes(sealed[:at] + bytes([sealed[at] ^ 1]) + sealed[at + 1 :])
+  *_, line = replay(copy, expect=1)
+  assert line.startswith('error: segment ') and segment.name in line and 'cannot be read' in line
+
+
+def test_what_cannot_be_made_again_is_one_line(run, replay, tmp_path):
+  copy = tmp_path / 'copy'
+  shutil.copytree(run, copy)
+  (line,) = replay(copy, '--step=99', expect=2)
+  assert 'has the steps 1 to 20' in line
+  (line,) = replay(copy, expect=2, NPROC='1')
+  assert 'not bit for bit here' in line and "NPROC '2' → '1'" in line
+  (line,) = replay(tmp_path / 'nowhere', expect=2)
+  assert 'no run is there' in line
+  with sqlite3.connect(copy / 'replay/index.sqlite') as db:
+    db.execute('DELETE FROM plans WHERE step = 18')
+  (line,) = replay(copy, expect=2)
+  assert 'the plan of step 19, which lies on the way from the commit at step 18, is not recorded' in line
