@@ -128,7 +128,7 @@ def test_a_full_disk_is_one_clear_line_and_what_was_not_written_is_forgotten(tmp
   log._file.close()
   log._file = Full(room=50)
   log.message(Edge.TASK, group='a')
-  with pytest.raises(RunError, match=r'events\.jsonl: cannot be written \(No space left on device\); free disk space'):
+  with pytest.raises(RunError, match=r'events\.jsonl: cannot be written \(No space left on device\); make room'):
     log.advance(1)
   log.close()
 

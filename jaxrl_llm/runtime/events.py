@@ -258,7 +258,8 @@ class EventLog(Events):
 
   def _stopped(self, error: OSError) -> RunError:
     return RunError(
-      f'{self._path}: cannot be written ({error.strerror}); free disk space, then start again with the same command'
+      f'{self._path}: cannot be written ({error.strerror}); make room or make it writable, then start again with the '
+      'same command'
     )
 
 

@@ -66,7 +66,7 @@ class Timeline {
     const lanes = data.lanes.map((name) => {
       const spans = visible.filter((span) => data.edges[span.e].lane === name);
       const rows = 1 + Math.max(0, ...spans.map((span) => span.row));
-      const row = Math.min(16, Math.max(3, 128 / rows));
+      const row = Math.min(16, Math.max(128 / rows, Math.min(3, 256 / rows)));
       const lane = { name, spans, row, top, height: rows * row };
       top += lane.height + LANE_GAP;
       return lane;
@@ -106,7 +106,7 @@ class Timeline {
       const x = Math.max(this.px(span.t), left);
       const end = Math.min(this.px(span.t + span.d), this.px(until));
       return drawn('rect', { class: this.colour(span), 'data-span': span.index, 'data-edge': span.e, x: x.toFixed(2), width: Math.max(2, end - x).toFixed(2),
-        y: (lane.top + span.row * lane.row).toFixed(2), height: Math.max(2, lane.row - (lane.row > 6 ? 2 : 0.5)).toFixed(2), rx: lane.row > 6 ? 2 : 0 });
+        y: (lane.top + span.row * lane.row).toFixed(2), height: (lane.row > 6 ? lane.row - 2 : 0.8 * lane.row).toFixed(2), rx: lane.row > 6 ? 2 : 0 });
     });
     return [drawn('line', { class: 'grid', x1: 0, x2: width - 12, y1: line, y2: line }), ...label, ...rects];
   }
