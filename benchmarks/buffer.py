@@ -150,26 +150,31 @@ def through(directory: pathlib.Path) -> Iterator[str]:
       seconds, done = dict(work.seconds), batch
   commit = work.step - work.step % 10
   work.store.close()
-  yield from reopened(directory, commit, work.step)
+  yield reopened(directory, commit, work.step)
+  yield audited(directory)
 
 
-def reopened(directory: pathlib.Path, commit: int, step: int) -> Iterator[str]:
-  """What a start after a crash takes, and the audit."""
+def reopened(directory: pathlib.Path, commit: int, step: int) -> str:
+  """What a start takes that goes back to a commit."""
   before = time.perf_counter()
   store = open_store(directory, synchronous='normal')
   opened = time.perf_counter()
   counts = store.recover(commit)
   recovered = time.perf_counter()
   store.close()
+  return (
+    f'  recovery to {commit} of {step} batches: {(recovered - opened) * 1e3:.0f} ms, '
+    f'{counts["transitions"]:,} changes undone, {counts["void"]:,} samples void, {counts["restored"]:,} unsealed '
+    f'(opened in {(opened - before) * 1e3:.0f} ms)'
+  )
+
+
+def audited(directory: pathlib.Path) -> str:
+  before = time.perf_counter()
   report = audit(directory)
-  audited = time.perf_counter()
   if not report.ok:
     raise UserError(f'the audit found {len(report.problems)} problems; the first: {report.problems[0]}')
-  yield (
-    f'  recovery to {commit} of {step} batches: {(recovered - opened) * 1e3:.0f} ms, '
-    f'{counts["transitions"]:,} changes undone, {counts["void"]:,} samples void (opened in '
-    f'{(opened - before) * 1e3:.0f} ms); audit of {report.issued:,}: {audited - recovered:.1f} s, {rss_mb():.0f} MB'
-  )
+  return f'  audit of {report.issued:,}: {time.perf_counter() - before:.1f} s; {rss_mb():.0f} MB'
 
 
 def asked(directory: pathlib.Path) -> Iterator[str]:
@@ -193,8 +198,9 @@ def asked(directory: pathlib.Path) -> Iterator[str]:
   yield from timed_queries(work, directory)
   commit, step = work.step - 1, work.step
   work.store.close()
-  yield from reopened(directory, step, step)
-  yield from reopened(directory, commit, step)
+  yield reopened(directory, step, step)
+  yield reopened(directory, commit, step)
+  yield audited(directory)
 
 
 def timed_queries(work: Work, directory: pathlib.Path) -> Iterator[str]:

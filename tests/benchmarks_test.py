@@ -88,6 +88,16 @@ def test_accelerator_runs_without_one():
     assert part in done.stdout, done.stdout
 
 
+@pytest.mark.full
+def test_buffer_runs_and_leaves_nothing(tmp_path):
+  stores = tmp_path / 'stores'
+  done = run('buffer.py', '--rows=640', '--index_rows=1600', '--batch=64', '--drawable=20', f'--directory={stores}')
+  assert done.returncode == 0, done.stdout + done.stderr
+  for part in ('640 samples of 1024 tokens', '100 %: samples per second: written', 'index of 1,600', '2 groups can be'):
+    assert part in done.stdout, done.stdout
+  assert done.stdout.count('candidates and draw: ') == 2 and not stores.exists()
+
+
 def test_accelerator_begins_nothing_when_the_time_is_over():
   done = run('accelerator.py', '--tiny', '--minutes=0', '--models=0.5B')
   assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ import sqlite3
 
 import pytest
 from replay_index_test import issues, make_sample, score_of, store_group
+from replay_partitions_test import experts
 
 from jaxrl_llm.experience.sample import encode
 from jaxrl_llm.replay.audit import audit
@@ -19,6 +20,23 @@ def directory(tmp_path):
   store.trained(['g/0', 'g/1'], 0)
   store.expire(['g/3'], 1)
   store.issue(issues(['g/4']), 1)
+  store.close()
+  return tmp_path
+
+
+@pytest.fixture
+def mixed(tmp_path):
+  """Of both partitions, used more than once."""
+  store = open_store(tmp_path, max_uses=2)
+  store_group(store, ['g/0', 'g/1'], 0)
+  store.join(experts(['x', 'y']), 0)
+  store.seal(['g/0'], 0)
+  for step in range(2):
+    store.trained(['g/0', 'x'], step)
+  store.trained(['x'], 2)
+  store.issue(issues(['h/0', 'h/1', 'h/2']), 2)
+  store.append([make_sample('h/0'), make_sample('h/1')], 2)
+  store.score([score_of('h/1', 0.25), score_of('h/1', 0.5), score_of('h/1', 1.0)], 2)
   store.close()
   return tmp_path
 
@@ -85,6 +103,61 @@ def test_the_audit_finds(directory, statement, problem):
   assert not report.ok
   assert any(problem in line for line in report.problems), report.problems
   assert report.lines[-1] == f'audit FAILED: {len(report.problems)} problems'
+
+
+def test_partitions_uses_and_scores_are_told(mixed):
+  report = audit(mixed)
+  assert report.ok and report.lines == [
+    'issued 7 = issued 1 + stored 2 + admitted 2 + trained 2 + dropped 0 + expired 0 + void 0; '
+    'results that came twice or late: 0, scores that came again: 2',
+    'partitions: expert 2, usual 5',
+    'ended 2, live 5: g/1, h/0, h/1, h/2, y',
+    'stored and never scored 1: h/0',
+    'trained: 2 times 1',
+    'audit ok',
+  ]
+
+
+@pytest.mark.parametrize(
+  ('statement', 'problem'),
+  [
+    ("UPDATE samples SET uses = 1 WHERE uid = 'g/0'", 'g/0 (attempt 1): the index says changed, last, admitted, uses'),
+    ("UPDATE samples SET admitted = 1 WHERE uid = 'g/1'", 'g/1 (attempt 1): the index says changed, last, admitted'),
+    ("UPDATE samples SET last = 1 WHERE uid = 'g/1'", 'g/1 (attempt 1): the index says changed, last, admitted, uses'),
+    ("UPDATE samples SET changed = 1 WHERE uid = 'g/1'", 'g/1 (attempt 1): the index says changed, last, admitted'),
+    ("UPDATE samples SET version = 7 WHERE uid = 'g/0'", 'row 0 is of version 0, the index says 7'),
+    (
+      "UPDATE samples SET version = 7 WHERE uid = 'g/1'",
+      'open segment: the row of g/1 is of version 0, the index says 7',
+    ),
+    ("UPDATE samples SET version = NULL WHERE uid = 'g/1'", 'g/1 (attempt 1): version None, accepted 1 times'),
+    ("UPDATE samples SET version = 0 WHERE uid = 'x'", 'x (attempt 1): version 0, accepted 0 times'),
+    ("UPDATE samples SET partition = 'usual' WHERE uid = 'x'", 'x: trained 3 times, max_uses is 2'),
+    (
+      "UPDATE samples SET partition = 'usual' WHERE uid = 'y'",
+      'y (attempt 1): went from issued to admitted, being usual',
+    ),
+    ("UPDATE samples SET partition = 'expert' WHERE uid = 'g/1'", 'went from issued to stored, being expert'),
+    (
+      "UPDATE samples SET partition = 'expert' WHERE uid = 'g/1'",
+      'g/1 (attempt 1): is admitted (expert), bytes in the open segment 1, in a sealed one 0',
+    ),
+    (
+      "UPDATE tallies SET samples = 9 WHERE partition = 'expert' AND state = 'trained'",
+      'expert trained: the index counts 9',
+    ),
+    (
+      "INSERT INTO transitions(step, attempt, uid, state, reason) VALUES (2, 1, 'x', 'trained', '')",
+      'x: trained twice in the batch of step 2',
+    ),
+    ("UPDATE meta SET json = '1' WHERE key = 'max_uses'", 'g/0: trained 2 times, max_uses is 1'),
+  ],
+)
+def test_the_audit_finds_in_partitions_and_uses(mixed, statement, problem):
+  with sqlite3.connect(mixed / 'index.sqlite') as db:
+    assert db.execute(statement).rowcount
+  problems = audit(mixed).problems
+  assert any(problem in line for line in problems), problems
 
 
 def test_rows_of_another_sample_are_found(directory):

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from replay_index_test import issues, score_of, store_group
+from replay_partitions_test import experts
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.replay import browse
@@ -41,11 +42,36 @@ def command(run, *flags, expect=0):
 def test_the_summary_says_what_is_there(run):
   lines = browse.summary(run / 'replay')
   assert lines[0] == 'samples, usual, 4: issued 1, stored 0, admitted 0, trained 2, dropped 1, expired 0, void 0'
-  assert lines[1] == 'uses of those trained, usual, max_uses 1: 1 of 2'
+  assert lines[1] == 'uses of those trained, usual, max_uses 1: 1 times 2'
   assert lines[2] == 'attempts of the run: 1'
   assert lines[3].startswith('sealed segments 1: 2 samples, ')
   assert [line for line in lines if line.startswith('scores of')] == [
     f'scores of {score_of("g/0").scorer}, ok: 1, mean {score_of("g/0").value:.4g}'
+  ]
+
+
+def test_partitions_versions_and_uses_are_told(tmp_path):
+  store = open_store(tmp_path, max_uses=2)
+  for number in range(12):
+    store_group(store, [f'g{number}/0', f'g{number}/1'], number, version=number)
+  store.join(experts(['x', 'y']), 12)
+  store.seal(['g11/0', 'g11/1', 'g10/0'], 12)
+  for step in (12, 13):
+    store.trained(['g11/0', 'g11/1', 'x'], step)
+  store.trained(['g10/0', 'x'], 14)
+  store.close()
+  lines = browse.summary(tmp_path)
+  assert lines[:5] == [
+    'samples, usual, 24: issued 0, stored 0, admitted 21, trained 3, dropped 0, expired 0, void 0',
+    'samples, expert, 2: issued 0, stored 0, admitted 1, trained 1, dropped 0, expired 0, void 0',
+    'versions of those admitted: 10: 1, 9: 2, 8: 2, 7: 2, 6: 2, 5: 2, 4: 2, 3: 2, 0 to 2: 6',
+    'uses of those trained, usual, max_uses 2: 1 times 1, 2 times 2',
+    'uses of those trained, expert: 3 times 1',
+  ]
+  found = browse.find(tmp_path, task='e')
+  assert [(entry.uid, entry.partition, entry.version, entry.uses) for entry in found] == [
+    ('x', 'expert', None, 3),
+    ('y', 'expert', None, 0),
   ]
 
 

@@ -97,7 +97,9 @@ def _uses(uses: list[tuple[str, int, int]], max_uses: str) -> list[str]:
   lines = []
   for partition, of in itertools.groupby(uses, key=lambda row: row[0]):
     limit = f', max_uses {max_uses}' if partition == 'usual' else ''
-    lines.append(f'uses of those trained, {partition}{limit}: ' + ', '.join(f'{n} of {count:,}' for _, n, count in of))
+    lines.append(
+      f'uses of those trained, {partition}{limit}: ' + ', '.join(f'{n} times {count:,}' for _, n, count in of)
+    )
   return lines
 
 

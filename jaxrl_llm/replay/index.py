@@ -524,7 +524,7 @@ def open_store(
     db.execute('PRAGMA journal_mode=WAL')
     db.execute('PRAGMA synchronous=FULL')
     db.execute('PRAGMA wal_autocheckpoint=8192')  # pages, 32 MB: those of the indexes are written many times over
-    db.execute('PRAGMA cache_size=-65536')  # KiB
+    db.execute('PRAGMA cache_size=-16384')  # KiB
     attempt = prepare(db, path, attempt, max_uses)
     db.execute(f'PRAGMA synchronous={synchronous.upper()}')
   except sqlite3.DatabaseError as error:

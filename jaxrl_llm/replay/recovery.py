@@ -10,7 +10,7 @@ import json
 import pathlib
 import sqlite3
 
-from jaxrl_llm.replay.segments import SegmentReader
+from jaxrl_llm.replay.segments import SegmentReader, decode_row
 from jaxrl_llm.replay.tables import State, log
 
 _UNDONE = {
@@ -74,6 +74,8 @@ def _unseal(db: sqlite3.Connection, reader: SegmentReader, commit_step: int) -> 
     (commit_step,),
   ).fetchall()
   payloads = reader.read_bytes([(name, row) for name, row, *_ in rows])
+  for (name, row, *_), payload in zip(rows, payloads):  # the file goes: what it gives must be the samples
+    decode_row(payload, f'segment {name}, row {row}')
   db.executemany(
     'INSERT INTO open_segment(step, attempt, uid, payload) VALUES (?,?,?,?)',
     [(stored, dead, uid, payload) for (_, _, uid, dead, stored), payload in zip(rows, payloads)],
