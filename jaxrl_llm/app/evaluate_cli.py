@@ -6,17 +6,17 @@ import asyncio
 import contextlib
 import json
 import pathlib
-import sys
 from collections.abc import Sequence
 
 from absl import flags, logging
 from rich.console import Console
 
 from jaxrl_llm.app.evaluate import chosen_steps, evaluate
-from jaxrl_llm.app.reopen import check_alone, config_of_run
+from jaxrl_llm.app.reopen import config_to_serve
 from jaxrl_llm.app.schema import Config
-from jaxrl_llm.config.load import apply_overrides, parse_flags, split_argv
-from jaxrl_llm.core.errors import UserError, first_cause
+from jaxrl_llm.config.load import parse_flags, split_argv
+from jaxrl_llm.core import script
+from jaxrl_llm.core.errors import UserError
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
@@ -26,35 +26,17 @@ flags.DEFINE_string('out', None, 'File that gets a JSON line for each completion
 
 def main(argv: Sequence[str]) -> int:
   """Returns the exit code."""
-  try:
-    return _main(argv)
-  except Exception as error:
-    cause = first_cause(error)
-    if isinstance(cause, OSError) and FLAGS.out and cause.filename == FLAGS.out:
-      cause = UserError(f'--out={FLAGS.out}: {cause.strerror}')
-    if not isinstance(cause, UserError):
-      raise
-    sys.stderr.write(f'error: {cause}\n')
-    return cause.exit_code
+  return script.exit_code(lambda: _main(argv))
 
 
 def _main(argv: Sequence[str]) -> int:
   own, spec, overrides = split_argv(argv)
   parse_flags(own, FLAGS)
-  if spec is not None:
-    raise UserError(f"--config={spec}: the run's own configuration is used; --config.field=value changes it")
   if FLAGS.workdir is None:
     raise UserError('--workdir is missing; usage: launch/evaluate.py --workdir=DIR [--steps=N,N] [--out=FILE]')
   logging.set_verbosity(-1)
   run = pathlib.Path(FLAGS.workdir)
-  config = apply_overrides(config_of_run(run), overrides)
-  check_alone()
-  named = any(key.startswith('rollout.vllm.addresses') for key in overrides)
-  if config.rollout.engine == 'vllm' and config.rollout.vllm.addresses and not named:
-    raise UserError(
-      "rollout.vllm.addresses: the run's own servers would be given old weights; use --config.rollout.engine=embedded, "
-      'or name others with --config.rollout.vllm.addresses=[…]'
-    )
+  config = config_to_serve(run, spec, overrides)
   steps = chosen_steps(run, config, _numbers(FLAGS.steps))
   asyncio.run(_print(config, run, steps))
   return 0
@@ -75,6 +57,10 @@ async def _print(config: Config, run: pathlib.Path, steps: Sequence[int]) -> Non
       told = ', '.join(f'{name} {value:.4g}' for name, value in found['metrics'].items())
       console.print(f'step {found["step"]}, {found["suite"]}: {told}')
       if FLAGS.out:
-        with open(FLAGS.out, mode) as out:
-          out.writelines(json.dumps({'step': found['step'], **row}) + '\n' for row in found['rows'])
+        lines = [json.dumps({'step': found['step'], **row}) + '\n' for row in found['rows']]
+        try:
+          with open(FLAGS.out, mode) as out:
+            out.writelines(lines)
+        except OSError as error:
+          raise UserError(f'--out={FLAGS.out}: {error.strerror}') from error
         mode = 'a'

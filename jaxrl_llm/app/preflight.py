@@ -34,6 +34,7 @@ from jaxrl_llm.models.spec import ModelOptions, ModelSpec
 from jaxrl_llm.parallel.mesh import build_mesh
 from jaxrl_llm.parallel.topology import CHIPS, parse_topology, topology_devices
 from jaxrl_llm.rollout.embedded import build_programs
+from jaxrl_llm.tasks.processors import PROCESSORS
 from jaxrl_llm.tasks.sources import SOURCES
 
 
@@ -45,6 +46,7 @@ def print_list() -> None:
   lines += [('algorithm', name, first(options)) for name, (options, _) in ALGORITHMS.items()]
   lines += [('engine', name, description) for name, description in ENGINES.items()]
   lines += [('tasks', name, description) for name, description in SOURCES.items()]
+  lines += [('processor', name, first(options)) for name, (options, _) in PROCESSORS.items()]
   lines += [('scorer', name, first(make)) for name, make in SCORERS.items()]
   for kind, name, description in lines:
     console.print(f'{kind:10} {name:40} {description}')

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from absl import logging
 
@@ -19,10 +19,11 @@ from jaxrl_llm.master.evaluation import SuiteConfig
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.replay.segments import write_segment
-from jaxrl_llm.rewards.api import in_force
+from jaxrl_llm.rewards.api import RewardsConfig, in_force
 from jaxrl_llm.rollout.workflow import demonstration_sample
 from jaxrl_llm.runtime.writers import METRICS_FILE
 from jaxrl_llm.tasks.preferences import Preferences, load_preferences, pairs_of_tasks, preference_samples
+from jaxrl_llm.tasks.processors import Setting, process
 from jaxrl_llm.tasks.taskset import (
   DemonstrationsConfig,
   Taskset,
@@ -78,14 +79,8 @@ def prepare(config: Config, workdir: pathlib.Path) -> Prepared:
   scored = {suite.taskset for suite in config.evaluation}
   scored |= {name for stage in config.stages if stage.explores for name in stage.tasksets}
   for name in sorted(scored):
-    for domain in sorted({task.domain for task in tasksets[name].tasks}):
-      judges = {scorer.name for scorer in in_force(config.rewards.scorers, domain, name)}
-      if config.rewards.correct_by is not None and config.rewards.correct_by not in judges:
-        raise UserError(
-          f'rewards.correct_by: {config.rewards.correct_by!r} does not judge domain {domain!r} of taskset {name}, so '
-          'nothing there would be correct; let it judge all, or remove correct_by'
-        )
-  preferences = {source.name: _preferences(source, tasksets) for source in config.preferences}
+    check_judged(tasksets[name], config.rewards)
+  preferences = {source.name: _preferences(source, config, tasksets) for source in config.preferences}
   _check_pairs(config, preferences, suites)
   for stage in config.stages:
     if stage.critic.init_from is not None:
@@ -105,11 +100,19 @@ def prepare(config: Config, workdir: pathlib.Path) -> Prepared:
   limit = config.rollout.max_prompt_length
   length = lambda task: len(tokenizer.render_prompt(task.prompt))
   tasksets = {name: drop_long(taskset, limit, length) for name, taskset in tasksets.items()}
+  tasksets = _processed(config, tasksets, length)
+  for stage in config.stages:
+    for name in (*stage.tasksets, *(stage.experts.tasksets if stage.experts is not None else ())):
+      for suite in config.evaluation:
+        check_disjoint(tasksets[name], tasksets[suite.taskset])
   fitting = {task.uid for taskset in tasksets.values() for task in taskset.tasks}
   suites = [(suite, [task for task in tasks if task.uid in fitting]) for suite, tasks in suites]
   for suite, tasks in suites:
     if not tasks:
-      raise UserError(f'evaluation.{suite.name}: every prompt is longer than {limit} tokens; raise the prompt limit')
+      raise UserError(
+        f'evaluation.{suite.name}: every prompt is longer than {limit} tokens, or dropped by a processor; raise the '
+        'prompt limit, or take more tasks'
+      )
   for taskset in tasksets.values():
     if taskset.counts['too_long']:
       logging.info('taskset %s: %d prompts longer than %d tokens', taskset.name, taskset.counts['too_long'], limit)
@@ -134,14 +137,34 @@ def prepare(config: Config, workdir: pathlib.Path) -> Prepared:
   return Prepared(tasksets=tasksets, tokenizer=tokenizer, spec=spec, suites=suites, lengths=lengths)
 
 
+def check_judged(taskset: Taskset, rewards: RewardsConfig) -> None:
+  """Refuses a taskset with tasks that no scorer judges, or of which none would say what is correct."""
+  for domain in sorted({task.domain for task in taskset.tasks}):
+    judges = {scorer.name for scorer in in_force(rewards.scorers, domain, taskset.name)}
+    if rewards.correct_by is not None and rewards.correct_by not in judges:
+      raise UserError(
+        f'rewards.correct_by: {rewards.correct_by!r} does not judge domain {domain!r} of taskset {taskset.name}, so '
+        'nothing there would be correct; let it judge all, or remove correct_by'
+      )
+
+
 def _longest(config: Config) -> int:
   """Tokens of the longest sequence that this configuration lets through."""
   return config.rollout.max_prompt_length + config.rollout.max_response_length
 
 
+def _processed(config: Config, tasksets: Mapping[str, Taskset], length_of: Callable[[Task], int]) -> dict[str, Taskset]:
+  """By the processors of each: those that are measured first, so that what is in both is not trained on."""
+  measured = {suite.taskset for suite in config.evaluation}
+  found, others = {}, []
+  for one in sorted(config.tasksets, key=lambda one: one.name not in measured):
+    found[one.name] = process(tasksets[one.name], one.processors, Setting(others, length_of))
+    others += found[one.name].tasks
+  return {name: found[name] for name in tasksets}
+
+
 def _check_names(config: Config, tasksets: Mapping[str, Taskset]) -> None:
-  """Every taskset that is named exists, and no task is trained on and measured."""
-  measured = [suite.taskset for suite in config.evaluation]
+  """Every taskset and all preferences that are named exist."""
   known = [source.name for source in config.preferences]
   for stage in config.stages:
     pairs = stage.preferences
@@ -151,8 +174,6 @@ def _check_names(config: Config, tasksets: Mapping[str, Taskset]) -> None:
     for name in (*stage.tasksets, *(stage.experts.tasksets if stage.experts is not None else ())):
       if name not in tasksets:
         raise UserError(f'stages.{stage.name}.tasksets: no taskset {name!r}; configured are {sorted(tasksets)}')
-      for evaluation in measured:
-        check_disjoint(tasksets[name], tasksets[evaluation])
 
 
 def _check_pairs(
@@ -249,7 +270,7 @@ _OF_TASKS = ('name', 'source', 'size', 'chosen', 'wrong')
 """What preferences say themselves that are made of a taskset."""
 
 
-def _preferences(source: PreferenceSource, tasksets: Mapping[str, Taskset]) -> Preferences:
+def _preferences(source: PreferenceSource, config: Config, tasksets: Mapping[str, Taskset]) -> Preferences:
   if not source.source.startswith('taskset:'):
     if source.wrong:
       raise UserError(f"preferences.{source.name}.wrong: a file's rows bring their rejected answers; use rejected")
@@ -257,6 +278,11 @@ def _preferences(source: PreferenceSource, tasksets: Mapping[str, Taskset]) -> P
   name = source.source.removeprefix('taskset:')
   if name not in tasksets:
     raise UserError(f'preferences.{source.name}.source: no taskset {name!r}; configured are {sorted(tasksets)}')
+  if next(one for one in config.tasksets if one.name == name).processors:
+    raise UserError(
+      f'preferences.{source.name}.source: taskset {name} has processors, and they do not drop pairs; make the pairs of '
+      'a taskset without'
+    )
   if source.chosen is None or not source.wrong:
     raise UserError(f'preferences.{source.name}: pairs of a taskset want the templates chosen and wrong')
   for field in dataclasses.fields(source):

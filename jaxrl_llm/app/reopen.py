@@ -10,7 +10,7 @@ import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from jax.sharding import Mesh
 
@@ -21,6 +21,7 @@ from jaxrl_llm.app.schema import Config
 from jaxrl_llm.app.stages import build_stages, model_spec, policy_options
 from jaxrl_llm.app.state import committed_state
 from jaxrl_llm.app.workdir import DATA, TOKENIZER
+from jaxrl_llm.config.load import apply_overrides
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Params, Version
@@ -30,6 +31,7 @@ from jaxrl_llm.models.api import Model, build_model
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.mesh import build_mesh
 from jaxrl_llm.rewards.pool import ScorerPool
+from jaxrl_llm.rollout.api import Engine
 from jaxrl_llm.rollout.workflow import SingleTurn
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.sync.full import Publisher
@@ -52,6 +54,25 @@ def check_alone() -> None:
   """Refuses to be one process of several."""
   if int(os.environ.get('JAX_NUM_PROCESSES', '1')) > 1:
     raise UserError('JAX_NUM_PROCESSES: coming back to a run takes one process; start the command alone')
+
+
+def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str, str]) -> Config:
+  """The run's own configuration with overrides, for a command that samples its policies; one that disturbs nobody.
+
+  Args:
+    spec: a configuration that the command line names; there is to be none.
+  """
+  if spec is not None:
+    raise UserError(f"--config={spec}: the run's own configuration is used; --config.field=value changes it")
+  config = apply_overrides(config_of_run(run), overrides)
+  check_alone()
+  named = any(key.startswith('rollout.vllm.addresses') for key in overrides)
+  if config.rollout.engine == 'vllm' and config.rollout.vllm.addresses and not named:
+    raise UserError(
+      "rollout.vllm.addresses: the run's own servers would be given old weights; use --config.rollout.engine=embedded, "
+      'or name others with --config.rollout.vllm.addresses=[…]'
+    )
+  return config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,6 +140,7 @@ class Serving:
   """An engine and the run's scorers."""
 
   past: Reopened
+  engine: Engine
   workflow: SingleTurn
   scorers: ScorerPool
   publisher: Publisher
@@ -142,6 +164,7 @@ async def serving(past: Reopened) -> AsyncIterator[Serving]:
     await engine.start()
     yield Serving(
       past=past,
+      engine=engine,
       workflow=SingleTurn(engine, past.prepared.tokenizer, max_tokens=config.rollout.max_response_length),
       scorers=scorers,
       publisher=build_publisher(config, past.model, past.mesh, engine, past.device),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from absl import app, flags
 
-from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.errors import UserError, first_cause
 
 
 def parse(argv: Sequence[str]) -> list[str]:
@@ -16,6 +16,18 @@ def parse(argv: Sequence[str]) -> list[str]:
     return flags.FLAGS(list(argv))
   except flags.Error as error:
     raise UserError(' '.join(str(error).split())) from error
+
+
+def exit_code(main: Callable[[], int]) -> int:
+  """What `main` returns; for a UserError, also one inside a group, a line on stderr and its exit code."""
+  try:
+    return main()
+  except Exception as error:
+    cause = first_cause(error)
+    if not isinstance(cause, UserError):
+      raise
+    sys.stderr.write(f'error: {cause}\n')
+    return cause.exit_code
 
 
 def run(main: Callable[[list[str]], None], parser: Callable[[Sequence[str]], list[str]] = parse) -> None:

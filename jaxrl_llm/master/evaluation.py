@@ -13,7 +13,8 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.experience.sample import Finish
 from jaxrl_llm.experience.task import Task
-from jaxrl_llm.rewards.api import Attempt, RewardsConfig, combine
+from jaxrl_llm.master.judging import judged
+from jaxrl_llm.rewards.api import RewardsConfig
 from jaxrl_llm.rewards.pool import ScorerPool
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.workflow import SingleTurn
@@ -134,29 +135,19 @@ class Evaluator:
     return [p.result() for p in pending]
 
   async def _task(self, suite: SuiteConfig, task: Task, samples: int, sampling: Sampling, mode: str) -> list[Row]:
-    rows = []
-    name = f'evaluation-{suite.name}'
-    async for sample, completion in self._workflow.run(task, 0, stage=name, samples=samples, sampling=sampling):
-      attempt = Attempt(
-        uid=sample.uid,
-        task=task,
-        completion=completion,
-        finish_reason=str(sample.finish_reason),
-        response_len=sample.response_len,
-      )
-      reward = combine(await self._scorers.score(attempt), self._rewards)
-      rows.append(
-        {
-          'suite': suite.name,
-          'uid': task.uid,
-          'prompt': task.prompt[-1]['content'],
-          'completion': completion,
-          'truth': task.truth,
-          'mode': mode,
-          'sample_index': sample.sample_index,
-          'score': reward.value,
-          'finish_reason': str(sample.finish_reason),
-          'response_len': sample.response_len,
-        }
-      )
-    return sorted(rows, key=lambda row: row['sample_index'])
+    runs = self._workflow.run(task, 0, stage=f'evaluation-{suite.name}', samples=samples, sampling=sampling)
+    return [
+      {
+        'suite': suite.name,
+        'uid': task.uid,
+        'prompt': task.prompt[-1]['content'],
+        'completion': one.completion,
+        'truth': task.truth,
+        'mode': mode,
+        'sample_index': one.sample.sample_index,
+        'score': one.reward.value,
+        'finish_reason': str(one.sample.finish_reason),
+        'response_len': one.sample.response_len,
+      }
+      for one in await judged(runs, task, self._scorers, self._rewards)
+    ]

@@ -165,7 +165,7 @@ class RolloutsWriter:
     self.directory = pathlib.Path(workdir) / ROLLOUTS_DIR
 
   def write(self, stage: str, step: int, rows: Iterable[Mapping[str, Any]]) -> pathlib.Path:
-    return _write_rows(self.directory / _file_name(stage) / f'{step:06d}.jsonl', rows)
+    return write_rows(self.directory / _file_name(stage) / f'{step:06d}.jsonl', rows)
 
   def discard_later(self, last_steps: Mapping[str, int]) -> int:
     """Removes the files of steps after the committed ones; a stage that is not named has none committed."""
@@ -179,7 +179,7 @@ class EvalsWriter:
     self.directory = pathlib.Path(workdir) / EVALS_DIR
 
   def write(self, stage: str, step: int, suite: str, rows: Iterable[Mapping[str, Any]]) -> pathlib.Path:
-    return _write_rows(self.directory / _file_name(stage) / f'{step:06d}-{_file_name(suite)}.jsonl', rows)
+    return write_rows(self.directory / _file_name(stage) / f'{step:06d}-{_file_name(suite)}.jsonl', rows)
 
   def discard_later(self, last_steps: Mapping[str, int]) -> int:
     """Removes the files of steps after the committed ones; a stage that is not named has none committed."""
@@ -192,7 +192,8 @@ def _file_name(name: str) -> str:
   return name
 
 
-def _write_rows(path: pathlib.Path, rows: Iterable[Mapping[str, Any]]) -> pathlib.Path:
+def write_rows(path: pathlib.Path, rows: Iterable[Mapping[str, Any]]) -> pathlib.Path:
+  """Replaces a JSONL file, whole or not at all."""
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.with_suffix('.jsonl.tmp')
   with temporary.open('w', encoding='utf-8') as file:

@@ -1,8 +1,8 @@
 """Tasksets: rows of a source turned into Tasks, each prompt once, split by digest.
 
-Every row read is counted in exactly one of `kept, corrupt, unmatched, duplicate, other_split, too_long`, so the counts
-add up to `read`; and a task's split depends on its prompt alone, so train and evaluation are disjoint whatever the
-seeds.
+Every row read is counted in exactly one of `kept, corrupt, unmatched, duplicate, other_split, too_long`, or under what
+a processor dropped it for (`tasks.processors`): the counts add up to `read`. A task's split depends on its prompt
+alone, so train and evaluation are disjoint whatever the seeds.
 """
 
 from __future__ import annotations
@@ -24,6 +24,14 @@ from jaxrl_llm.tasks import sources, templates
 _ROLES = ('system', 'user', 'assistant', 'tool')
 _CORRUPT_SHOWN = 20
 _NAME = re.compile(r'[A-Za-z0-9_.-]+')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessorConfig:
+  name: str
+  """One of `tasks.processors.PROCESSORS` (`launch/train.py --list`)."""
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  """Fields of the processor's own configuration."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +61,8 @@ class TasksetConfig:
   holdout: float = 0.0
   """Fraction of all prompts that is 'eval', in [0, 1); the rest is 'train'."""
   on_corrupt: Literal['fail', 'skip'] = 'fail'
+  processors: tuple[ProcessorConfig, ...] = ()
+  """What drops tasks after that, in this order."""
 
   def __post_init__(self):
     if not _NAME.fullmatch(self.name):
@@ -75,7 +85,7 @@ class Taskset:
   name: str
   tasks: tuple[Task, ...]
   counts: Mapping[str, int]
-  """`read`, and what became of it: kept, corrupt, unmatched, duplicate, other_split, too_long."""
+  """`read`, and what became of it: kept, corrupt, unmatched, duplicate, other_split, too_long, and by processors."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

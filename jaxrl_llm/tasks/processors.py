@@ -1,0 +1,198 @@
+"""What is taken out of a taskset before anything is attempted: ordered, pure, and counted in and out.
+
+A processor says of each task, in the order of the tasks, why it is dropped, or nothing; it changes none. For each, kept
+and dropped by reason add up to what it was given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from absl import logging
+
+from jaxrl_llm.config.annotations import nearest
+from jaxrl_llm.config.values import from_json
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.experience.task import Task
+from jaxrl_llm.tasks.taskset import ProcessorConfig, Taskset
+
+Processor = Callable[[Task], str]
+"""Why the task is dropped; empty: it is kept. Called once for each task, in order."""
+
+
+class Passed(NamedTuple):
+  """What a processor made of the tasks that it was given."""
+
+  name: str
+  given: int
+  dropped: Mapping[str, int]
+  """By reason."""
+
+  @property
+  def kept(self) -> int:
+    return self.given - sum(self.dropped.values())
+
+  def __str__(self) -> str:
+    reasons = ''.join(f', {reason} {count}' for reason, count in self.dropped.items())
+    return f'{self.name}: {self.given} in, {self.kept} out{reasons}'
+
+
+class Setting(NamedTuple):
+  """What a processor may know beside the tasks that it is given."""
+
+  others: Sequence[Task]
+  """Of the tasksets that were processed before this one."""
+  length_of: Callable[[Task], int]
+  """Tokens of the task's prompt."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DedupConfig:
+  """Drops tasks that the run has already: in this taskset, one that is measured, or one configured before it."""
+
+  near: bool = True
+  """Also those that differ only in case, spacing, sentence marks or the system message."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LengthConfig:
+  """Drops tasks whose prompt has fewer or more tokens."""
+
+  min_tokens: int = 0
+  max_tokens: int | None = None
+
+  def __post_init__(self):
+    if self.max_tokens is not None and not self.min_tokens <= self.max_tokens:
+      raise UserError(f'processor length: min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerKindConfig:
+  """Drops tasks whose answer is easily guessed by its kind (Kimi k1.5, arXiv:2501.12599, section 2.1)."""
+
+  drop: tuple[Literal['choice', 'boolean'], ...] = ('choice', 'boolean')
+  """choice: the answer is one of the lettered options that the prompt lists; boolean: true, false, yes or no."""
+
+
+def dedup(config: DedupConfig, setting: Setting) -> Processor:
+  prompts, texts = set(), set()
+
+  def why(task: Task) -> str:
+    digest, text = task.digest, normalised(task)
+    reason = 'same_prompt' if digest in prompts else 'near_duplicate' if config.near and text in texts else ''
+    prompts.add(digest)
+    texts.add(text)
+    return reason
+
+  for task in setting.others:
+    why(task)
+  return why
+
+
+_MARK = re.compile(r'(?<!\d)[.,;:?]|[.,;:?](?!\d)|["`“”„«»…¿¡]')
+"""Punctuation of sentences; not within a number (1.5, 12:30), and not what formulas need (5!, y', 2-1, brackets)."""
+
+
+def normalised(task: Task) -> str:
+  """What the prompt says, but for case, spacing, sentence marks and the system message."""
+  said = (f'{m["role"]} {_MARK.sub(" ", m["content"].casefold())}' for m in task.prompt if m['role'] != 'system')
+  return '\n'.join(' '.join(text.split()) for text in said)
+
+
+def length(config: LengthConfig, setting: Setting) -> Processor:
+  def why(task: Task) -> str:
+    tokens = setting.length_of(task)
+    if tokens < config.min_tokens:
+      return 'too_short'
+    return 'too_long' if config.max_tokens is not None and tokens > config.max_tokens else ''
+
+  return why
+
+
+_LETTER = re.compile(r'\(?([A-Ja-j])\)?\.?')
+_BOOLEAN = ('true', 'false', 'yes', 'no')
+
+
+def answer_kind(config: AnswerKindConfig, setting: Setting) -> Processor:
+  def why(task: Task) -> str:
+    truth = (task.truth or '').strip()
+    if 'boolean' in config.drop and truth.casefold().rstrip('.') in _BOOLEAN:
+      return 'boolean'
+    listed = lambda letter: re.search(rf'(?<!\w)\(?{letter}[).:]', task.prompt[-1]['content'])
+    return 'choice' if 'choice' in config.drop and _LETTER.fullmatch(truth) and listed('A') and listed('B') else ''
+
+  return why
+
+
+PROCESSORS: Mapping[str, tuple[type, Callable[[Any, Setting], Processor]]] = {
+  'dedup': (DedupConfig, dedup),
+  'length': (LengthConfig, length),
+  'answer_kind': (AnswerKindConfig, answer_kind),
+}
+"""By the name that `TasksetConfig.processors` calls them: options, and what makes the processor of them."""
+
+
+class Outcomes(NamedTuple):
+  """What became of a task's attempts, those left out that nobody could score."""
+
+  correct: int
+  attempts: int
+
+  @property
+  def rate(self) -> float:
+    return self.correct / self.attempts
+
+
+def pass_rate(outcomes: Mapping[str, Outcomes], *, low: float, high: float) -> Processor:
+  """Keeps tasks whose share of correct attempts is in [low, high] (Kimi k1.5, 2.1); `outcomes` by uid."""
+
+  def why(task: Task) -> str:
+    of = outcomes[task.uid]
+    if not of.attempts:
+      return 'unscorable'
+    return 'too_hard' if of.rate < low else 'too_easy' if of.rate > high else ''
+
+  return why
+
+
+def guessable(outcomes: Mapping[str, Outcomes]) -> Processor:
+  """Drops tasks that were answered correctly without reasoning (Kimi k1.5, 2.1); `outcomes` of guesses, by uid."""
+  return lambda task: 'guessed' if outcomes[task.uid].correct else ''
+
+
+def run(name: str, processor: Processor, tasks: Iterable[Task]) -> tuple[tuple[Task, ...], Passed]:
+  """The tasks that are kept, and the count."""
+  kept, dropped, given = [], {}, 0
+  for task in tasks:
+    given += 1
+    if reason := processor(task):
+      dropped[reason] = dropped.get(reason, 0) + 1
+    else:
+      kept.append(task)
+  return tuple(kept), Passed(name, given, dropped)
+
+
+def process(taskset: Taskset, configs: Sequence[ProcessorConfig], setting: Setting) -> Taskset:
+  """The taskset without what the configured processors drop, which is counted as '<processor>/<reason>'.
+
+  Raises:
+    UserError: a processor or an option of one is unknown; no task is left.
+  """
+  tasks, counts = taskset.tasks, dict(taskset.counts)
+  for config in configs:
+    where = f'tasksets.{taskset.name}.processors'
+    if config.name not in PROCESSORS:
+      raise UserError(f'{where}: no processor {config.name!r}; {nearest(config.name, PROCESSORS)}')
+    options, make = PROCESSORS[config.name]
+    chosen = from_json(dict(config.options), options, f'{where}: options of {config.name}')
+    tasks, passed = run(config.name, make(chosen, setting), tasks)
+    for reason, count in passed.dropped.items():
+      key = f'{config.name}/{reason}'
+      counts[key] = counts.get(key, 0) + count
+    logging.info('taskset %s, %s', taskset.name, passed)
+    if not tasks:
+      raise UserError(f'taskset {taskset.name}: no task is left by its processors: {passed}')
+  return dataclasses.replace(taskset, tasks=tasks, counts={**counts, 'kept': len(tasks)})
