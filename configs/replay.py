@@ -1,0 +1,26 @@
+"""The quickstart with replay: a batch of its GRPO is 4 new groups and 12 earlier ones, each used 4 times at most.
+
+A quarter of the rollouts, then. Earlier groups are drawn by priority = version - 2 · uses (Trinity-RFT's queue), and
+rest for a batch after each use; the decoupled loss corrects for their age.
+
+Paper:     Trinity-RFT, arXiv:2505.17826.
+Command:   python launch/train.py --config=configs/replay.py
+Hardware:  a laptop's CPU.
+Time and result: docs/staleness.md.
+"""
+
+import dataclasses
+
+import quickstart
+
+from jaxrl_llm.app.schema import Config, PastConfig
+from jaxrl_llm.replay.draw import DrawConfig
+
+
+def get_config() -> Config:
+  config = quickstart.get_config()
+  sft, grpo = config.stages
+  past = PastConfig(groups=8, max_uses=4, draw=DrawConfig(order='priority', decay=2.0, cooldown=1, max_age=8))
+  return dataclasses.replace(
+    config, name='replay', stages=(sft, dataclasses.replace(grpo, groups_per_batch=8, past=past))
+  )
