@@ -73,3 +73,10 @@ def test_a_killed_trainer_goes_on_with_the_servers_it_left(tmp_path):
     job.kill(process)
     job.train(tmp_path / 'run', *flags)
   check(tmp_path / 'run')
+
+
+def test_after_three_kills_at_a_bound_of_two_every_task_was_trained_once(tmp_path):
+  with fakes(tmp_path) as flags:
+    run = tmp_path / 'run'
+    job.kill_at_random(run, *flags, *job.ASYNCHRONOUS, '--config.stages.grpo.steps=15', kills=3, seed=1)
+  job.check_accounts(run, steps=15, processed=False)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import json
 import os
 import pathlib
+import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -134,3 +138,61 @@ def newest_arrays(workdir: pathlib.Path) -> dict[str, tuple[str, tuple[int, ...]
   return {
     jax.tree_util.keystr(path): (str(leaf.dtype), leaf.shape, np.asarray(leaf).tobytes()) for path, leaf in leaves
   }
+
+
+def kill_at_random(workdir: pathlib.Path, *flags: str, kills: int, seed: int, **options) -> list[int]:
+  """Starts a run, kills it after a random while, checks its accounts, and again; then lets it end.
+
+  Returns how many rows it had at each kill.
+  """
+  from jaxrl_llm.replay.audit import audit
+
+  rng, at = random.Random(seed), []
+  for _ in range(kills):
+    process = start(workdir, *flags, **options)
+    wait_for_rows(workdir, len(rows(workdir)) + rng.randrange(1, 4), process)
+    time.sleep(rng.random())
+    kill(process)
+    at.append(len(rows(workdir)))
+    report = audit(workdir / 'replay')
+    assert report.ok, report.lines
+  train(workdir, *flags, **options)
+  return at
+
+
+def plans(workdir: pathlib.Path, stage: str) -> list[dict]:
+  """The stage's plans as the store has them, in order."""
+  with contextlib.closing(sqlite3.connect(workdir / 'replay' / 'index.sqlite')) as db:
+    found = [json.loads(text) for (text,) in db.execute('SELECT json FROM plans ORDER BY step')]
+  return [plan for plan in found if plan['stage'] == stage]
+
+
+ASYNCHRONOUS = ('--config.stages.grpo.bound=2', '--config.stages.grpo.publish_every=2')
+PROCESSED = (
+  '--config.stages.grpo.processors=[{"name":"mask_truncated"},{"name":"reward_std"}]',
+  '--config.stages.grpo.past={"groups":6,"max_uses":3,"draw":{"order":"priority"}}',
+)
+"""Filters and replay."""
+
+
+def check_accounts(workdir: pathlib.Path, *, steps: int, processed: bool) -> None:
+  """Of a run of 6 new groups of 4 a batch that was ASYNCHRONOUS, and perhaps PROCESSED."""
+  from jaxrl_llm.replay.audit import audit
+
+  report, grpo = audit(workdir / 'replay'), plans(workdir, 'grpo')
+  assert report.ok and report.live == (), report.lines
+  assert len(grpo) == steps
+  uses = collections.Counter(group for plan in grpo for group in {row['group'] for row in plan['rows']})
+  tasks = collections.Counter(group.split('/')[1] for group in uses)
+  assert set(tasks.values()) == {1}, 'no pass over the tasks is over: each was drawn once'
+  assert len(uses) == 6 * steps, 'six new groups a batch'
+  assert all(
+    plan['step'] - row['version_step'] <= 2 for plan in grpo for row in plan['rows'] if uses[row['group']] == 1
+  )
+  steps_of = [row for row in rows(workdir) if 'actor/pg_loss' in row]
+  if processed:
+    assert 2 <= max(uses.values()) <= 3 and any('dropped(reward std)' in reason for reason in report.reasons)
+    assert sum(row['run/past_groups'] for row in steps_of) == sum(uses.values()) - len(uses)
+  else:
+    assert set(uses.values()) == {1}
+    assert report.states['trained'] == steps * 6 * 4 and max(row['staleness/max'] for row in steps_of) == 2

@@ -307,6 +307,23 @@ def test_after_a_run_servers_hold_what_it_exported_and_a_fresh_one_with_speculat
     asyncio.run(fresh.stop())
 
 
+@pytest.mark.parametrize('kills', [3, pytest.param(20, marks=pytest.mark.acceptance)])
+def test_after_each_kill_of_the_trainer_every_sample_is_accounted_for(pair, tmp_path, kills):
+  """Attached servers, two updates of staleness, filters and replay; killed at random moments."""
+  run, steps = tmp_path / 'run', 5 * kills
+  flags = (*serving.attached_job(pair), *job.ASYNCHRONOUS, *job.PROCESSED, f'--config.stages.grpo.steps={steps}')
+  job.kill_at_random(run, *flags, kills=kills, seed=kills)
+  job.check_accounts(run, steps=steps, processed=True)
+
+
+@pytest.mark.acceptance
+def test_after_twenty_kills_without_filters_every_task_was_trained_once(pair, tmp_path):
+  run = tmp_path / 'run'
+  flags = (*serving.attached_job(pair), *job.ASYNCHRONOUS, '--config.stages.grpo.steps=100')
+  job.kill_at_random(run, *flags, kills=20, seed=0)
+  job.check_accounts(run, steps=100, processed=False)
+
+
 async def generating(server):
   """Returns once the server has given tokens of a request that is not over yet."""
   client = VllmClient(server.address)
