@@ -20,7 +20,6 @@ from jaxrl_llm.replay.draw import DrawConfig
 def get_config() -> Config:
   config = quickstart.get_config()
   sft, grpo = config.stages
-  past = PastConfig(groups=8, max_uses=4, draw=DrawConfig(order='priority', decay=2.0, cooldown=1, max_age=8))
-  return dataclasses.replace(
-    config, name='replay', stages=(sft, dataclasses.replace(grpo, groups_per_batch=8, past=past))
-  )
+  past = PastConfig(groups=12, max_uses=4, draw=DrawConfig(order='priority', decay=2.0, cooldown=1))
+  stage = dataclasses.replace(grpo, groups_per_batch=4, past=past)
+  return dataclasses.replace(config, name='replay', stages=(sft, stage))
