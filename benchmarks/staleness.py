@@ -1,0 +1,110 @@
+"""What a bound buys: seconds of a step, and how long trainer and rollouts stand idle, at several bounds.
+
+  .venv/bin/python benchmarks/staleness.py [--bounds=0,1,2,4,8] [--steps=40] [--median_s=0.2] [--sigma=1.0]
+
+The quickstart's GRPO stage, from random weights, attached to two fake servers in processes of their own, which sample
+and take a lognormal time longer for each completion: at sigma 1, one in a hundred takes ten times the median or more.
+The first five steps of each run, which compile, are left out. Of what is learned it says nothing: docs/staleness.md.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+from absl import app, flags
+
+from jaxrl_llm.models.families import tiny
+from jaxrl_llm.weights.hf import write_config
+
+ROOT = pathlib.Path(__file__).parents[1]
+SHAPE = dict(
+  hidden_size=128,
+  intermediate_size=384,
+  num_hidden_layers=3,
+  num_attention_heads=4,
+  num_key_value_heads=2,
+  head_dim=32,
+  rope_theta=1e4,
+  tie_word_embeddings=False,
+)
+VOCABULARY = 29
+"""The quickstart's letters and marks."""
+
+_BOUNDS = flags.DEFINE_list('bounds', ['0', '1', '2', '4', '8'], 'Each a run.')
+_STEPS = flags.DEFINE_integer('steps', 40, 'Of each run.', lower_bound=8)
+_MEDIAN_S = flags.DEFINE_float('median_s', 0.2, 'Median of what a completion takes longer, seconds.')
+_SIGMA = flags.DEFINE_float('sigma', 1.0, 'Standard deviation of its logarithm.')
+_WARM_UP = 5
+
+
+@contextlib.contextmanager
+def fake_servers(folder: pathlib.Path, count: int = 2):
+  """Addresses of servers that sample from the model, slowly."""
+  write_config(folder, tiny('llama', VOCABULARY, **SHAPE), dtype='float32', eos_ids=[1], pad_id=0)
+  sockets = [folder / f'{i}.sock' for i in range(count)]
+  latency = [f'--latency_median_s={_MEDIAN_S.value}', f'--latency_sigma={_SIGMA.value}']
+  command = [sys.executable, '-m', 'jaxrl_llm.rollout.fake', f'--model={folder}', '--max_model_len=64', *latency]
+  processes = [subprocess.Popen([*command, f'--uds={socket}'], stdout=subprocess.DEVNULL) for socket in sockets]
+  try:
+    while not all(socket.exists() for socket in sockets):
+      if any(process.poll() is not None for process in processes):
+        raise SystemExit('a fake server ended at its start; see above')
+      time.sleep(0.1)
+    yield [f'unix:{socket}' for socket in sockets]
+  finally:
+    for process in processes:
+      process.kill()
+      process.wait()
+
+
+def measure(bound: int, folder: pathlib.Path, addresses: list[str]) -> list[dict]:
+  """Rows of the steps of a run, the first ones left out."""
+  run = folder / f'run-{bound}'
+  flags_of_run = {
+    'rollout.engine': 'vllm',
+    'rollout.vllm.addresses': json.dumps(addresses),
+    'policy.model': json.dumps(SHAPE),
+    'stages.0.steps': 1,
+    'stages.1.steps': _STEPS.value,
+    'stages.1.evaluate_every': 'null',
+    'stages.1.bound': bound,
+    'evaluation.held_out.tasks': 8,
+    'checkpoint.every_steps': 1000,
+    'rewards.scorers.0.options': '{"partial_credit":true}',
+  }
+  given = [f'--config.{name}={value}' for name, value in flags_of_run.items()]
+  command = [sys.executable, 'launch/train.py', '--config=configs/quickstart.py', f'--workdir={run}', *given]
+  done = subprocess.run(command, cwd=ROOT, env={**os.environ, 'JAX_PLATFORMS': 'cpu'}, capture_output=True, text=True)
+  if done.returncode:
+    raise SystemExit(f'the run at bound {bound} ended with {done.returncode}:\n{done.stderr[-2000:]}')
+  rows = [json.loads(line) for line in (run / 'metrics.jsonl').read_text().splitlines()]
+  return [row for row in rows if 'staleness/max' in row][_WARM_UP:]
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f'{argv[1]}: unexpected argument')
+  print(f'completions take {_MEDIAN_S.value:g} s longer at the median, sigma {_SIGMA.value:g}; two fake servers')
+  print('bound  s/step  of bound 0  trainer idle  rollouts idle  mean lag')
+  first = None
+  with tempfile.TemporaryDirectory() as name:
+    folder = pathlib.Path(name)
+    with fake_servers(folder) as addresses:
+      for bound in map(int, _BOUNDS.value):
+        rows = measure(bound, folder, addresses)
+        seconds = sum(row['timing_s/step'] for row in rows)
+        first = first or seconds
+        idle = [sum(row[f'perf/{role}_idle_s'] for row in rows) / seconds for role in ('trainer', 'rollout')]
+        lag = statistics.mean(row['staleness/mean'] for row in rows)
+        times = f'{bound:5}  {seconds / len(rows):6.2f}  {seconds / first:10.2f}'
+        print(f'{times}  {idle[0]:12.0%}  {idle[1]:13.0%}  {lag:8.2f}', flush=True)
+
+
+if __name__ == '__main__':
+  app.run(main)
