@@ -60,6 +60,7 @@ class FakeEngine:
     return self._version
 
   async def generate(self, request: Request):
+    assert self._version is not None, 'nothing is served yet'
     number = len(self.requests)
     self.requests.append(request)
     if number == self.fail_at:

@@ -105,6 +105,7 @@ async def go(exploration, *, publish_every, start=0, end=BATCHES, batches=BATCHE
   rollouts = RolloutBatches(exploration.explorer, exploration.store, exploration.sampler, exploration.gate)
   if state is not None:
     rollouts.restore(json.loads(state))
+  exploration.engine._version = None  # Until the loop publishes.
   device = DeviceThread()
   with contextlib.closing(device):
     ledger = Ledger(rollouts)

@@ -210,6 +210,7 @@ class Explorer:
   async def _explore(self) -> None:
     try:
       async with asyncio.TaskGroup() as groups:
+        await self._gate.opened()
         again = {number: self._drawn[number] for number, chosen in self._groups.items() if chosen is None}
         self._start(groups, again)
         while True:

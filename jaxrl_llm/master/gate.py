@@ -39,6 +39,12 @@ class Gate:
     self._served = served
     self._changed.set()
 
+  async def opened(self) -> None:
+    """Waits for the first version to be served."""
+    while self._served < 0:
+      self._changed.clear()
+      await self._changed.wait()
+
   async def admit(self) -> int:
     """Waits until groups may start, takes all of that capacity and says how many."""
     while self.capacity <= 0:
