@@ -92,6 +92,7 @@ class FakeEngine:
     )
 
   async def load(self, weights: Weights) -> None:
+    await asyncio.sleep(0.01)  # Others run meanwhile.
     self._publish('load', weights.version)
 
   async def relabel(self, version: Version) -> None:

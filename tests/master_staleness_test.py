@@ -236,6 +236,33 @@ def test_a_run_killed_with_groups_in_flight_trains_every_task_once(tmp_path, tok
   store.close()
 
 
+def test_a_group_in_flight_at_a_commit_is_asked_for_again_once_weights_are_served(tmp_path, tokenizer):
+  """Batch 1 has groups 2 and 3; at the commit after batch 0 group 2 had ended, and 3 never does in that attempt."""
+  tasks = exploring.make_tasks(30)
+  name = lambda i: f'grpo/{tasks[i].uid}/0'
+
+  def explore(hold):
+    store = open_store(tmp_path / 'replay', synchronous='normal')
+    exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, bound=1, batches=BATCHES, tasks=tasks)
+    exploration.engine.hold = lambda request: hold and request.uid == name(3)
+    return exploration, store
+
+  first, store = explore(True)
+  store.recover(0)
+  before = asyncio.run(go(first, publish_every=1, end=1, turns=200))
+  store.close()
+  flight = {g['number']: g['ended'] for g in json.loads(before.states[1])['explorer']['groups']}
+  assert flight == {2: True, 3: False}
+  again, store = explore(False)
+  store.recover(1)
+  after = asyncio.run(go(again, publish_every=1, start=1, end=2, state=before.states[1], turns=200))
+  assert [row.group for row in after.plans[0].rows] == [name(2)] * 2 + [name(3)] * 2
+  assert again.engine.requests[0].uid == name(3) and name(2) not in {r.uid for r in again.engine.requests}
+  report = audit(store)
+  assert report.ok and report.reasons['void(crash)'] >= 2, report.lines
+  store.close()
+
+
 def test_a_signals_commit_keeps_what_had_ended(tmp_path, tokenizer):
   """Left in the middle, groups in flight are given up in the store, and a start from the commit has them again."""
   store = exploring.new_store(tmp_path / 'replay')
