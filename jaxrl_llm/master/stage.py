@@ -142,8 +142,8 @@ class RolloutBatches:
   async def next(self, step: int) -> tuple[list[Row], dict[str, int]]:
     batch, counts = await self._explorer.collect()
     if self._past is not None:
-      groups = self._past.draw(self._store, step)
-      batch += self._explorer.recall([uid for group in groups for uid in group.uids])
+      groups = await asyncio.to_thread(self._past.draw, self._store, step)
+      batch += await asyncio.to_thread(self._explorer.recall, [uid for group in groups for uid in group.uids])
       counts['past_groups'] = len(groups)
     self._taken = {chosen.scored.sample.uid: chosen.scored for chosen in batch}
     asked = self._events.request(Edge.FETCH, source='rollouts')
