@@ -189,7 +189,7 @@ def check_accounts(workdir: pathlib.Path, *, steps: int, processed: bool) -> Non
   assert all(
     plan['step'] - row['version_step'] <= 2 for plan in grpo for row in plan['rows'] if uses[row['group']] == 1
   )
-  steps_of = [row for row in rows(workdir) if 'actor/pg_loss' in row]
+  steps_of = [row for row in rows(workdir) if 'staleness/max' in row]
   if processed:
     assert 2 <= max(uses.values()) <= 3 and any('dropped(reward std)' in reason for reason in report.reasons)
     assert sum(row['run/past_groups'] for row in steps_of) == sum(uses.values()) - len(uses)
