@@ -4,16 +4,20 @@ import asyncio
 import dataclasses
 
 import exploring
+import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm.app.build import build_processors
-from jaxrl_llm.app.schema import AlgorithmConfig, StageConfig
+from jaxrl_llm.app.schema import AlgorithmConfig, Config, PastConfig, StageConfig
+from jaxrl_llm.app.stages import build_processors, build_stages
+from jaxrl_llm.config.load import load_file
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.experience.sample import Finish, Segment
+from jaxrl_llm.master.explorer import TaskLimits
 from jaxrl_llm.master.processors import PROCESSORS, ProcessorConfig, process
-from jaxrl_llm.master.selection import Scored
+from jaxrl_llm.master.selection import Scored, SelectionConfig, choose
+from jaxrl_llm.parallel.mesh import build_mesh
 from jaxrl_llm.replay import browse
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.rewards.api import Reward
@@ -161,6 +165,7 @@ STAGE = dict(name='rl', algorithm=AlgorithmConfig(name='grpo'), steps=4, taskset
   [
     ([ProcessorConfig(name='reward_sdt')], ('reward_sdt', 'reward_std')),
     ([ProcessorConfig(name='a', kind='aligned')] * 2, ("2 are called 'a'",)),
+    ([ProcessorConfig(name='not_selected', kind='aligned')], ("'not_selected' is taken",)),
     ([ProcessorConfig(name='kl')], ("'kl'", 'after the batch is closed', 'could not be replaced')),
   ],
 )
@@ -220,3 +225,43 @@ def test_through_the_explorer_counts_add_up_and_raw_and_verified_are_both_there(
     (c.scored.reward, c.scored.masked, c.scored.completion) for c in batch[:2]
   ]
   store.close()
+
+
+def test_masked_answers_are_in_no_pair_and_not_imitated_and_a_group_of_them_alone_teaches_nothing():
+  """The shortest correct answer is masked, and one of two wrong ones."""
+  mask = lambda m: dataclasses.replace(m, masked=True)
+  members = [
+    mask(member(0, 1.0, correct=True, tokens=(5,))),
+    member(1, 1.0, correct=True),
+    mask(member(2, 0.0, tokens=(6,))),
+    member(3, 0.0, tokens=(6, 7)),
+  ]
+  pairs = choose(SelectionConfig(kind='pairs', pairs_per_group=4), members)
+  assert [(c.scored.sample.sample_index, c.label) for c in pairs] == [(1, 1), (3, -1)]
+  (best,) = choose(SelectionConfig(kind='shortest_correct'), members)
+  assert best.scored.sample.sample_index == 1
+  assert len(choose(SelectionConfig(), members)) == 4, 'in the baseline'
+  assert choose(SelectionConfig(), [members[0], members[2]]) == []
+
+
+def test_what_a_stage_cannot_process_is_said_before_anything_is_loaded():
+  """The quickstart's scorer is the verifier."""
+  config = load_file('configs/quickstart.py', Config)
+
+  def build(**fields):
+    sft, grpo = config.stages
+    changed = dataclasses.replace(config, stages=(sft, dataclasses.replace(grpo, **fields)))
+    return build_stages(changed, build_mesh(changed.learner.mesh, jax.devices()[:1]), 29, {})
+
+  shaped = lambda key: (ProcessorConfig(name='shape', options={'key': key}),)
+  assert len(build(processors=shaped('verifier/part'))) == 2
+  with pytest.raises(UserError, match="no scorer is called 'judge'; configured are"):
+    build(processors=shaped('judge/part'))
+  with pytest.raises(UserError, match=r"processor 'math:pi': wanted a pair"):
+    build(processors=(ProcessorConfig(name='own', kind='math:pi'),))
+  past = PastConfig(groups=8, max_uses=2)
+  assert len(build(past=past, minibatches=4)) == 2
+  with pytest.raises(UserError, match='group_size 8 into 16 minibatches'):
+    build(past=past, minibatches=16)
+  with pytest.raises(UserError, match='3 tries of 2000 s are 6000 s, and the wait for a batch ends after'):
+    build(limits=TaskLimits(timeout_s=2000.0))

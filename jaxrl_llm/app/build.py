@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax.sharding import Mesh
@@ -18,10 +18,9 @@ from jaxrl_llm.app.prepare import (
   static_file,
 )
 from jaxrl_llm.app.schema import Config, StageConfig
-from jaxrl_llm.app.stages import own_part
+from jaxrl_llm.app.stages import build_processors, own_part
 from jaxrl_llm.app.state import begin_stage, critic_model
 from jaxrl_llm.config.annotations import nearest
-from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.data.load import RowLoader
 from jaxrl_llm.data.streams import RowStream, all_rows
@@ -30,7 +29,6 @@ from jaxrl_llm.master.explorer import Explorer, ExplorerConfig
 from jaxrl_llm.master.gate import Gate
 from jaxrl_llm.master.keeper import Logs, RunKeeper
 from jaxrl_llm.master.loop import EnterStage, LoopState, Parts
-from jaxrl_llm.master.processors import PROCESSORS, Processor, ProcessorConfig
 from jaxrl_llm.master.stage import Batches, MixedBatches, Past, Planner, RolloutBatches, StreamBatches
 from jaxrl_llm.master.trainer import Roles, Stage, StageTrainer
 from jaxrl_llm.models import lora
@@ -60,16 +58,6 @@ SCORERS: Mapping[str, Callable[..., Scorer]] = {
   'format': format_scorer,
   'verifier': verifier_scorer,
 }
-
-
-def build_processors(configs: Sequence[ProcessorConfig]) -> tuple[tuple[str, Processor], ...]:
-  """By name; of the catalogue or a user's own: a pair of an options dataclass and a function of it."""
-  built = []
-  for config in configs:
-    kind = config.implementation
-    options, make = own_part(kind, 'processor') if ':' in kind else PROCESSORS[kind]
-    built.append((config.name, make(from_json(dict(config.options), options, f'options of processor {config.name}'))))
-  return tuple(built)
 
 
 def build_scorers(config: Config) -> dict[str, Scorer]:

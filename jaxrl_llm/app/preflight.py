@@ -25,6 +25,7 @@ from jaxrl_llm.app.state import critic_model
 from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.catalogue import ALGORITHMS
+from jaxrl_llm.master.processors import PROCESSORS as EXPERIENCE_PROCESSORS
 from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import build_model
@@ -46,7 +47,8 @@ def print_list() -> None:
   lines += [('algorithm', name, first(options)) for name, (options, _) in ALGORITHMS.items()]
   lines += [('engine', name, description) for name, description in ENGINES.items()]
   lines += [('tasks', name, description) for name, description in SOURCES.items()]
-  lines += [('processor', name, first(options)) for name, (options, _) in PROCESSORS.items()]
+  lines += [('of tasks', name, first(options)) for name, (options, _) in PROCESSORS.items()]
+  lines += [('of groups', name, first(make)) for name, (_, make) in EXPERIENCE_PROCESSORS.items()]
   lines += [('scorer', name, first(make)) for name, make in SCORERS.items()]
   for kind, name, description in lines:
     console.print(f'{kind:10} {name:40} {description}')

@@ -6,10 +6,11 @@ they name: what differs here has changed on the disk or in the program, or was n
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pathlib
-import shutil
+import sqlite3
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from jaxrl_llm.master.recall import recall
 from jaxrl_llm.master.records import step_metrics
 from jaxrl_llm.master.selection import Scored
 from jaxrl_llm.master.stage import SEALED
+from jaxrl_llm.replay.browse import snapshot
 from jaxrl_llm.replay.index import ReplayStore, open_store
 from jaxrl_llm.replay.tables import INDEX, SEGMENTS
 from jaxrl_llm.rollout.workflow import completion_text
@@ -141,9 +143,8 @@ def _copied_store(run: pathlib.Path, scratch: pathlib.Path, max_uses: int) -> Re
   if not (source / INDEX).is_file():
     raise UserError(f'{source / INDEX}: no such file, and it holds the plans; restore it, or choose another run')
   copy.mkdir()
-  for file in source.glob(f'{INDEX}*'):
-    if not file.name.endswith('-shm'):  # Of whoever has it open; made anew.
-      shutil.copy(file, copy)
+  with snapshot(source) as (index, _), contextlib.closing(sqlite3.connect(copy / INDEX)) as target:
+    index.backup(target)
   (copy / SEGMENTS).symlink_to((source / SEGMENTS).absolute())
   return open_store(copy, max_uses=max_uses)
 

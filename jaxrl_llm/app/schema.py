@@ -331,6 +331,8 @@ class Config:
       raise UserError('stages: empty, wanted at least one')
     if self.rollout.vllm.lora == 'adapter' and self.policy.lora is None:
       raise UserError("rollout.vllm.lora: 'adapter', and the policy has none; set policy.lora, or remove it")
+    for stage in self.stages:
+      stage.limits.check(self.rollout.collect_deadline_s, f'stages.{stage.name}.')
     for part in ('tasksets', 'preferences', 'stages', 'evaluation'):
       names = [item.name for item in getattr(self, part)]
       for name in names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.algorithm import Algorithm, Setting
 from jaxrl_llm.learner.catalogue import ALGORITHMS, OFFLINE, PAIRWISE
 from jaxrl_llm.learner.optimizer import build_optimizer
+from jaxrl_llm.master.processors import PROCESSORS, Processor, ProcessorConfig
 from jaxrl_llm.master.selection import SelectionConfig
 from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.models.heads import with_head
@@ -46,6 +48,19 @@ def build_algorithm(config: AlgorithmConfig, setting: Setting) -> Algorithm:
     raise UserError(f"algorithm {name!r}: unknown; {nearest(name, ALGORITHMS)}; one of your own is 'module:attribute'")
   options, make = own_part(name, 'algorithm') if ':' in name else ALGORITHMS[name]
   return make(from_json(dict(config.options), options, f'options of algorithm {name}'), setting)
+
+
+def build_processors(configs: Sequence[ProcessorConfig]) -> tuple[tuple[str, Processor], ...]:
+  """By name; of the catalogue or a user's own: a pair of an options dataclass and a function of it."""
+  built = []
+  for config in configs:
+    kind = config.implementation
+    pair = own_part(kind, 'processor') if ':' in kind else PROCESSORS[kind]
+    if not (isinstance(pair, tuple) and len(pair) == 2 and dataclasses.is_dataclass(pair[0]) and callable(pair[1])):
+      raise UserError(f'processor {kind!r}: wanted a pair of an options dataclass and a function of it, got {pair!r}')
+    options, make = pair
+    built.append((config.name, make(from_json(dict(config.options), options, f'options of processor {config.name}'))))
+  return tuple(built)
 
 
 def build_stages(
@@ -175,12 +190,31 @@ def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> No
     raise UserError(f'rollout.vllm.args.speculative_config: stage {stage.name} samples rollouts; {SPECULATION}')
   if stage.explores and stage.temperature <= 0:
     raise UserError(f'{where}.temperature: {stage.temperature} is not above 0: training needs samples to differ')
+  _check_processors(stage, config)
+  if stage.past is not None and stage.group_size % (stage.minibatches * stage.unit):
+    raise UserError(
+      f'{where}.minibatches: with earlier groups a batch has as many groups as there are, so that each has to be dealt '
+      f'evenly; group_size {stage.group_size} into {stage.minibatches} minibatches cannot'
+    )
   even = stage.experts is None and stage.selection.kind in ('all', 'mixed')
   if even and stage.sequences % (stage.minibatches * stage.unit):
     raise UserError(
       f'{where}.minibatches: {stage.sequences} sequences cannot be dealt evenly into {stage.minibatches} minibatches'
       + (' of pairs' if pairs else '')
     )
+
+
+def _check_processors(stage: StageConfig, config: Config) -> None:
+  """Builds them once, in every process and before anything is loaded, so that what is wrong is said by all."""
+  build_processors(stage.processors)
+  scorers = [scorer.name for scorer in config.rewards.scorers]
+  for processor in stage.processors:
+    key = processor.options.get('key')
+    if processor.implementation == 'shape' and key.split('/')[0] not in scorers:
+      raise UserError(
+        f'stages.{stage.name}.processors: {processor.name} shapes by {key!r}, and no scorer is called '
+        f'{key.split("/")[0]!r}; configured are {sorted(scorers)}'
+      )
 
 
 def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:

@@ -52,14 +52,15 @@ class TaskLimits:
   `run/clock_decisions` counts it.
   """
 
-  timeout_s: float | None = 1800.0
-  """Seconds of one try; None: none."""
+  timeout_s: float | None = 900.0
+  """Seconds of one try, waiting for a free slot of the engine included; None: no limit."""
   retries: int = 2
   """Further tries of a group that ran out of time."""
   straggler_factor: float | None = None
   """Give a group up, without another try, after so many times the mean time of groups; None: never.
 
-  The mean is of the last `4 * groups_per_batch` groups that ended, as soon as a batch of them has. What is slow is
+  The mean is of the tries of the last `4 * groups_per_batch` groups that ended, as soon as a batch of them has; those
+  that were given up are not in it. What is slow is
   often long, so this biases a policy against long answers.
   """
 
@@ -68,6 +69,17 @@ class TaskLimits:
       raise UserError(f'limits: timeout_s {self.timeout_s} and retries {self.retries}, wanted above 0 and at least 0')
     if self.straggler_factor is not None and not self.straggler_factor > 1:
       raise UserError(f'limits.straggler_factor: {self.straggler_factor}, wanted above 1, or null for none')
+
+  def check(self, collect_deadline_s: float, where: str) -> None:
+    """Raises UserError for limits that were set and that the wait for a batch would always expire before."""
+    if self == TaskLimits() or self.timeout_s is None:
+      return
+    longest = self.timeout_s * (self.retries + 1)
+    if longest >= collect_deadline_s:
+      raise UserError(
+        f'{where}limits: {self.retries + 1} tries of {self.timeout_s:g} s are {longest:g} s, and the wait for a batch '
+        f'ends after rollout.collect_deadline_s={collect_deadline_s:g}; lower them, or raise it'
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -249,11 +261,11 @@ class Explorer:
       task, visit = self._drawn[number]
       groups.append({'number': number, 'task': task.uid, 'visit': visit, 'ended': chosen is not None})
     outcomes = [[number, *outcome] for number, outcome in self._outcomes.items()]
-    return {'started': self._started, 'groups': groups, 'outcomes': outcomes}
+    return {'started': self._started, 'groups': groups, 'outcomes': outcomes, 'counts': dict(self._counts)}
 
   def restore(self, state: Any) -> None:
     """Goes on from a state whose commit the store has been taken back to; before `running`."""
-    self._started = state['started']
+    self._started, self._counts = state['started'], collections.Counter(state['counts'])
     self._outcomes = {number: tuple(outcome) for number, *outcome in state['outcomes']}
     for group in state['groups']:
       number, task = group['number'], self._sampler.task(group['task'])
@@ -271,9 +283,8 @@ class Explorer:
   async def _group(self, number: int, task: Task, visit: int) -> None:
     """One group from rollout to admission, or to its being given up."""
     with self._clock.busy():
-      given_up, begun = '', time.monotonic()
       for tried in range(self._config.limits.retries + 1):
-        given_up, seconds = self._limit()
+        (given_up, seconds), begun = self._limit(), time.monotonic()
         try:
           async with asyncio.timeout(seconds) as limit:
             members = await self._attempts(task, visit)
@@ -307,21 +318,26 @@ class Explorer:
   async def _attempts(self, task: Task, visit: int) -> list[Scored]:
     """The group's samples: each is scored the moment it ends, all are joined here."""
     name, count = self._name(task, visit), self._config.group_size
-    rollout, score = self._events.request(Edge.ROLLOUT, group=name, count=count), None
-    async with asyncio.TaskGroup() as scoring:
-      pending = []
-      runs = self._workflow.run(
-        task,
-        visit,
-        stage=self._stage,
-        samples=self._config.group_size,
-        sampling=Sampling(temperature=self._config.temperature),
-      )
-      async for sample, completion in runs:
-        score = score or self._events.request(Edge.EVAL, group=name, count=count)
-        pending.append(scoring.create_task(self._score(sample, task, completion)))
-      self._events.reply(rollout, count=len(pending))
-    self._events.reply(score, count=len(pending))
+    open_requests = {Edge.ROLLOUT: self._events.request(Edge.ROLLOUT, group=name, count=count)}
+    try:
+      async with asyncio.TaskGroup() as scoring:
+        pending = []
+        runs = self._workflow.run(
+          task,
+          visit,
+          stage=self._stage,
+          samples=self._config.group_size,
+          sampling=Sampling(temperature=self._config.temperature),
+        )
+        async for sample, completion in runs:
+          if Edge.EVAL not in open_requests:
+            open_requests[Edge.EVAL] = self._events.request(Edge.EVAL, group=name, count=count)
+          pending.append(scoring.create_task(self._score(sample, task, completion)))
+        self._events.reply(open_requests.pop(Edge.ROLLOUT), count=len(pending))
+      self._events.reply(open_requests.pop(Edge.EVAL), count=len(pending))
+    finally:
+      for asked in open_requests.values():
+        self._events.reply(asked, given_up=True)
     return sorted((p.result() for p in pending), key=lambda m: m.sample.sample_index)
 
   async def _score(self, sample: Sample, task: Task, completion: str) -> Scored:

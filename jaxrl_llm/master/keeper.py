@@ -122,7 +122,9 @@ class RunKeeper:
     if taken:
       generated = sum(member.sample.response_len for member in taken.values())
       waited = seconds['gen'] - seconds.get('update_weights', 0.0)
-      row |= {'perf/rollout_throughput': generated / waited, 'perf/trainer_idle_s': waited}
+      row['perf/trainer_idle_s'] = waited
+      if row['staleness/max'] == 0:  # Otherwise it did not wait for all of them.
+        row['perf/rollout_throughput'] = generated / waited
     row = logs.metrics.write(stage.name, state.step, row)
     if taken:
       logs.rollouts.write(stage.name, state.step, rollout_rows(batch, updated, taken, logs.token_text))

@@ -26,6 +26,8 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.experience.sample import Finish
 from jaxrl_llm.master.selection import Scored
 
+RESERVED = ('experience', 'given_up', 'groups', 'not_selected', 'straggler', 'timeout', 'unscorable')
+"""Names under which the explorer itself drops, counts or writes down."""
 LATER = ('advantages', 'entropy', 'kl', 'proximal_logprobs', 'reference_logprobs', 'returns', 'values')
 """What the trainer computes, after the batch is closed."""
 
@@ -277,6 +279,8 @@ def check_processors(configs: Sequence[ProcessorConfig], where: str) -> None:
       raise UserError(
         f'{where}: {names.count(config.name)} are called {config.name!r}; give each its own name (and kind)'
       )
+    if config.name in RESERVED:
+      raise UserError(f'{where}: the name {config.name!r} is taken; give it another name, and its kind')
     kind = config.implementation
     if kind in LATER:
       known_then(kind, 'kind')

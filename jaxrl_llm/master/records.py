@@ -25,8 +25,10 @@ def step_metrics(
   """
   row, exceeded = resolve(updated.metrics | batch_metrics(batch, taken)), {}
   if taken:
-    exceeded = over_budget(budgets, resolve(mismatch_metrics(logprob_pairs(batch, updated, taken, fresh=True))))
-    row |= resolve(mismatch_metrics(logprob_pairs(batch, updated, taken))) | {OVER_BUDGET: float(bool(exceeded))}
+    row |= resolve(mismatch_metrics(logprob_pairs(batch, updated, taken)))
+    if fresh := resolve(mismatch_metrics(logprob_pairs(batch, updated, taken, fresh=True))):
+      exceeded = over_budget(budgets, fresh)
+      row[OVER_BUDGET] = float(bool(exceeded))
   return row, exceeded
 
 

@@ -75,19 +75,25 @@ class SelectionConfig:
 
 
 def choose(config: SelectionConfig, members: Sequence[Scored]) -> list[Chosen]:
-  """What is learned of a group's scorable members, which are in the order of issue; empty: nothing."""
+  """What is learned of a group's scorable members, which are in the order of issue; empty: nothing.
+
+  Masked members are in the baseline of the others, never in a pair or imitated.
+  """
+  unmasked = [m for m in members if not m.masked]
+  if not unmasked:
+    return []
   if config.kind == 'all':
     return [Chosen(scored=m) for m in members]
   if config.kind == 'mixed':
     return [Chosen(scored=m) for m in members] if len({m.reward.value for m in members}) > 1 else []
-  correct = [m for m in members if m.reward.correct]
+  correct = [m for m in unmasked if m.reward.correct]
   if not correct:
     return []
   best = min(correct, key=lambda m: m.sample.response_len)  # The first of equals.
   if config.kind == 'shortest_correct':
     return [Chosen(scored=best, imitated=True)]
   limit = config.longer_by * best.sample.response_len
-  worse = [m for m in members if not m.reward.correct]
+  worse = [m for m in unmasked if not m.reward.correct]
   worse += [m for m in correct if m is not best and m.sample.response_len >= limit]
   chosen = []
   for other in worse[: config.pairs_per_group]:

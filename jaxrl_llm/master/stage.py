@@ -111,7 +111,7 @@ class Past:
 
 
 class RolloutBatches:
-  """Batches of the policy's own rollouts, sealed into one segment a step."""
+  """Batches of the policy's own rollouts: new ones, sealed into one segment a step, and earlier ones."""
 
   explores = True
   held_out: tuple[Row, ...] = ()
@@ -174,7 +174,7 @@ class RolloutBatches:
 
 
 class MixedBatches:
-  """Batches of rollouts and of expert rows, in fixed numbers."""
+  """Batches of rollouts and of expert rows, in fixed numbers; but of earlier groups there are few at first."""
 
   explores = True
   held_out: tuple[Row, ...] = ()

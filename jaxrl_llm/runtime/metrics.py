@@ -249,7 +249,8 @@ METRICS: dict[str, str] = {
   'perf/total_num_tokens': 'Tokens of the batch, prompts included.',
   'perf/time_per_step': 'Seconds per step, as timing_s/step.',
   'perf/throughput': 'Tokens of the batch per second and device.',
-  'perf/rollout_throughput': 'Response tokens of the batch per second that the trainer waited for them.',
+  'perf/rollout_throughput': 'Response tokens of the batch per second that the trainer waited for them; absent where '
+  'some are of older weights.',
   'perf/trainer_idle_s': 'Seconds of the step in which the trainer waited for its batch.',
   'perf/rollout_idle_s': 'Seconds since the step before in which no group was generated or scored.',
   'perf/publish_write_s': 'Seconds of gathering, converting and writing the weights (vLLM servers).',
@@ -266,7 +267,7 @@ METRICS: dict[str, str] = {
   'run/skipped_updates': "Updates of the step, the critic's included, that were skipped for NaN, infinity or an "
   'exploding gradient. More than a few: lower the learning rate.',
   'run/mismatch_over_budget': '1 where trainer and sampler, of the same weights, differed by more than '
-  'rollout.mismatch allows, else 0. '
+  'rollout.mismatch allows, else 0; absent where no rollout of the batch is of the weights that it updates. '
   'Should be 0; often 1: let the servers compute in float32, or raise the budget knowingly.',
   'run/empty_updates': 'Updates of the step that were not taken because no group was mixed: the gradient was zero.',
   'run/engine_retries': 'Completions asked for again since the step before, for a server was lost. Usually 0.',
@@ -275,7 +276,8 @@ METRICS: dict[str, str] = {
   'run/engines_serving': 'Servers that serve the version of the step.',
   'run/dropped/<reason>': 'Samples that were dropped while the batch was collected, for that reason; `groups`: groups.',
   'run/<name>': 'Another count of the run itself.',
-  'staleness/<name>': 'Versions between a token and the update that trains on it. At most the configured bound.',
+  'staleness/<name>': 'Versions between a token and the update that trains on it. At most the bound, for '
+  'new rollouts; earlier groups are as old as past.draw.max_age lets them be.',
   # Evaluation.
   'val-core/<taskset>/acc/greedy': 'Share of held-out tasks solved by greedy decoding. The number to report.',
   'val-core/<taskset>/acc/greedy/stderr': 'Standard error of the greedy accuracy.',
