@@ -60,6 +60,9 @@ def stages(*, explores=False):
   return make('first', 0), make('second', 2)
 
 
+ROW = dict(source='s', length=4, prompt_len=2, group='g', reward=None, is_expert=True, truncated=False, version_step=-1)
+
+
 class Rows:
   """Implements `Batches`: the same two rows at each step; its state is the number of batches trained."""
 
@@ -76,8 +79,7 @@ class Rows:
     pass
 
   async def next(self, step):
-    fields = dict(source='s', length=4, prompt_len=2, group='g', reward=None, is_expert=True, truncated=False)
-    return [Row(uid=f'{i}', index=i, version_step=-1, **fields) for i in range(2)], {}
+    return [Row(uid=f'{i}', index=i, **ROW) for i in range(2)], {}
 
   def taken(self):
     return {}
@@ -292,6 +294,16 @@ def test_an_accuracy_of_nothing_scorable_is_null_and_never_the_best(tmp_path, to
   assert [row['val-core/one/acc/greedy'] for row in measured] == [None] * 3
   assert [row['val-aux/one/unscorable'] for row in measured] == [4.0] * 3
   assert not any(isinstance(v, float) and math.isnan(v) for row in rows for v in row.values())
+
+
+def test_a_batch_that_is_passed_over_changes_nothing_and_has_no_logprobs_of_the_trainer():
+  rows = tuple(Row(**{**ROW, 'uid': f'{i}', 'index': i, 'length': 4 + i}) for i in range(2))
+  plan = StepPlan(step=3, stage='first', rows=rows, optimizer_steps=((0, 1),))
+  state = loop.LoopState(Learned(None), 3, moved=2, evaluated=True)
+  after, batch, updated = loop.pass_over(state, plan)
+  assert (after.step, after.moved, after.evaluated) == (4, 2, False) and after.learned is state.learned
+  assert not batch.annotation.in_loss.any() and batch.steps == [] and not updated.moved
+  assert [len(updated.logprobs[i]) for i in range(2)] == [4, 5] and updated.late == {0, 1}
 
 
 def published(run):

@@ -210,7 +210,7 @@ def _batches(
   if stage_config.past is not None:
     of = stage_config.past
     past = Past(stage=stage.name, groups=of.groups, max_uses=of.max_uses, config=of.draw, seed=seed)
-  rollouts = RolloutBatches(explorer, store, sampler, gate, past=past, events=events)
+  rollouts = RolloutBatches(explorer, store, sampler, gate, past=past, trains=stage.trains, events=events)
   if stage_config.experts is None:
     return rollouts
   usual = stage_config.groups * stage_config.group_size

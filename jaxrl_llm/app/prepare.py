@@ -122,7 +122,7 @@ def prepare(config: Config, workdir: pathlib.Path) -> Prepared:
       file, count = demonstrations_file(stage.name), stage.sequences_per_batch
       _write_demonstrations(stage.tasksets, stage.demonstrations, file, count, tasksets, tokenizer, workdir, longest)
     if stage.experts is not None:
-      file, count = demonstrations_file(stage.name), stage.sequences - stage.groups_per_batch * stage.group_size
+      file, count = demonstrations_file(stage.name), stage.sequences - stage.groups * stage.group_size
       experts = stage.experts
       _write_demonstrations(
         experts.tasksets, experts.demonstrations, file, count, tasksets, tokenizer, workdir, longest

@@ -186,6 +186,8 @@ class StageConfig:
   """Rollout stages: updates between two publications of the weights to the engine."""
   evaluate_every: int | None = None
   """Steps; None = only after the stage."""
+  rollout_only: bool = False
+  """Rollout stages: generate, score, process and store; the policy is not trained, and no algorithm is asked."""
   max_dropped_groups: int = 100
   """Groups of which nothing is scorable or selected, while one batch is collected; one more ends the run."""
   limits: TaskLimits = TaskLimits()
@@ -226,6 +228,11 @@ class StageConfig:
     if not self.explores and self.processors:
       raise UserError(
         f'stages.{self.name}.processors: of rollouts, and this stage learns from static data; remove them'
+      )
+    if self.rollout_only and (not self.explores or self.past is not None or self.experts is not None):
+      raise UserError(
+        f'stages.{self.name}.rollout_only: of stages that roll out, and no earlier groups or experts join them there; '
+        'remove it, or those'
       )
     if not self.explores and (self.bound, self.publish_every) != (0, 1):
       raise UserError(f'stages.{self.name}: bound and publish_every are of rollouts, and this stage makes none')

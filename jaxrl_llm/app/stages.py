@@ -137,6 +137,7 @@ def _stage(
     evaluate_every=stage.evaluate_every,
     explores=stage.explores,
     publish_every=stage.publish_every,
+    trains=not stage.rollout_only,
     held_out=stage.preferences.held_out if stage.preferences is not None else None,
   )
 

@@ -133,6 +133,8 @@ class Explorer:
     """By number, in the order of start, those that may enter a batch; None until a group has ended."""
     self._drawn: dict[int, tuple[Task, int]] = {}
     """The task and the visit of each of them."""
+    self._handed_out: set[str] = set()
+    """Names of the groups of a batch that is not completed yet."""
     self._outcomes: dict[int, tuple[str, int, int]] = {}
     """By number, of groups that have ended: the task, how many attempts succeeded, how many there were."""
     self._durations: collections.deque[float] = collections.deque(maxlen=4 * config.groups_per_batch)
@@ -156,7 +158,9 @@ class Explorer:
       self._running.cancel()
       await asyncio.gather(self._running, return_exceptions=True)
       self._running = None
-      own = [entry for entry in self._store.live() if entry.attempt == self._store.attempt]
+      in_hand = {self._name(*drawn) for drawn in self._drawn.values()} | self._handed_out
+      live = [entry for entry in self._store.live() if entry.attempt == self._store.attempt]
+      own = [entry for entry in live if entry.group_id in in_hand]
       self._store.drop([entry.uid for entry in own], 'given up', self._step)
       for group in dict.fromkeys(entry.group_id for entry in own):
         self._events.message(Edge.DROP, group=group, reason='given up')
@@ -168,7 +172,7 @@ class Explorer:
 
   def completed(self, step: int) -> None:
     """What is written from here on comes after `step` completed batches."""
-    self._step = step
+    self._step, self._handed_out = step, set()
 
   async def collect(self) -> tuple[list[Chosen], dict[str, int]]:
     """The next batch: its chosen samples in the order of issue, and what was counted on the way.
@@ -195,8 +199,7 @@ class Explorer:
     first = self._first()
     self._tell(first[-1])
     batch = [member for number in first for member in self._groups.pop(number)]
-    for number in first:
-      del self._drawn[number]
+    self._handed_out = {self._name(*self._drawn.pop(number)) for number in first}
     counts, self._counts = dict(self._counts), collections.Counter()
     return batch, counts
 

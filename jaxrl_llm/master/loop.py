@@ -7,8 +7,11 @@ import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
 from jaxrl_llm.batching.plan import StepPlan
 from jaxrl_llm.core.types import Version
+from jaxrl_llm.learner.algorithm import Annotation
 from jaxrl_llm.learner.state import Learned
 from jaxrl_llm.master.stage import Batches, Planner
 from jaxrl_llm.master.trainer import Batch, Stage, StageTrainer, Updated
@@ -98,7 +101,10 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
         if plan.stop:
           state = dataclasses.replace(state, stop=plan.stop)
           break
-        state, batch, updated = await take_step(parts.phases, trainer, state, plan, parts.events)
+        if stage.trains:
+          state, batch, updated = await take_step(parts.phases, trainer, state, plan, parts.events)
+        else:
+          state, batch, updated = pass_over(state, plan)
         parts.events.advance(state.step)
       state = await parts.keeper.after_step(state, stage, batch, updated)
     if state.stop:
@@ -121,6 +127,15 @@ async def take_step(
   step = state.step + 1
   moved = step if updated.moved else state.moved
   return dataclasses.replace(state, learned=learned, step=step, moved=moved, evaluated=False), batch, updated
+
+
+def pass_over(state: LoopState, plan: StepPlan) -> tuple[LoopState, Batch, Updated]:
+  """A batch that nothing is trained on: no advantages, and no logprobs but the sampler's."""
+  rows = plan.rows
+  batch = Batch(plan, Annotation(np.zeros(len(rows)), np.zeros(len(rows), bool), {}), [])
+  unknown = {i: np.full(row.length, np.nan, np.float32) for i, row in enumerate(rows)}
+  updated = Updated({}, unknown, moved=False, late=frozenset(unknown))
+  return dataclasses.replace(state, step=state.step + 1, evaluated=False), batch, updated
 
 
 async def publish(publisher: Publisher, state: LoopState, attempt: int) -> None:

@@ -42,8 +42,9 @@ def batch_metrics(batch: Batch, taken: Mapping[str, Scored]) -> dict[str, Metric
     **spread('prompt_length', [row.prompt_len for row in rows]),
     'response_length/clip_ratio': mean_of(row.truncated for row in rows),
     'perf/total_num_tokens': Sum(sum(row.length for row in plan.rows)),
-    'perf/packing_utilisation': mean_of(step.packing.utilisation for step in batch.steps),
   }
+  if batch.steps:
+    metrics['perf/packing_utilisation'] = mean_of(step.packing.utilisation for step in batch.steps)
   if taken:
     scores = [row.reward for row in rows if row.reward is not None]
     shaped = batch.annotation.rewards

@@ -47,7 +47,9 @@ class Batches(Protocol):
     """What the last batch's rows were made from, by uid."""
     ...
 
-  def trained(self, plan: StepPlan) -> None: ...
+  def trained(self, plan: StepPlan) -> None:
+    """The batch of that plan is complete."""
+    ...
 
   def state(self) -> Any:
     """JSON, as of the last completed batch, whatever has been drawn since."""
@@ -124,10 +126,11 @@ class RolloutBatches:
     gate: Gate,
     *,
     past: Past | None = None,
+    trains: bool = True,
     events: Events = SILENT,
   ):
     self._explorer, self._store, self._sampler, self._gate = explorer, store, sampler, gate
-    self._past, self._events = past, events
+    self._past, self._trains, self._events = past, trains, events
     self._taken: dict[str, Scored] = {}
     self._completed = self._now()
     """The state when the last batch was completed."""
@@ -155,7 +158,8 @@ class RolloutBatches:
     return self._taken
 
   def trained(self, plan: StepPlan) -> None:
-    self._store.trained([*self._taken], plan.step)
+    if self._trains:
+      self._store.trained([*self._taken], plan.step)
     # From here on the store's changes are later than a commit of this batch, and so is what this state does not have.
     self._explorer.completed(plan.step + 1)
     self._completed = self._now()

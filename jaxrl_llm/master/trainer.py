@@ -52,6 +52,8 @@ class Stage:
   """Steps between evaluations inside the stage; one more is made at its end."""
   explores: bool
   """Whether its batches are the policy's own rollouts."""
+  trains: bool = True
+  """Whether its batches update anything; else they are only stored."""
   publish_every: int = 1
   """Batches between two publications of the policy to the engine."""
   held_out: str | None = None
