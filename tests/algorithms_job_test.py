@@ -179,20 +179,3 @@ def test_tasks_are_drawn_by_what_became_of_them_and_a_killed_run_remembers_it(tm
   newest = max((run / 'checkpoints').iterdir(), key=lambda path: int(path.name) if path.name.isdigit() else -1)
   (pool,) = json.loads((newest / 'host.json').read_text())['batches']['sampler']['pools']
   assert pool['draws'] >= 8 * 6 and len(pool['known']) > 20
-
-
-def test_a_stage_that_only_rolls_out_stores_its_samples_and_trains_nothing(tmp_path):
-  """Killed in between; every sample is admitted and sealed, none trained, and the policy is what SFT left."""
-  run, flags = tmp_path / 'run', ('--config.stages.grpo.rollout_only=true', '--config.stages.grpo.bound=1')
-  process = job.start(run, *flags)
-  job.wait_for_rows(run, 12 + 4, process)
-  job.kill(process)
-  job.train(run, *flags)
-  report = audit(run / 'replay')
-  assert report.ok and report.states['admitted'] == 8 * 6 * 4 and report.states['trained'] == 0, report.lines
-  steps = [row for row in job.rows(run) if row['stage'] == 'grpo' and 'critic/score/mean' in row]
-  assert len(steps) == 8 and not any('actor/pg_loss' in row for row in steps)
-  sealed = {(row['source'], row['index']) for plan in job.plans(run, 'grpo') for row in plan['rows']}
-  assert len(sealed) == 8 * 6 * 4 and all((run / source).exists() for source, _ in sealed)
-  (before, after) = (acc for _, step, acc in job.accuracies(run) if step in (12, 20))
-  assert before == after

@@ -29,6 +29,7 @@ from jaxrl_llm.master.explorer import Explorer, ExplorerConfig
 from jaxrl_llm.master.gate import Gate
 from jaxrl_llm.master.keeper import Logs, RunKeeper
 from jaxrl_llm.master.loop import EnterStage, LoopState, Parts
+from jaxrl_llm.master.recorded import RecordedBatches
 from jaxrl_llm.master.stage import Batches, MixedBatches, Past, Planner, RolloutBatches, StreamBatches
 from jaxrl_llm.master.trainer import Roles, Stage, StageTrainer
 from jaxrl_llm.models import lora
@@ -183,6 +184,17 @@ def _batches(
     stream = RowStream(workdir, file, rows=stage_config.sequences_per_batch, seed=seed)
     return StreamBatches(stream, events=events)
   tasksets = [prepared.tasksets[name] for name in stage_config.tasksets]
+  if stage_config.recorded is not None:
+    tasks = {task.uid: task for taskset in tasksets for task in taskset.tasks}
+    return RecordedBatches(
+      workdir,
+      static_file(stage_config),
+      groups=stage_config.groups_per_batch,
+      seed=seed,
+      task=tasks.__getitem__,
+      text=workflow.text,
+      events=events,
+    )
   sampler = TaskSampler(tasksets, stage_config.sampler, seed=config.seed)
   gate = Gate(bound=stage_config.bound, groups_per_batch=stage_config.groups_per_batch, batches=stage_config.steps)
   explorer = Explorer(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import pathlib
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 
 from absl import logging
@@ -16,11 +19,14 @@ from jaxrl_llm.data.streams import sample_lengths
 from jaxrl_llm.experience.sample import encode
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.master.evaluation import SuiteConfig
+from jaxrl_llm.master.recall import recall
+from jaxrl_llm.master.recorded import write_recorded
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.replay.browse import open_copy
 from jaxrl_llm.replay.segments import write_segment
 from jaxrl_llm.rewards.api import RewardsConfig, in_force
-from jaxrl_llm.rollout.workflow import demonstration_sample
+from jaxrl_llm.rollout.workflow import completion_text, demonstration_sample
 from jaxrl_llm.runtime.writers import METRICS_FILE
 from jaxrl_llm.tasks.preferences import Preferences, load_preferences, pairs_of_tasks, preference_samples
 from jaxrl_llm.tasks.processors import Setting, process
@@ -127,6 +133,8 @@ def prepare(config: Config, workdir: pathlib.Path) -> Prepared:
       _write_demonstrations(
         experts.tasksets, experts.demonstrations, file, count, tasksets, tokenizer, workdir, longest
       )
+    if stage.recorded is not None:
+      _take_over(stage, config, tasksets, tokenizer, workdir)
   for source in config.preferences:
     _write_pairs(source, preferences[source.name], tokenizer, workdir, longest)
   lengths = {
@@ -254,6 +262,52 @@ def _write_demonstrations(
     )
   path.parent.mkdir(parents=True, exist_ok=True)
   write_segment(path.parent, path.name, [encode(sample) for sample in fitting])
+
+
+def _take_over(
+  stage: StageConfig, config: Config, tasksets: Mapping[str, Taskset], tokenizer: Tokenizer, workdir: pathlib.Path
+) -> None:
+  """The rollouts of another run, as far as their tasks are this stage's and they fit."""
+  file, of = static_file(stage), stage.recorded
+  if (workdir / file).exists():
+    return
+  tasks = {task.uid: task for name in stage.tasksets for task in tasksets[name].tasks}
+  text = lambda sample: completion_text(tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason)
+  taken, counts = [], collections.Counter()
+  with tempfile.TemporaryDirectory() as scratch:
+    store = open_copy(pathlib.Path(of.run) / 'replay', pathlib.Path(scratch) / 'replay')
+    with contextlib.closing(store):
+      for uids in store.sealed():
+        entry = store.entries(uids[:1])[uids[0]]
+        if of.stage is not None and not entry.group_id.startswith(f'{of.stage}/'):
+          continue
+        if entry.task_id not in tasks:
+          counts['other tasks'] += 1
+          continue
+        group = recall(store, uids, tasks=tasks.get, text=text, rewards=config.rewards)
+        if any(choice.pair or choice.imitated for choice in group):
+          raise UserError(f'stages.{stage.name}.recorded: {of.run} stored pairs or answers to imitate; wanted groups')
+        sample = group[0].scored.sample
+        if tokenizer.render_prompt(tasks[entry.task_id].prompt) != sample.tokens[: sample.prompt_len].tolist():
+          raise UserError(
+            f'stages.{stage.name}.recorded: {of.run} wrote the prompt of {entry.task_id} in other tokens; give its '
+            'tokenizer and template (policy.init_from, or the same tasksets and policy.tokenizer)'
+          )
+        if max(len(choice.scored.sample.tokens) for choice in group) > _longest(config):
+          counts['too long'] += 1
+          continue
+        if len(group) > stage.group_size:
+          raise UserError(
+            f'stages.{stage.name}.group_size: {stage.group_size}, and {of.run} stored groups of {len(group)}; raise it'
+          )
+        taken.append(group)
+  logging.info('%s: %d groups of %s; left out: %s', file, len(taken), of.run, dict(counts) or 'none')
+  if len(taken) < stage.groups_per_batch:
+    raise UserError(
+      f'stages.{stage.name}.recorded: {len(taken)} groups of {of.run} do not fill a batch of {stage.groups_per_batch} '
+      f'(left out: {dict(counts)}); give the tasksets that it rolled out, or lower groups_per_batch'
+    )
+  write_recorded(workdir, file, taken)
 
 
 def preferences_file(name: str) -> str:

@@ -6,11 +6,9 @@ they name: what differs here has changed on the disk or in the program, or was n
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import pathlib
-import sqlite3
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple
 
@@ -29,9 +27,9 @@ from jaxrl_llm.master.recall import recall
 from jaxrl_llm.master.records import step_metrics
 from jaxrl_llm.master.selection import Scored
 from jaxrl_llm.master.stage import SEALED
-from jaxrl_llm.replay.browse import snapshot
-from jaxrl_llm.replay.index import ReplayStore, open_store
-from jaxrl_llm.replay.tables import INDEX, SEGMENTS
+from jaxrl_llm.replay.browse import open_copy
+from jaxrl_llm.replay.index import ReplayStore
+from jaxrl_llm.replay.tables import INDEX
 from jaxrl_llm.rollout.workflow import completion_text
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.runtime.machine import changes
@@ -113,7 +111,7 @@ async def replay(config: Config, run: pathlib.Path, way: Course) -> AsyncIterato
     UserError: a plan, or what a plan names, is not there any more.
   """
   async with reopen(config, run) as past:
-    store = _copied_store(run, past.scratch, config.max_uses)
+    store = open_copy(run / 'replay', past.scratch / 'replay')
     try:
       plans = _plans(store, run, way)
       phases = PhaseManager()
@@ -135,18 +133,6 @@ async def replay(config: Config, run: pathlib.Path, way: Course) -> AsyncIterato
           yield Compared(step=plan.step + 1, stage=stage.name, metrics=row, arrays=arrays, differences=tuple(found))
     finally:
       store.close()
-
-
-def _copied_store(run: pathlib.Path, scratch: pathlib.Path, max_uses: int) -> ReplayStore:
-  """The run's index as it is, to be opened without leaving files beside it, over the run's own segments."""
-  source, copy = run / 'replay', scratch / 'replay'
-  if not (source / INDEX).is_file():
-    raise UserError(f'{source / INDEX}: no such file, and it holds the plans; restore it, or choose another run')
-  copy.mkdir()
-  with snapshot(source) as (index, _), contextlib.closing(sqlite3.connect(copy / INDEX)) as target:
-    index.backup(target)
-  (copy / SEGMENTS).symlink_to((source / SEGMENTS).absolute())
-  return open_store(copy, max_uses=max_uses)
 
 
 def _plans(store: ReplayStore, run: pathlib.Path, way: Course) -> dict[int, StepPlan]:

@@ -118,6 +118,16 @@ class PastConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordedConfig:
+  """Rollouts that another run stored, to be learned from offline; the stage's tasksets have to hold their tasks."""
+
+  run: str
+  """Its run directory; read once, when this run begins."""
+  stage: str | None = None
+  """Of this stage of it alone; None: of all."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PairsConfig:
   """Preference pairs to learn from, and those that are held out."""
 
@@ -139,7 +149,8 @@ class PreferenceSource(PreferencesConfig):
 class StageConfig:
   """One stage: an algorithm, its data, its steps.
 
-  It learns from demonstrations, from preference pairs, or, where neither is given, from the policy's own rollouts.
+  It learns from demonstrations, from preference pairs, from rollouts of another run, or, where none of these is given,
+  from the policy's own rollouts.
   """
 
   name: str
@@ -156,6 +167,8 @@ class StageConfig:
   """Offline stages (sft): how the tasks' demonstrations are written."""
   preferences: PairsConfig | None = None
   """Offline stages (dpo, reward_model): the pairs."""
+  recorded: RecordedConfig | None = None
+  """Offline stages (grpo, opmd, …): the stored rollouts of another run."""
   experts: ExpertsConfig | None = None
   """Rollout stages (mix): expert rows beside the rollouts."""
   processors: tuple[ProcessorConfig, ...] = ()
@@ -196,7 +209,12 @@ class StageConfig:
   @property
   def explores(self) -> bool:
     """Whether its batches are the policy's own rollouts."""
-    return self.demonstrations is None and self.preferences is None
+    return self.demonstrations is None and self.preferences is None and self.recorded is None
+
+  @property
+  def rollouts(self) -> bool:
+    """Whether its batches are groups of scored rollouts, its own or recorded ones."""
+    return self.explores or self.recorded is not None
 
   @property
   def groups(self) -> int:
@@ -211,17 +229,21 @@ class StageConfig:
   @property
   def sequences(self) -> int:
     """Of a batch, at most."""
-    if not self.explores:
+    if not self.rollouts:
       return self.sequences_per_batch
     usual = self.groups * self.selection.most(self.group_size)
     return usual + (self.experts.rows(usual) if self.experts is not None else 0)
 
   def __post_init__(self):
-    if self.demonstrations is not None and self.preferences is not None:
-      raise UserError(f'stages.{self.name}: demonstrations and preferences exclude each other; give one of them')
+    if sum(source is not None for source in (self.demonstrations, self.preferences, self.recorded)) > 1:
+      raise UserError(
+        f'stages.{self.name}: demonstrations, preferences and recorded exclude each other; give one of them'
+      )
+    if self.recorded is not None and self.experts is not None:
+      raise UserError(f'stages.{self.name}.experts: join rollouts of the policy, not recorded ones; remove one of them')
     if self.preferences is not None and self.tasksets:
       raise UserError(f'stages.{self.name}.tasksets: has no meaning beside preferences; remove it')
-    if self.explores and not self.tasksets:
+    if self.rollouts and not self.tasksets:
       raise UserError(f'stages.{self.name}.tasksets: empty, and rollouts want tasks; name a configured taskset')
     if not self.explores and self.sampler != SamplerConfig():
       raise UserError(f'stages.{self.name}.sampler: draws tasks to attempt, and this stage learns from static data')

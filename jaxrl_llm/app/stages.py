@@ -137,6 +137,7 @@ def _stage(
     evaluate_every=stage.evaluate_every,
     explores=stage.explores,
     publish_every=stage.publish_every,
+    recorded=stage.recorded is not None,
     trains=not stage.rollout_only,
     held_out=stage.preferences.held_out if stage.preferences is not None else None,
   )
@@ -150,7 +151,7 @@ def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> No
     raise UserError(f"{where}: {name} learns from pairs; give it preferences, or selection.kind='pairs' for rollouts")
   if pairs and name in ALGORITHMS and name not in PAIRWISE:
     raise UserError(f'{where}: {name} makes nothing of pairs; use one of {", ".join(sorted(PAIRWISE))}')
-  if name == 'sft' and stage.explores and stage.selection.kind != 'shortest_correct':
+  if name == 'sft' and stage.rollouts and stage.selection.kind != 'shortest_correct':
     raise UserError(
       f"{where}.demonstrations: sft learns from demonstrations; say how to write them, or imitate the policy's own "
       "best with selection.kind='shortest_correct'"
@@ -159,11 +160,11 @@ def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> No
     raise UserError(f'{where}.selection: one answer of a group is to be imitated, which {name} does not; use sft')
   if stage.experts is not None and stage.selection.kind not in ('all', 'mixed'):
     raise UserError(f'{where}.selection: {stage.selection.kind!r} has no place beside experts; wanted all or mixed')
-  if not stage.explores and name in ALGORITHMS and name not in OFFLINE:
+  if not stage.rollouts and name in ALGORITHMS and name not in OFFLINE:
     raise UserError(f'{where}: {name} learns from rollouts; remove demonstrations and preferences')
   if (name == 'mix') != (stage.experts is not None) and name in ALGORITHMS:
     raise UserError(f'{where}.experts: mix learns from expert rows beside its rollouts, and only mix does')
-  if algorithm.head == 'scalar' and stage.explores:
+  if algorithm.head == 'scalar' and stage.rollouts:
     raise UserError(f'{where}: {name} trains a model of one score, which generates nothing; give it preferences')
   _check_reference(stage, config, algorithm)
   if algorithm.critic_loss is None and stage.critic != CriticConfig():

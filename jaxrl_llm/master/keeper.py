@@ -123,7 +123,7 @@ class RunKeeper:
       generated = sum(member.sample.response_len for member in taken.values())
       waited = seconds['gen'] - seconds.get('update_weights', 0.0)
       row['perf/trainer_idle_s'] = waited
-      if row['staleness/max'] == 0:  # Otherwise it did not wait for all of them.
+      if row.get('staleness/max') == 0:  # Otherwise it did not wait for all of them.
         row['perf/rollout_throughput'] = generated / waited
     row = logs.metrics.write(stage.name, state.step, row)
     if taken:

@@ -50,7 +50,7 @@ def batch_metrics(batch: Batch, taken: Mapping[str, Scored]) -> dict[str, Metric
     shaped = batch.annotation.rewards
     rewards = scores if shaped is None else [reward for reward in shaped if reward is not None]
     metrics |= spread('critic/score', scores) | spread('critic/rewards', rewards)
-    metrics |= spread('staleness', [plan.step - row.version_step for row in rows])
+    metrics |= spread('staleness', [plan.step - row.version_step for row in rows if row.version_step >= 0])
     metrics |= _advantage_metrics(batch) | _scorer_metrics(taken)
     # Most left before the batch was closed, where the algorithm does not see them.
     unscorable = len(rows) - len(scores) + plan.counts.get('dropped/unscorable', 0)

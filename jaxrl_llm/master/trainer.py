@@ -52,6 +52,8 @@ class Stage:
   """Steps between evaluations inside the stage; one more is made at its end."""
   explores: bool
   """Whether its batches are the policy's own rollouts."""
+  recorded: bool = False
+  """Whether they are rollouts of another run."""
   trains: bool = True
   """Whether its batches update anything; else they are only stored."""
   publish_every: int = 1
@@ -265,7 +267,7 @@ class StageTrainer:
         metrics = merge(metrics, _report_metrics(report))
         moved |= not (report.skipped or report.empty)
         outputs = outputs if batch.plan.proximal else report.outputs
-      if self._stage.explores and not logprobs.keys() >= set(packed.rows):
+      if (self._stage.explores or self._stage.recorded) and not logprobs.keys() >= set(packed.rows):
         if not batch.plan.proximal and packed is not batch.steps[0]:
           late |= set(packed.rows) - logprobs.keys()
         before = await self._device.run(self._gather, outputs)

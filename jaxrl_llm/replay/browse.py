@@ -11,6 +11,7 @@ import sqlite3
 from collections.abc import Iterator
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.replay.index import ReplayStore, open_store
 from jaxrl_llm.replay.segments import SegmentReader, decode_row, open_segment_reader
 from jaxrl_llm.replay.tables import ENTRY, INDEX, SCHEMA, SEGMENTS, Entry, State, entry_of
 
@@ -24,7 +25,9 @@ def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection,
   path = pathlib.Path(directory) / INDEX
   if not path.is_file():
     raise UserError(f'replay store {path}: no such file; give the replay directory of a run (<workdir>/replay)')
-  db = sqlite3.connect(f'{path.resolve().as_uri()}?mode=ro', uri=True, isolation_level=None, timeout=5.0)
+  # Where nobody has it open there is no log beside it, and reading it as it lies leaves no files of its own.
+  how = 'mode=ro' if path.with_name(f'{INDEX}-wal').exists() else 'immutable=1'
+  db = sqlite3.connect(f'{path.resolve().as_uri()}?{how}', uri=True, isolation_level=None, timeout=5.0)
   reader = open_segment_reader(path.parent / SEGMENTS)
   try:
     db.execute('BEGIN')
@@ -37,6 +40,21 @@ def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection,
   finally:
     reader.close()
     db.close()
+
+
+def open_copy(directory: str | os.PathLike, into: str | os.PathLike) -> ReplayStore:
+  """The store as it is now, for programs that need all of its reading: a copy of its index, over its own segments.
+
+  Nothing is written into `directory`. `into` is made; a damaged or missing index is a UserError.
+  """
+  source, copy = pathlib.Path(directory), pathlib.Path(into)
+  with snapshot(source) as (index, _):
+    copy.mkdir(parents=True)
+    with contextlib.closing(sqlite3.connect(copy / INDEX)) as target:
+      index.backup(target)
+    (max_uses,) = index.execute("SELECT json FROM meta WHERE key = 'max_uses'").fetchone()
+  (copy / SEGMENTS).symlink_to((source / SEGMENTS).absolute())
+  return open_store(copy, max_uses=json.loads(max_uses))
 
 
 def summary(directory: str | os.PathLike) -> list[str]:

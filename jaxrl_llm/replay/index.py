@@ -374,6 +374,18 @@ class ReplayStore:
     with self._lock:
       return _groups(self._db.execute(_DRAWABLE_GROUPS, {'step': step, 'max_uses': self.max_uses}))
 
+  def sealed(self) -> list[list[str]]:
+    """Groups of the usual partition, as far as they are sealed, both in the order of issue."""
+    with self._lock:
+      rows = self._db.execute(
+        'SELECT group_id, uid FROM samples s JOIN segment_rows r USING (uid, attempt) '
+        "WHERE partition = 'usual' AND state IN ('admitted', 'trained') ORDER BY s.seq"
+      ).fetchall()
+    groups: dict[str, list[str]] = {}
+    for group, uid in rows:
+      groups.setdefault(group, []).append(uid)
+    return [*groups.values()]
+
   def scores(self, uids: Sequence[str]) -> dict[str, list[Score]]:
     """Each sample's newest score by each scorer, in the order in which they were given."""
     with self._lock:

@@ -1,0 +1,74 @@
+"""One half of the loop alone: a run that only rolls out, and runs that learn from what it stored."""
+
+import job
+import pytest
+
+from jaxrl_llm.replay.audit import audit
+
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(scope='module')
+def stored(tmp_path_factory):
+  """Eight batches of six groups of four, at a bound of one, killed in between."""
+  run = tmp_path_factory.mktemp('stored') / 'run'
+  flags = ('--config.stages.grpo.rollout_only=true', '--config.stages.grpo.bound=1')
+  process = job.start(run, *flags)
+  job.wait_for_rows(run, 12 + 4, process)
+  job.kill(process)
+  job.train(run, *flags)
+  return run
+
+
+def recorded(run, **fields):
+  """Flags of a run that learns from it, of another seed."""
+  given = {'recorded': f'{{"run":"{run}","stage":"grpo"}}', **fields}
+  return ('--config.seed=1', *(f'--config.stages.grpo.{name}={value}' for name, value in given.items()))
+
+
+def test_a_stage_that_only_rolls_out_stores_its_samples_and_trains_nothing(stored):
+  report = audit(stored / 'replay')
+  assert report.ok and report.states['admitted'] == 8 * 6 * 4 and report.states['trained'] == 0, report.lines
+  steps = [row for row in job.rows(stored) if row['stage'] == 'grpo' and 'critic/score/mean' in row]
+  assert len(steps) == 8 and not any('actor/pg_loss' in row for row in steps)
+  sealed = {(row['source'], row['index']) for plan in job.plans(stored, 'grpo') for row in plan['rows']}
+  assert len(sealed) == 8 * 6 * 4 and all((stored / source).exists() for source, _ in sealed)
+  (before, after) = (accuracy for _, step, accuracy in job.accuracies(stored) if step in (12, 20))
+  assert before == after
+
+
+def test_another_run_learns_from_it_each_group_once_a_pass_and_resumes_exactly(stored, tmp_path):
+  """Ten batches of six of the 48 groups: a pass, and two batches more; the other run is only read."""
+  before, flags = job.files(stored), recorded(stored, steps=10)
+  whole, run = tmp_path / 'whole', tmp_path / 'run'
+  job.train(whole, *flags)
+  process = job.start(run, *flags)
+  job.wait_for_rows(run, 12 + 5, process)
+  job.kill(process)
+  job.train(run, *flags)
+  job.assert_equal_runs(run, whole)
+  assert job.files(stored) == before
+  drawn = [[row['group'] for row in plan['rows']] for plan in job.plans(whole, 'grpo')]
+  assert all(len(groups) == 24 and len(set(groups)) == 6 for groups in drawn)
+  wanted = {row['group'] for plan in job.plans(stored, 'grpo') for row in plan['rows']}
+  assert {group for groups in drawn[:8] for group in groups} == wanted and len(wanted) == 48
+  steps = [row for row in job.rows(whole) if 'actor/pg_loss' in row]
+  assert len(steps) == 10 and not any('staleness/max' in row for row in steps)
+  rewards = {row['uid']: row['reward'] for plan in job.plans(stored, 'grpo') for row in plan['rows']}
+  assert all(row['reward'] == rewards[row['uid']] for plan in job.plans(whole, 'grpo') for row in plan['rows'])
+
+
+@pytest.mark.parametrize(
+  ('fields', 'words'),
+  [
+    ({'recorded': '{"run":"no/such/run"}'}, ('no/such/run/replay/index.sqlite', 'no such file')),
+    ({'recorded': '{"run":"STORED","stage":"sft"}'}, ('0 groups', 'do not fill a batch of 6')),
+    ({'group_size': 2}, ('stages.grpo.group_size: 2', 'groups of 4', 'raise it')),
+    ({'bound': 1}, ('bound and publish_every are of rollouts',)),
+  ],
+)
+def test_what_cannot_be_learned_from_is_said_in_one_line(stored, tmp_path, fields, words):
+  fields = {name: str(value).replace('STORED', str(stored)) for name, value in fields.items()}
+  done = job.train(tmp_path / 'run', *recorded(stored, **fields), expect=2)
+  (line,) = [line for line in done.stderr.splitlines() if line.startswith('error:')]
+  assert all(word in line for word in words), line
