@@ -324,6 +324,21 @@ def test_after_twenty_kills_without_filters_every_task_was_trained_once(pair, tm
   job.check_accounts(run, steps=100, processed=False)
 
 
+@pytest.mark.parametrize(
+  ('flag', 'lag'), [('bound=1', 1), pytest.param('bound=4', 4, marks=pytest.mark.acceptance), ('rollout_only=true', 0)]
+)
+def test_each_mode_runs_on_real_servers(pair, tmp_path, flag, lag):
+  run = tmp_path / 'run'
+  job.train(run, *serving.attached_job(pair), f'--config.stages.grpo.{flag}', '--config.stages.grpo.steps=6')
+  steps = [row for row in job.rows(run) if 'staleness/max' in row]
+  assert len(steps) == 6 and max(row['staleness/max'] for row in steps) <= lag
+  report = audit(run / 'replay')
+  state = 'admitted' if flag.startswith('rollout_only') else 'trained'
+  assert report.ok and report.states[state] == report.issued == 6 * 6 * 4, report.lines
+  fresh = [row for row in steps if row['staleness/max'] == 0 and 'actor/pg_loss' in row]
+  assert all(row['sampling/sampling_logp_difference/max'] < 1e-4 for row in fresh)
+
+
 async def generating(server):
   """Returns once the server has given tokens of a request that is not over yet."""
   client = VllmClient(server.address)
