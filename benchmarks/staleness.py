@@ -19,20 +19,12 @@ import time
 
 from absl import app, flags
 
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.config.load import load_file
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.weights.hf import write_config
 
 ROOT = pathlib.Path(__file__).parents[1]
-SHAPE = dict(
-  hidden_size=128,
-  intermediate_size=384,
-  num_hidden_layers=3,
-  num_attention_heads=4,
-  num_key_value_heads=2,
-  head_dim=32,
-  rope_theta=1e4,
-  tie_word_embeddings=False,
-)
 VOCABULARY = 29
 """The quickstart's letters and marks."""
 
@@ -45,8 +37,9 @@ _WARM_UP = 5
 
 @contextlib.contextmanager
 def fake_servers(folder: pathlib.Path, count: int = 2):
-  """Addresses of servers that sample from the model, slowly."""
-  write_config(folder, tiny('llama', VOCABULARY, **SHAPE), dtype='float32', eos_ids=[1], pad_id=0)
+  """Addresses of servers that sample from the quickstart's model, slowly."""
+  policy = load_file(str(ROOT / 'configs' / 'quickstart.py'), Config).policy
+  write_config(folder, tiny(policy.family, VOCABULARY, **policy.model), dtype='float32', eos_ids=[1], pad_id=0)
   sockets = [folder / f'{i}.sock' for i in range(count)]
   latency = [f'--latency_median_s={_MEDIAN_S.value}', f'--latency_sigma={_SIGMA.value}']
   command = [sys.executable, '-m', 'jaxrl_llm.rollout.fake', f'--model={folder}', '--max_model_len=64', *latency]
@@ -69,7 +62,6 @@ def measure(bound: int, folder: pathlib.Path, addresses: list[str]) -> list[dict
   flags_of_run = {
     'rollout.engine': 'vllm',
     'rollout.vllm.addresses': json.dumps(addresses),
-    'policy.model': json.dumps(SHAPE),
     'stages.0.steps': 1,
     'stages.1.steps': _STEPS.value,
     'stages.1.evaluate_every': 'null',
