@@ -100,7 +100,8 @@ case $tier in
   acceptance) marks='' ;;
 esac
 # A worker that crashes ends its part: one started anew would leave --dist=loadfile waiting for ever.
-pytest=(-m pytest --numprocesses="$workers" --dist=loadfile --max-worker-restart=0)
+# Files are dealt in the order of tests/conftest.py, not by how many tests they have.
+pytest=(-m pytest --numprocesses="$workers" --dist=loadfile --no-loadscope-reorder --max-worker-restart=0)
 
 [ "$tier" = fast ] || part 'vLLM environment' bash launch/install_vllm.sh
 [ "$tier" = fast ] || part "peers' environment" bash launch/install_peers.sh

@@ -13,6 +13,27 @@ from jaxtyping import install_import_hook
 install_import_hook('jaxrl_llm', 'beartype.beartype')
 
 
+_LONGEST = (
+  'vllm_test.py',
+  'resume_test.py',
+  'algorithms_job_test.py',
+  'main_job_test.py',
+  'distributed_test.py',
+  'modes_job_test.py',
+  'replay_job_test.py',
+  'topology_job_test.py',
+  'curate_job_test.py',
+  'attached_job_test.py',
+  'quickstart_test.py',
+)
+"""Files that take minutes: dealt out first, so that no worker is left alone with one at the end."""
+
+
+def pytest_collection_modifyitems(items):
+  place = {name: number for number, name in enumerate(_LONGEST)}
+  items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
 @pytest.fixture(scope='module', autouse=True)
 def _forget_programs():
   """Frees a file's compiled programs after it: each holds memory maps, of which the kernel grants a process 65,530."""

@@ -1,5 +1,8 @@
 """One half of the loop alone: a run that only rolls out, and runs that learn from what it stored."""
 
+import subprocess
+import sys
+
 import job
 import pytest
 
@@ -61,7 +64,7 @@ def test_another_run_learns_from_it_each_group_once_a_pass_and_resumes_exactly(s
 @pytest.mark.parametrize(
   ('fields', 'words'),
   [
-    ({'recorded': '{"run":"no/such/run"}'}, ('no/such/run/replay/index.sqlite', 'no such file')),
+    ({'recorded': '{"run":"no/such/run"}'}, ('no/such/run is not the directory of a run', 'config.json')),
     ({'recorded': '{"run":"STORED","stage":"sft"}'}, ('0 groups', 'do not fill a batch of 6')),
     ({'group_size': 2}, ('stages.grpo.group_size: 2', 'groups of 4', 'raise it')),
     ({'bound': 1}, ('bound and publish_every are of rollouts',)),
@@ -72,3 +75,20 @@ def test_what_cannot_be_learned_from_is_said_in_one_line(stored, tmp_path, field
   done = job.train(tmp_path / 'run', *recorded(stored, **fields), expect=2)
   (line,) = [line for line in done.stderr.splitlines() if line.startswith('error:')]
   assert all(word in line for word in words), line
+
+
+def test_another_vocabulary_is_refused(stored, tmp_path):
+  done = job.train(tmp_path / 'run', *recorded(stored), '--config.policy.tokenizer.kind=bpe', expect=2)
+  (line,) = [line for line in done.stderr.splitlines() if line.startswith('error:')]
+  assert 'had another vocabulary' in line
+
+
+def test_both_halves_are_replayed_bit_for_bit(stored, tmp_path):
+  """The last batch of the run that only rolled out, and an update on recorded rollouts."""
+  run = tmp_path / 'run'
+  job.train(run, *recorded(stored, steps=4))
+  for workdir, step in ((stored, 20), (run, 15)):
+    command = [sys.executable, 'launch/replay.py', f'--workdir={workdir}', f'--step={step}']
+    done = subprocess.run(command, cwd=job.ROOT, env=job.environment(), capture_output=True, text=True, timeout=300)
+    last = done.stdout.strip().splitlines()[-1]
+    assert done.returncode == 0 and last.startswith(f'step {step} (grpo)') and ': equal' in last, done.stderr[-2000:]

@@ -29,7 +29,7 @@ from jaxrl_llm.master.explorer import Explorer, ExplorerConfig
 from jaxrl_llm.master.gate import Gate
 from jaxrl_llm.master.keeper import Logs, RunKeeper
 from jaxrl_llm.master.loop import EnterStage, LoopState, Parts
-from jaxrl_llm.master.recorded import RecordedBatches
+from jaxrl_llm.master.recorded import RecordedBatches, RecordedGroups
 from jaxrl_llm.master.stage import Batches, MixedBatches, Past, Planner, RolloutBatches, StreamBatches
 from jaxrl_llm.master.trainer import Roles, Stage, StageTrainer
 from jaxrl_llm.models import lora
@@ -43,7 +43,7 @@ from jaxrl_llm.rewards.format import format_scorer
 from jaxrl_llm.rewards.pool import ScorerPool
 from jaxrl_llm.rewards.verifier import verifier_scorer
 from jaxrl_llm.rollout.api import Engine
-from jaxrl_llm.rollout.workflow import SingleTurn
+from jaxrl_llm.rollout.workflow import SingleTurn, completion_text
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.runtime.events import SILENT, EventLog, Events
 from jaxrl_llm.runtime.machine import CompilationCounter, Heartbeat
@@ -185,16 +185,8 @@ def _batches(
     return StreamBatches(stream, events=events)
   tasksets = [prepared.tasksets[name] for name in stage_config.tasksets]
   if stage_config.recorded is not None:
-    tasks = {task.uid: task for taskset in tasksets for task in taskset.tasks}
-    return RecordedBatches(
-      workdir,
-      static_file(stage_config),
-      groups=stage_config.groups_per_batch,
-      seed=seed,
-      task=tasks.__getitem__,
-      text=workflow.text,
-      events=events,
-    )
+    groups = recorded_groups(workdir, stage_config, prepared)
+    return RecordedBatches(groups, count=stage_config.groups_per_batch, seed=seed, events=events)
   sampler = TaskSampler(tasksets, stage_config.sampler, seed=config.seed)
   gate = Gate(bound=stage_config.bound, groups_per_batch=stage_config.groups_per_batch, batches=stage_config.steps)
   explorer = Explorer(
@@ -228,6 +220,13 @@ def _batches(
   usual = stage_config.groups * stage_config.group_size
   stream = RowStream(workdir, demonstrations_file(stage.name), rows=stage_config.sequences - usual, seed=seed)
   return MixedBatches(rollouts, StreamBatches(stream, events=events), store)
+
+
+def recorded_groups(workdir: pathlib.Path, stage: StageConfig, prepared: Prepared) -> RecordedGroups:
+  """What a stage took over from another run."""
+  tasks = {task.uid: task for name in stage.tasksets for task in prepared.tasksets[name].tasks}
+  text = lambda sample: completion_text(prepared.tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason)
+  return RecordedGroups(workdir, static_file(stage), tasks=tasks, text=text)
 
 
 def build_publisher(

@@ -5,15 +5,18 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import json
 import pathlib
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from absl import logging
 
 from jaxrl_llm.app.schema import Config, PreferenceSource, StageConfig
 from jaxrl_llm.app.workdir import DATA, TOKENIZER
+from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.data.streams import sample_lengths
 from jaxrl_llm.experience.sample import encode
@@ -271,11 +274,18 @@ def _take_over(
   file, of = static_file(stage), stage.recorded
   if (workdir / file).exists():
     return
+  run = pathlib.Path(of.run).expanduser()
+  theirs = _recorded_config(stage.name, run)
+  checkpoint = theirs['policy']['init_from']
+  _check_same_tokenizer(
+    stage.name, run, run / TOKENIZER if checkpoint is None else model_directory(checkpoint), tokenizer
+  )
+  rewards = from_json(theirs['rewards'], RewardsConfig, f'{run / "config.json"}: rewards')
   tasks = {task.uid: task for name in stage.tasksets for task in tasksets[name].tasks}
   text = lambda sample: completion_text(tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason)
   taken, counts = [], collections.Counter()
   with tempfile.TemporaryDirectory() as scratch:
-    store = open_copy(pathlib.Path(of.run) / 'replay', pathlib.Path(scratch) / 'replay')
+    store = open_copy(run / 'replay', pathlib.Path(scratch) / 'replay')
     with contextlib.closing(store):
       for uids in store.sealed():
         entry = store.entries(uids[:1])[uids[0]]
@@ -284,7 +294,7 @@ def _take_over(
         if entry.task_id not in tasks:
           counts['other tasks'] += 1
           continue
-        group = recall(store, uids, tasks=tasks.get, text=text, rewards=config.rewards)
+        group = recall(store, uids, tasks=tasks.get, text=text, rewards=rewards)
         if any(choice.pair or choice.imitated for choice in group):
           raise UserError(f'stages.{stage.name}.recorded: {of.run} stored pairs or answers to imitate; wanted groups')
         sample = group[0].scored.sample
@@ -307,7 +317,29 @@ def _take_over(
       f'stages.{stage.name}.recorded: {len(taken)} groups of {of.run} do not fill a batch of {stage.groups_per_batch} '
       f'(left out: {dict(counts)}); give the tasksets that it rolled out, or lower groups_per_batch'
     )
+  least = sum(sorted(map(len, taken))[: stage.groups_per_batch])
+  if least < stage.minibatches:
+    raise UserError(
+      f'stages.{stage.name}.minibatches: {stage.minibatches}, and the smallest {stage.groups_per_batch} groups of '
+      f'{of.run} have {least} sequences; lower it'
+    )
   write_recorded(workdir, file, taken)
+
+
+def _recorded_config(stage: str, run: pathlib.Path) -> Any:
+  try:
+    return json.loads((run / 'config.json').read_text())
+  except (FileNotFoundError, ValueError) as error:
+    raise UserError(f'stages.{stage}.recorded.run: {run} is not the directory of a run ({error})') from None
+
+
+def _check_same_tokenizer(stage: str, run: pathlib.Path, directory: pathlib.Path, tokenizer: Tokenizer) -> None:
+  """Token ids mean something in one vocabulary only."""
+  if Tokenizer.from_directory(directory).vocabulary != tokenizer.vocabulary:
+    raise UserError(
+      f'stages.{stage}.recorded: {run} had another vocabulary ({directory}); begin from its checkpoint, or give the '
+      'same tasksets and policy.tokenizer'
+    )
 
 
 def preferences_file(name: str) -> str:

@@ -15,15 +15,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm.app.build import stage_entrance
+from jaxrl_llm.app.build import recorded_groups, stage_entrance
 from jaxrl_llm.app.reopen import Reopened, reopen
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.batching.plan import StepPlan
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.learner.state import Learned
-from jaxrl_llm.master.loop import take_step
+from jaxrl_llm.master.loop import pass_over, take_step
 from jaxrl_llm.master.recall import recall
+from jaxrl_llm.master.recorded import RecordedGroups
 from jaxrl_llm.master.records import step_metrics
 from jaxrl_llm.master.selection import Scored
 from jaxrl_llm.master.stage import SEALED
@@ -115,6 +116,7 @@ async def replay(config: Config, run: pathlib.Path, way: Course) -> AsyncIterato
     try:
       plans = _plans(store, run, way)
       phases = PhaseManager()
+      recorded = {stage.name: recorded_groups(run, stage, past.prepared) for stage in config.stages if stage.recorded}
       enter_stage = stage_entrance(config, run, model=past.model, mesh=past.mesh, device=past.device, phases=phases)
       state = await past.state(way.commit)
       for stage in past.stages:
@@ -123,8 +125,12 @@ async def replay(config: Config, run: pathlib.Path, way: Course) -> AsyncIterato
         trainer, state = await enter_stage(stage, state)
         while state.step < min(stage.end, way.step):
           plan = plans[state.step]
-          state, batch, updated = await take_step(phases, trainer, state, plan)
-          row = finite_row(step_metrics(batch, updated, taken(store, past, plan), config.rollout.mismatch)[0])
+          if stage.trains:
+            state, batch, updated = await take_step(phases, trainer, state, plan)
+          else:
+            state, batch, updated = pass_over(state, plan)
+          known = taken(store, past, plan, recorded.get(stage.name))
+          row = finite_row(step_metrics(batch, updated, known, config.rollout.mismatch)[0])
           found = _metric_differences(row, way.rows.get(state.step, {}))
           arrays = 0
           if state.step == way.step and way.step in past.checkpoints.steps():
@@ -148,8 +154,12 @@ def _plans(store: ReplayStore, run: pathlib.Path, way: Course) -> dict[int, Step
   return {step: StepPlan.from_json(found[step]) for step in range(way.commit, way.step)}
 
 
-def taken(store: ReplayStore, past: Reopened, plan: StepPlan) -> dict[str, Scored]:
+def taken(
+  store: ReplayStore, past: Reopened, plan: StepPlan, recorded: RecordedGroups | None = None
+) -> dict[str, Scored]:
   """What the loop knew of the rollouts in a plan; by uid, in the order of the plan's rows."""
+  if recorded is not None:
+    return recorded.recall(plan.rows)
   uids = [*dict.fromkeys(row.uid for row in plan.rows if row.source.startswith(SEALED))]
   tasks = {task.uid: task for taskset in past.prepared.tasksets.values() for task in taskset.tasks}
   text = lambda sample: completion_text(

@@ -7,6 +7,7 @@ Batch sizes say their unit: tasks, sequences or tokens. Numbers that follow from
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -200,7 +201,7 @@ class StageConfig:
   evaluate_every: int | None = None
   """Steps; None = only after the stage."""
   rollout_only: bool = False
-  """Rollout stages: generate, score, process and store; the policy is not trained, and no algorithm is asked."""
+  """Rollout stages: generate, score, process and store, and train nothing; optimizer and critic end there."""
   max_dropped_groups: int = 100
   """Groups of which nothing is scorable or selected, while one batch is collected; one more ends the run."""
   limits: TaskLimits = TaskLimits()
@@ -360,6 +361,12 @@ class Config:
       raise UserError('stages: empty, wanted at least one')
     if self.rollout.vllm.lora == 'adapter' and self.policy.lora is None:
       raise UserError("rollout.vllm.lora: 'adapter', and the policy has none; set policy.lora, or remove it")
+    for before, stage in itertools.pairwise(self.stages):
+      if before.rollout_only and stage.keep_optimizer:
+        raise UserError(
+          f'stages.{stage.name}.keep_optimizer: {before.name} before it only rolls out and has none; put that stage '
+          'elsewhere, or remove keep_optimizer'
+        )
     for stage in self.stages:
       stage.limits.check(self.rollout.collect_deadline_s, f'stages.{stage.name}.')
     for part in ('tasksets', 'preferences', 'stages', 'evaluation'):

@@ -6,14 +6,17 @@ file has the groups, with the rewards that processors had made.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.batching.plan import Row, StepPlan
+from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.experience.sample import Finish, Sample, encode
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.master.selection import Chosen, Scored
@@ -33,7 +36,13 @@ def write_recorded(workdir: pathlib.Path, file: str, groups: Sequence[Sequence[C
       rows[-1].append(_recorded(choice.scored, file, len(samples)))
       samples.append(encode(choice.scored.sample))
   path.parent.mkdir(parents=True, exist_ok=True)
-  _groups_file(path).write_text(json.dumps(rows))
+  unfinished = path.with_suffix('.tmp')
+  with open(unfinished, 'w') as out:
+    json.dump(rows, out)
+    out.flush()
+    os.fsync(out.fileno())
+  unfinished.replace(_groups_file(path))
+  # The samples come last: where they are, the groups are.
   write_segment(path.parent, path.name, samples)
 
 
@@ -63,37 +72,68 @@ def _recorded(scored: Scored, file: str, index: int) -> dict[str, Any]:
   return {'row': dataclasses.asdict(row), 'parts': reward.parts}
 
 
+class RecordedGroups:
+  """What was taken over, to be read in any order."""
+
+  def __init__(self, workdir: pathlib.Path, file: str, *, tasks: Mapping[str, Task], text: Callable[[Sample], str]):
+    """
+    Args:
+      file: of `write_recorded`.
+      tasks: by uid.
+      text: what the policy said in a sample.
+    """
+    recorded = json.loads(_groups_file(workdir / file).read_text())
+    self._members = [
+      (Row(**{**one['row'], 'turn_rewards': tuple(one['row']['turn_rewards'])}), one['parts'])
+      for group in recorded
+      for one in group
+    ]
+    numbers = iter(range(len(self._members)))
+    self._groups = [[next(numbers) for _ in group] for group in recorded]
+    self._reader, self._name = open_segment_reader((workdir / file).parent), pathlib.Path(file).name
+    self._tasks, self._text = tasks, text
+
+  def __len__(self) -> int:
+    return len(self._groups)
+
+  def rows(self, group: int) -> list[Row]:
+    return [self._members[i][0] for i in self._groups[group]]
+
+  def recall(self, rows: Sequence[Row]) -> dict[str, Scored]:
+    """The rollouts that these rows are made from, by uid. Raises UserError if a task is not there any more."""
+    samples, known = self._reader.read([(self._name, row.index) for row in rows]), {}
+    for row, sample in zip(rows, samples, strict=True):
+      if sample.task_id not in self._tasks:
+        raise UserError(
+          f'recorded sample {sample.uid}: its task {sample.task_id} is in no taskset of the stage any more; put the '
+          f'source of taskset {sample.taskset} back as it was'
+        )
+      parts = self._members[row.index][1]
+      known[row.uid] = Scored(
+        sample=sample,
+        task=self._tasks[sample.task_id],
+        completion=self._text(sample),
+        scores=(),
+        reward=Reward(value=row.reward, parts=parts, correct=row.correct, turn_values=row.turn_rewards),
+        masked=row.masked,
+      )
+    return known
+
+
 class RecordedBatches:
   """Implements `Batches`: whole groups, each once in every pass, in a new order each time."""
 
   explores = False
   held_out: tuple[Row, ...] = ()
 
-  def __init__(
-    self,
-    workdir: pathlib.Path,
-    file: str,
-    *,
-    groups: int,
-    seed: int,
-    task: Callable[[str], Task],
-    text: Callable[[Sample], str],
-    events: Events = SILENT,
-  ):
+  def __init__(self, groups: RecordedGroups, *, count: int, seed: int, events: Events = SILENT):
     """
     Args:
-      file: of `write_recorded`.
-      groups: of a batch.
-      task, text: the task of a uid; what the policy said in a sample.
+      groups: at least `count`.
+      count: groups of a batch.
     """
-    recorded = json.loads(_groups_file(workdir / file).read_text())
-    self._groups = [
-      [(Row(**{**one['row'], 'turn_rewards': tuple(one['row']['turn_rewards'])}), one['parts']) for one in group]
-      for group in recorded
-    ]
-    self._reader, self._name = open_segment_reader((workdir / file).parent), pathlib.Path(file).name
-    self._count, self._task, self._text, self._events = groups, task, text, events
-    self._order = Passes(range(len(self._groups)), seed=seed)
+    self._groups, self._count, self._events = groups, count, events
+    self._order = Passes(range(len(groups)), seed=seed)
     self._taken: dict[str, Scored] = {}
     self._completed = self._order.state()
 
@@ -106,23 +146,13 @@ class RecordedBatches:
 
   async def next(self, step: int) -> tuple[list[Row], dict[str, int]]:
     asked = self._events.request(Edge.FETCH, source='recorded')
-    # The end of a pass and the beginning of the next may have a group in common: it is drawn once.
-    numbers = dict.fromkeys(self._order.next()[0] for _ in range(self._count))
-    members = [member for number in numbers for member in self._groups[number]]
-    samples = self._reader.read([(self._name, row.index) for row, _ in members])
-    self._taken = {
-      row.uid: Scored(
-        sample=sample,
-        task=self._task(sample.task_id),
-        completion=self._text(sample),
-        scores=(),
-        reward=Reward(value=row.reward, parts=parts, correct=row.correct, turn_values=row.turn_rewards),
-        masked=row.masked,
-      )
-      for (row, parts), sample in zip(members, samples, strict=True)
-    }
-    self._events.reply(asked, count=len(members))
-    return [row for row, _ in members], {}
+    numbers: dict[int, None] = {}
+    while len(numbers) < self._count:  # One that ends a pass and begins the next is drawn once.
+      numbers[self._order.next()[0]] = None
+    rows = [row for number in numbers for row in self._groups.rows(number)]
+    self._taken = await asyncio.to_thread(self._groups.recall, rows)
+    self._events.reply(asked, count=len(rows))
+    return rows, {}
 
   def taken(self) -> dict[str, Scored]:
     return self._taken

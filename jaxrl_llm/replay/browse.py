@@ -31,6 +31,8 @@ def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection,
   reader = open_segment_reader(path.parent / SEGMENTS)
   try:
     db.execute('BEGIN')
+    if how != 'mode=ro' and path.with_name(f'{INDEX}-wal').exists():
+      raise UserError(f'replay store {path}: a run has just begun to write to it; try again')
     (schema,) = db.execute("SELECT json FROM meta WHERE key = 'schema'").fetchone()
     if json.loads(schema) != SCHEMA:
       raise UserError(f'replay store {path}: schema {schema}, this program reads {SCHEMA}; use the one that wrote it')
@@ -48,6 +50,8 @@ def open_copy(directory: str | os.PathLike, into: str | os.PathLike) -> ReplaySt
   Nothing is written into `directory`. `into` is made; a damaged or missing index is a UserError.
   """
   source, copy = pathlib.Path(directory), pathlib.Path(into)
+  if not (source / SEGMENTS).is_dir() and (source / INDEX).exists():
+    raise UserError(f'replay store {source}: its {SEGMENTS}/ is missing; restore it')
   with snapshot(source) as (index, _):
     copy.mkdir(parents=True)
     with contextlib.closing(sqlite3.connect(copy / INDEX)) as target:

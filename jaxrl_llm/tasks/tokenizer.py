@@ -100,6 +100,11 @@ class Tokenizer:
     files = {name: (path / name).read_bytes() for name in _FILES if (path / name).is_file()}
     return cls(fast, files=files, stop_ids=_generation_stops(path), name=str(path))
 
+  @property
+  def vocabulary(self) -> tuple[dict[str, int], tuple[int, ...]]:
+    """What ids mean: token to id, and the ids that end a completion."""
+    return self._fast.get_vocab(), tuple(self.stop_ids)
+
   def encode(self, text: str) -> list[int]:
     """Token ids, nothing added. Raises UserError that names a character which a character table lacks."""
     if self._alphabet is not None and not self._alphabet.issuperset(text):
