@@ -20,9 +20,9 @@ from typing import Any
 
 from jaxrl_llm.core.errors import RunError, UserError, first_cause
 from jaxrl_llm.core.waits import IdleClock, bounded
-from jaxrl_llm.experience.sample import Sample
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.master.gate import Gate
+from jaxrl_llm.master.judging import judge
 from jaxrl_llm.master.processors import Processor, process
 from jaxrl_llm.master.recall import recall
 from jaxrl_llm.master.selection import (
@@ -34,7 +34,7 @@ from jaxrl_llm.master.selection import (
 )
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.tables import Issue
-from jaxrl_llm.rewards.api import Attempt, RewardsConfig, combine
+from jaxrl_llm.rewards.api import RewardsConfig
 from jaxrl_llm.rewards.pool import ScorerPool
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.workflow import SingleTurn
@@ -335,24 +335,14 @@ class Explorer:
         async for sample, completion in runs:
           if Edge.EVAL not in open_requests:
             open_requests[Edge.EVAL] = self._events.request(Edge.EVAL, group=name, count=count)
-          pending.append(scoring.create_task(self._score(sample, task, completion)))
+          one = judge(sample, completion, task, self._scorers, self._rewards)
+          pending.append(scoring.create_task(one))
         self._events.reply(open_requests.pop(Edge.ROLLOUT), count=len(pending))
       self._events.reply(open_requests.pop(Edge.EVAL), count=len(pending))
     finally:
       for asked in open_requests.values():
         self._events.reply(asked, given_up=True)
     return sorted((p.result() for p in pending), key=lambda m: m.sample.sample_index)
-
-  async def _score(self, sample: Sample, task: Task, completion: str) -> Scored:
-    attempt = Attempt(
-      uid=sample.uid,
-      task=task,
-      completion=completion,
-      finish_reason=str(sample.finish_reason),
-      response_len=sample.response_len,
-    )
-    scores = await self._scorers.score(attempt)
-    return Scored(sample=sample, task=task, completion=completion, scores=scores, reward=combine(scores, self._rewards))
 
   def _admit(self, number: int, members: list[Scored]) -> None:
     """Writes a finished group down; what is unscorable or not selected is dropped, with the last of it the group."""

@@ -11,20 +11,22 @@ from jaxrl_llm.rewards.api import Attempt, RewardsConfig, combine
 from jaxrl_llm.rewards.pool import ScorerPool
 
 
+async def judge(sample: Sample, completion: str, task: Task, scorers: ScorerPool, rewards: RewardsConfig) -> Scored:
+  """One attempt, scored by all scorers in force."""
+  attempt = Attempt(
+    uid=sample.uid,
+    task=task,
+    completion=completion,
+    finish_reason=str(sample.finish_reason),
+    response_len=sample.response_len,
+  )
+  scores = await scorers.score(attempt)
+  return Scored(sample=sample, task=task, completion=completion, scores=scores, reward=combine(scores, rewards))
+
+
 async def judged(
   runs: AsyncIterator[tuple[Sample, str]], task: Task, scorers: ScorerPool, rewards: RewardsConfig
 ) -> list[Scored]:
   """What a workflow gives for one task, each scored as it ends, in the order of issue."""
-  found = []
-  async for sample, completion in runs:
-    attempt = Attempt(
-      uid=sample.uid,
-      task=task,
-      completion=completion,
-      finish_reason=str(sample.finish_reason),
-      response_len=sample.response_len,
-    )
-    scores = await scorers.score(attempt)
-    reward = combine(scores, rewards)
-    found.append(Scored(sample=sample, task=task, completion=completion, scores=scores, reward=reward))
+  found = [await judge(sample, completion, task, scorers, rewards) async for sample, completion in runs]
   return sorted(found, key=lambda one: one.sample.sample_index)
