@@ -7,7 +7,6 @@ and take a lognormal time longer for each completion: at sigma 1, one in a hundr
 The first five steps of each run, which compile, are left out. Of what is learned it says nothing: docs/staleness.md.
 """
 
-import contextlib
 import json
 import os
 import pathlib
@@ -15,45 +14,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 
 from absl import app, flags
-
-from jaxrl_llm.app.schema import Config
-from jaxrl_llm.config.load import load_file
-from jaxrl_llm.models.families import tiny
-from jaxrl_llm.weights.hf import write_config
-
-ROOT = pathlib.Path(__file__).parents[1]
-VOCABULARY = 29
-"""The quickstart's letters and marks."""
+from servers import ROOT, fake_servers
 
 _BOUNDS = flags.DEFINE_list('bounds', ['0', '1', '2', '4', '8'], 'Each a run.')
 _STEPS = flags.DEFINE_integer('steps', 40, 'Of each run.', lower_bound=8)
 _MEDIAN_S = flags.DEFINE_float('median_s', 0.2, 'Median of what a completion takes longer, seconds.')
 _SIGMA = flags.DEFINE_float('sigma', 1.0, 'Standard deviation of its logarithm.')
 _WARM_UP = 5
-
-
-@contextlib.contextmanager
-def fake_servers(folder: pathlib.Path, count: int = 2):
-  """Addresses of servers that sample from the quickstart's model, slowly."""
-  policy = load_file(str(ROOT / 'configs' / 'quickstart.py'), Config).policy
-  write_config(folder, tiny(policy.family, VOCABULARY, **policy.model), dtype='float32', eos_ids=[1], pad_id=0)
-  sockets = [folder / f'{i}.sock' for i in range(count)]
-  latency = [f'--latency_median_s={_MEDIAN_S.value}', f'--latency_sigma={_SIGMA.value}']
-  command = [sys.executable, '-m', 'jaxrl_llm.rollout.fake', f'--model={folder}', '--max_model_len=64', *latency]
-  processes = [subprocess.Popen([*command, f'--uds={socket}'], stdout=subprocess.DEVNULL) for socket in sockets]
-  try:
-    while not all(socket.exists() for socket in sockets):
-      if any(process.poll() is not None for process in processes):
-        raise SystemExit('a fake server ended at its start; see above')
-      time.sleep(0.1)
-    yield [f'unix:{socket}' for socket in sockets]
-  finally:
-    for process in processes:
-      process.kill()
-      process.wait()
 
 
 def measure(bound: int, folder: pathlib.Path, addresses: list[str]) -> list[dict]:
@@ -87,7 +56,7 @@ def main(argv: list[str]) -> None:
   first = None
   with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name)
-    with fake_servers(folder) as addresses:
+    with fake_servers(folder, median_s=_MEDIAN_S.value, sigma=_SIGMA.value) as addresses:
       for bound in map(int, _BOUNDS.value):
         rows = measure(bound, folder, addresses)
         seconds = sum(row['timing_s/step'] for row in rows)

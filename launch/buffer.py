@@ -38,6 +38,8 @@ def main(argv: list[str]) -> None:
   if UID.value is not None:
     print(*browse.history(directory, UID.value), sep='\n')
   elif STATE.value is not None or TASK.value is not None:
+    for line in browse.asked(directory, TASK.value) if TASK.value is not None else ():
+      print(line)
     for entry in browse.find(directory, state=STATE.value, task=TASK.value, limit=LIMIT.value):
       version = '' if entry.version is None else f', version {entry.version}'
       print(

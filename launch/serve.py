@@ -1,180 +1,52 @@
-"""Starts vLLM servers that a trainer attaches to, and keeps them up until Ctrl-C.
+"""Serves a run from another place, until Ctrl-C: rollouts, its workflow, or scores.
 
-  python launch/serve.py --model=DIR [--servers=2] [-- --max-num-seqs 64 ...]
+  python launch/serve.py --model=DIR [--servers=2] [-- --max-num-seqs 64 ...]                  (--role=vllm)
   python launch/serve.py --model=DIR --host=10.0.0.5 --port=8400 --token_file=FILE --tls_cert=FILE --tls_key=FILE
+  python launch/serve.py --role=explorer --master=https://HOST:PORT --key_file=FILE [--ca_file=FILE] [--name=NAME]
+  python launch/serve.py --role=reward --model=DIR [--host=10.0.0.6 --port=8500 --token_file=FILE ...]
+  python launch/serve.py --role=sandbox [--programs=8] [--host=10.0.0.7 --port=8500 --token_file=FILE ...]
 
-DIR holds the policy's config.json (its tokenizer too, if requests are to be text); the weights come from the trainer.
-Without --host the servers listen on unix sockets that only this user can reach. With it one front a server listens on
-ports PORT, PORT + 1, ...: it lets nobody in without the token of --token_file, whatever the path. What follows `--` are
-vLLM's own options. The addresses are printed, for `--config.rollout.vllm.addresses='["unix:...", ...]'`.
+vllm: servers that a trainer attaches to. DIR holds the policy's config.json (its tokenizer too, if requests are to be
+text); the weights come from the trainer. The addresses are printed, for
+`--config.rollout.vllm.addresses='["unix:...", ...]'`. What follows `--` are vLLM's own options.
+explorer: runs the workflow of the run whose `rollout.explorers.listen` it comes to; any number may come and go.
+reward: a reward model on this machine's devices, for scorers of kind `http`.
+sandbox: untrusted programs, so many at once; its address is for the option `addresses` of the scorer `code`, whose
+`key_file` names a file with the same token.
+
+Services listen on unix sockets that only this user can reach. With --host a front listens there (vllm: one a server, on
+ports PORT, PORT + 1, ...): it lets nobody in without the token of --token_file, whatever the path.
+`--role=ROLE --help` lists a role's flags.
 """
 
-import asyncio
-import contextlib
-import json
-import pathlib
-import signal
+import importlib
+import sys
 
-from absl import flags, logging
-
-from jaxrl_llm.core import script
-from jaxrl_llm.core.errors import RunError, UserError, first_cause
-from jaxrl_llm.rollout.front import Front, FrontConfig
-from jaxrl_llm.rollout.server import WORKER, WORKER_MODULE, Server, VllmConfig, parse_options, server_commands
-
-_MODEL = flags.DEFINE_string('model', None, "Directory with the policy's config.json.", required=True)
-_SERVERS = flags.DEFINE_integer('servers', 1, 'How many; the cores of this machine are split between them.')
-_ENVIRONMENT = flags.DEFINE_string('environment', VllmConfig.environment, 'Virtual environment that has vLLM.')
-_DTYPE = flags.DEFINE_enum('dtype', 'bfloat16', ['float32', 'bfloat16'], 'Of weights and activations.')
-_LENGTH = flags.DEFINE_integer('max_model_len', None, "Tokens of the longest sequence; default: the model's.")
-_LOAD = flags.DEFINE_enum(
-  'load', 'dummy', ['dummy', 'auto'], 'dummy: wait for a trainer; auto: the weights in --model.'
-)
-_DEVICES = flags.DEFINE_list('devices', [], 'CUDA_VISIBLE_DEVICES of each server, e.g. 0,1.')
-_TRANSFER = flags.DEFINE_enum('transfer', 'files', ['files', 'nccl'], 'How weights come: as rollout.vllm.transfer.')
-_CACHE = flags.DEFINE_integer('cpu_cache_gib', VllmConfig.cpu_cache_gib, 'KV cache of each server on CPUs.')
-_LOGS = flags.DEFINE_string('logs', 'logs', "Directory of the servers' logs.")
-_HOST = flags.DEFINE_string('host', None, 'Address that the fronts listen on; none: unix sockets, no front.')
-_PORT = flags.DEFINE_integer('port', 8400, 'Port of the first front; 0 = free ones.')
-_TOKEN = flags.DEFINE_string('token_file', None, 'File with the bearer token (mode 600), with --host.')
-_CERT = flags.DEFINE_string('tls_cert', None, 'Certificate, PEM.')
-_KEY = flags.DEFINE_string('tls_key', None, "The certificate's key, PEM.")
-_PLAIN = flags.DEFINE_bool('allow_plaintext', False, 'Fronts without TLS on addresses other than loopback.')
-_ROOT = flags.DEFINE_string('publish_root', None, 'With --host: where weights may be read from.')
-_WORKER = flags.DEFINE_string(
-  'worker_file', None, "Python file whose class Worker takes the place of the worker extension's (jaxrl_llm_worker)."
-)
-_FILE = flags.DEFINE_string('addresses_file', None, 'Written once all serve: a JSON list of addresses.')
-
-_START_DEADLINE_S = 900.0
-_MAX_RESTARTS = 3
-_STEADY_S = 60.0
-"""A server that served so long may fail and be started again as if for the first time."""
+ROLES = {
+  'vllm': 'jaxrl_llm.app.vllm_host',
+  'explorer': 'jaxrl_llm.app.explore',
+  'reward': 'jaxrl_llm.app.reward_server',
+  'sandbox': 'jaxrl_llm.app.sandbox_host',
+}
+"""Modules, of which only the one that is asked for is imported: hosts that serve need not have what the others want."""
 
 
-async def serve(servers: list[Server], fronts: list[FrontConfig | None]) -> None:
-  """Returns on SIGINT or SIGTERM; RunError when a server cannot be kept up."""
-  stop = asyncio.Event()
-  for number in (signal.SIGINT, signal.SIGTERM):
-    asyncio.get_running_loop().add_signal_handler(number, stop.set)
-  addresses: list[str] = []
-  async with contextlib.AsyncExitStack() as stack:
-    for server in servers:
-      stack.push_async_callback(server.close)
-    for server, config in zip(servers, fronts, strict=True):
-      # First, so that a port that is taken is said at once.
-      front = config and await stack.enter_async_context(
-        Front(config, upstream=server.address, publish_root=_ROOT.value)
-      )
-      addresses.append(front.address if front else server.address)
-    for server in servers:
-      server.start()
-    stopped = asyncio.create_task(stop.wait())
-    async with asyncio.TaskGroup() as group:
-      keepers = [group.create_task(keep_up(server)) for server in servers]
-      announcer = group.create_task(announce(servers, addresses))
-      await asyncio.wait({stopped, *keepers}, return_when=asyncio.FIRST_COMPLETED)
-      for task in (announcer, *keepers):
-        task.cancel()
-
-
-async def announce(servers: list[Server], addresses: list[str]) -> None:
-  await asyncio.gather(*(server.ready(deadline_s=_START_DEADLINE_S) for server in servers))
-  for server, address in zip(servers, addresses, strict=True):
-    print(f'{server.name} serves at {address}', flush=True)
-  print(f"--config.rollout.engine=vllm --config.rollout.vllm.addresses='{json.dumps(addresses)}'", flush=True)
-  if _FILE.value:
-    unfinished = pathlib.Path(f'{_FILE.value}.tmp')
-    unfinished.write_text(json.dumps(addresses))
-    unfinished.rename(_FILE.value)
-
-
-async def keep_up(server: Server) -> None:
-  """Starts a server that ended again; RunError when that does not help."""
-  loop, failures = asyncio.get_running_loop(), 0
-  await server.ready(deadline_s=_START_DEADLINE_S)
-  while True:
-    since = loop.time()
-    while server.is_running():
-      await asyncio.sleep(0.5)
-    failures = 1 if loop.time() - since > _STEADY_S else failures + 1
-    logging.error('%s ended: %s', server.name, server.last_lines())
-    if failures > _MAX_RESTARTS:
-      raise RunError(f'{server.name}: ended {failures} times in a row; its last lines: {server.last_lines()}')
-    await server.stop()
-    server.start()
-    try:
-      await server.ready(deadline_s=_START_DEADLINE_S)
-    except RunError as error:  # Counts as another end; the other servers go on.
-      logging.error('%s', error)
-      await server.stop()
-
-
-def main(argv: list[str]) -> None:
-  model = pathlib.Path(_MODEL.value).absolute()
-  if not (model / 'config.json').exists():
-    raise UserError(f'{_MODEL.value}: --model has no config.json; wanted a model directory')
-  if _HOST.value and not _TOKEN.value:
-    raise UserError('--token_file is missing: with --host a front asks everybody for its token')
-  config = VllmConfig(
-    environment=_ENVIRONMENT.value,
-    servers=_SERVERS.value,
-    devices=tuple(_DEVICES.value),
-    transfer=_TRANSFER.value,
-    cpu_cache_gib=_CACHE.value,
-    args=parse_options(argv[1:]),
-  )
-  if _FILE.value and not pathlib.Path(_FILE.value).absolute().parent.is_dir():
-    raise UserError(f'{_FILE.value}: --addresses_file lies in no directory; make it, or name another place')
-  worker = pathlib.Path(_WORKER.value) if _WORKER.value else WORKER
-  if not worker.is_file():
-    raise UserError(f'{worker}: --worker_file is no file')
-  module = worker.stem if _WORKER.value else WORKER_MODULE
-  commands = server_commands(
-    config,
-    model,
-    dtype=_DTYPE.value,
-    max_model_len=_LENGTH.value,
-    load_format=_LOAD.value,
-    worker_files={module: worker},
-    worker_class=f'{module}.Worker',
-  )
-  logs = pathlib.Path(_LOGS.value).absolute()
-  fronts = [front_config(i) for i in range(len(commands))]
-  try:
-    logs.mkdir(parents=True, exist_ok=True)
-  except OSError as error:
-    raise UserError(f'{logs}: --logs cannot be made ({error.strerror}); name another directory') from None
-  servers = [Server(command, name=f'vllm-{i}', log=logs / f'vllm-{i}.log') for i, command in enumerate(commands)]
-  for server in servers:
-    print(f'{server.name}: {server.line}', flush=True)
-  try:
-    asyncio.run(serve(servers, fronts))
-  except BaseExceptionGroup as group:
-    raise first_cause(group) from None
-
-
-def front_config(i: int) -> FrontConfig | None:
-  if not _HOST.value:
-    return None
-  return FrontConfig(
-    host=_HOST.value,
-    port=_PORT.value and _PORT.value + i,
-    token_file=_TOKEN.value,
-    tls_cert=_CERT.value,
-    tls_key=_KEY.value,
-    allow_plaintext=_PLAIN.value,
-  )
-
-
-def parse(argv: list[str]) -> list[str]:
-  """Own flags; what follows `--` is vLLM's, and nothing else may be no flag."""
-  split = argv.index('--') if '--' in argv else len(argv)
-  rest = script.parse(argv[:split])
-  if len(rest) > 1:
-    raise UserError(f"argument {rest[1]!r} is not a flag; vLLM's own options come after --")
-  return [rest[0], *argv[split + 1 :]]
+def main(argv: list[str]) -> int:
+  role, rest = 'vllm', []
+  own, others = (argv, []) if '--' not in argv else (argv[: argv.index('--')], argv[argv.index('--') :])
+  words = iter(own)
+  for word in words:
+    if word in ('--role', '-role'):
+      role = next(words, '')
+    elif word.startswith(('--role=', '-role=')):
+      role = word.partition('=')[2]
+    else:
+      rest.append(word)
+  if role not in ROLES:
+    sys.stderr.write(f'error: --role={role}: wanted one of {", ".join(ROLES)}\n')
+    return 2
+  return importlib.import_module(ROLES[role]).run([*rest, *others])
 
 
 if __name__ == '__main__':
-  script.run(main, parse)
+  sys.exit(main(sys.argv))

@@ -10,7 +10,7 @@
 # PIP_FIND_LINKS may name a place that has it. The full tier also makes the vLLM servers' environment
 # (launch/install_vllm.sh), that of TRL and Tunix (launch/install_peers.sh) and that of the compilers for devices that
 # are not here (launch/install_aot.sh), and installs Debian packages where root (or sudo without a password) permits it:
-# Chromium and its driver, iproute2, openssl; otherwise the tests that use them are skipped.
+# Chromium and its driver, iproute2, openssl, bubblewrap; otherwise the tests that use them are skipped.
 # Every part runs even if one before it failed; the exit code is 0 only if all went well.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
@@ -31,13 +31,13 @@ done
 # What the full tier's tests run besides Python: Debian packages, installed where they are missing and may be.
 ensure_commands() {
   local command packages=() missing=() root=()
-  for command in chromium:chromium chromedriver:chromium-driver ip:iproute2 openssl:openssl; do
+  for command in chromium:chromium chromedriver:chromium-driver ip:iproute2 openssl:openssl bwrap:bubblewrap; do
     command -v "${command%%:*}" >/dev/null && continue
     missing+=("${command%%:*}")
     packages+=("${command##*:}")
   done
   if [ ${#missing[@]} = 0 ]; then
-    say "chromium, chromedriver, ip and openssl are there"
+    say "chromium, chromedriver, ip, openssl and bwrap are there"
     return
   fi
   if [ "$(id -u)" != 0 ]; then

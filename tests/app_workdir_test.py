@@ -14,6 +14,7 @@ from jaxrl_llm.app.schema import Config
 from jaxrl_llm.app.workdir import Workdir, WorkdirInUse
 from jaxrl_llm.config.load import load_file
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.rollout.crew import ExplorersConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
 HOLDER = """
@@ -143,3 +144,12 @@ def test_a_run_may_be_resumed_with_other_servers_but_not_with_other_arithmetic(t
   workdir.adopt(with_vllm(addresses=('unix:/elsewhere',), servers=3, latency_s=5.0))
   with pytest.raises(UserError, match=r'rollout\.vllm\.dtype'):
     workdir.adopt(with_vllm(dtype='bfloat16'))
+
+
+def test_a_run_may_be_resumed_with_other_explorers(tmp_path, config):
+  workdir = Workdir(tmp_path / 'run')
+  workdir.adopt(config)
+  (tmp_path / 'run' / 'checkpoints' / '3').mkdir(parents=True)
+  (tmp_path / 'run' / 'checkpoints' / '3' / 'COMMIT').touch()
+  for explorers in (ExplorersConfig(), ExplorersConfig(processes=3, silent_s=7.0), None):
+    workdir.adopt(dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, explorers=explorers)))

@@ -25,6 +25,12 @@ _LONGEST = (
   'curate_job_test.py',
   'attached_job_test.py',
   'quickstart_test.py',
+  'explorers_job_test.py',
+  'rewards_sandbox_test.py',
+  'rewards_code_test.py',
+  'score_job_test.py',
+  'domains_job_test.py',
+  'rewards_job_test.py',
 )
 """Files that take minutes: dealt out first, so that no worker is left alone with one at the end."""
 

@@ -45,12 +45,12 @@ def shuffled_grpo(config, setting):
 if __name__ == '__main__':
   import sys
 
-  from jaxrl_llm.app import build, cli, stages
+  from jaxrl_llm.app import cli, scorers, stages
   from jaxrl_llm.learner.policy_options import GrpoConfig
 
   control = sys.argv.pop(1)
   if control == 'shuffled':
     stages.ALGORITHMS['grpo'] = (GrpoConfig, shuffled_grpo)
   else:
-    build.SCORERS['verifier'] = lambda **options: {'zero': zero, 'coin': coin}[control]
+    scorers.SCORERS['verifier'] = lambda **options: {'zero': zero, 'coin': coin}[control]
   sys.exit(cli.main(sys.argv))

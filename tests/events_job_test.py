@@ -35,6 +35,10 @@ def run(tmp_path_factory):
   return workdir
 
 
+OWN = set(EDGES) - {Edge.AUXILIARY_SCORE, Edge.AUXILIARY_MODEL}
+"""Of every run; the others are of workflows that ask (tests/explorers_job_test.py)."""
+
+
 @pytest.fixture(scope='module')
 def found(run):
   return list(events.read(run / events.FILE))
@@ -49,7 +53,7 @@ def test_every_edge_is_there_requests_and_replies_apart_each_with_its_pair_of_id
     assert way == (ends.source, ends.target)
     assert ('of' in row) == ('s' in row) == (row['kind'] == 'reply')
     kinds[row['edge']].add(row['kind'])
-  assert kinds == {edge: {'request', 'reply'} if ends.answered else {'message'} for edge, ends in EDGES.items()}
+  assert kinds == {edge: {'request', 'reply'} if EDGES[edge].answered else {'message'} for edge in OWN}
 
 
 def test_each_request_of_a_whole_attempt_is_answered_later_and_once_or_its_group_is_dropped(found):
@@ -95,7 +99,7 @@ def test_the_report_has_a_timeline_of_the_last_attempt_and_idle_shares_of_all_st
   assert data['timeline']['steps'][-1]['n'] == 8 and data['timeline']['hidden'] == 0
   assert data['idle']['trainer']['x'] == tuple(range(1, 9)) and data['idle']['rollout']['x'] == (5, 6, 7, 8)
   assert all(0 <= y <= 1 for curve in data['idle'].values() for y in curve['y'])
-  assert {span['e'] for span in data['timeline']['spans']} >= set(EDGES) - {Edge.DROP}
+  assert {span['e'] for span in data['timeline']['spans']} >= OWN - {Edge.DROP}
   assert json.dumps(data['timeline'], ensure_ascii=False, separators=(',', ':')) in (run / 'report.html').read_text()
 
 

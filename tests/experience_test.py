@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.experience.sample import Finish, Sample, Segment, Source, decode, encode
 from jaxrl_llm.experience.score import Score, Status
-from jaxrl_llm.experience.task import Task, prompt_digest
+from jaxrl_llm.experience.task import Media, Task, prompt_digest
 
 PER_TOKEN = ('tokens', 'role', 'loss_mask', 'sampled', 'behaviour_logprobs')
 BAD = (ValueError, jaxtyping.TypeCheckError)
@@ -147,6 +147,22 @@ def test_logprobs_are_finite(value):
 def test_tokens_that_nobody_sampled_have_no_logprob():
   with pytest.raises(ValueError, match='sampled'):
     sample(behaviour_logprobs=np.array([0, -0.1, -0.5, -1, -1], np.float32))
+
+
+@pytest.mark.parametrize(
+  'media', [{'kind': 'image', 'digest': 'd'}, {'kind': 'image', 'digest': 'd', 'span': [3, 2]},
+            {'kind': 'image', 'digest': 'd', 'span': [0, 6]}],
+)  # fmt: skip
+def test_media_stand_for_tokens_of_the_sample(media):
+  with pytest.raises(ValueError, match='media'):
+    sample(media=(media,))
+
+
+def test_media_make_another_task_and_none_leave_its_digest_as_it_was():
+  shown = Media(kind='image', digest='d', reference='a.png')
+  assert task(media=()).digest == task().digest != task(media=(shown,)).digest
+  moved = dataclasses.replace(shown, reference='elsewhere/b.png')
+  assert task(media=(moved,)).digest == task(media=(shown,)).digest
 
 
 @pytest.mark.parametrize('schema', [0, 2, None])

@@ -154,11 +154,13 @@ class Exploration:
     tasks: Sequence[Task] = (),
     sampler: SamplerConfig = SEQUENTIAL,
     events: Events = SILENT,
+    engine: FakeEngine | None = None,
+    scorers: ScorerPool | None = None,
     **config,
   ):
     self.config = ExplorerConfig(**{'groups_per_batch': 2, 'group_size': 2, 'collect_deadline_s': 20.0, **config})
-    self.engine = FakeEngine(tokenizer, delays=delays)
-    self.scorers = FakeScorers(judge, delays=delays + 1)
+    self.engine = engine or FakeEngine(tokenizer, delays=delays)
+    self.scorers = scorers or FakeScorers(judge, delays=delays + 1)
     self.gate = Gate(bound=bound, groups_per_batch=self.config.groups_per_batch, batches=batches)
     self.tasks = list(tasks) or make_tasks(24)
     taskset = Taskset(name='train', tasks=tuple(self.tasks), counts={})
@@ -170,7 +172,7 @@ class Exploration:
       workflow=SingleTurn(self.engine, tokenizer, max_tokens=4),
       sampler=self.sampler,
       scorers=self.scorers,
-      rewards=REWARDS,
+      rewards=self.scorers.config,
       store=store,
       gate=self.gate,
       events=events,

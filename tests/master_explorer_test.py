@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.waits import IdleClock, WaitExpired
-from jaxrl_llm.master.explorer import TaskLimits
+from jaxrl_llm.master.limits import TaskLimits
 from jaxrl_llm.master.selection import SelectionConfig
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.tasks.sampler import SamplerConfig
@@ -258,6 +258,30 @@ def test_the_sampler_is_told_of_every_group_once_in_the_order_of_start(tokenizer
   assert pool['known'] == {number: [1.0 if int(number) % 3 == 0 else 0.5] for number in pool['visits']}
 
 
+def test_above_a_bound_of_0_the_sampler_is_told_in_the_order_of_start_and_no_further_than_the_batch(
+  tokenizer, tmp_path
+):
+  for delays in range(4):
+    store = exploring.new_store(tmp_path / f'{delays}')
+    exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, delays=delays, bound=2)
+    told, tell = [], exploration.sampler.feedback
+    exploration.sampler.feedback = lambda uid, *outcome, told=told, tell=tell: (told.append(uid), tell(uid, *outcome))
+
+    async def main(exploration=exploration, store=store, told=told):
+      async with exploration.explorer.running():
+        exploration.explorer.advance(0, 0)
+        while store.counts()['admitted'] < 6 * 2:
+          await asyncio.sleep(0.001)
+        for step in range(3):
+          batch, _ = await exploration.explorer.collect()
+          assert told == [task.uid for task in exploration.tasks[: 2 * (step + 1)]]
+          store.seal(uids(batch), step)
+          store.trained(uids(batch), step)
+
+    run(main())
+    store.close()
+
+
 class EngineBroke(RunError):
   pass
 
@@ -348,6 +372,19 @@ def test_leaving_cancels_what_is_in_flight_and_every_sample_ends_in_one_state(to
   assert report.ok and report.live == ()
   assert {state: count for state, count in report.states.items() if count} == {'trained': 4, 'dropped': 12}
   assert report.reasons == {'dropped(given up)': 12}
+
+
+def test_a_batch_that_was_handed_out_and_not_trained_is_given_up_on_leaving(tokenizer, store):
+  async def main():
+    exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0)
+    async with exploration.explorer.running():
+      exploration.explorer.advance(0, 0)
+      batch, _ = await exploration.explorer.collect()
+      assert len(batch) == 4 and store.counts()['admitted'] == 4
+
+  run(main())
+  report = audit(store)
+  assert report.ok and report.live == () and report.reasons == {'dropped(given up)': 4}
 
 
 def test_groups_in_flight_never_pass_the_gate(tokenizer, store):

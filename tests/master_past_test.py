@@ -25,9 +25,11 @@ def tokenizer(tmp_path_factory):
   return exploring.make_tokenizer(tmp_path_factory.mktemp('tokenizer'))
 
 
-async def go(tokenizer, directory, *, steps, start=0, state=None, max_uses=4, groups=4, config=PRIORITY, delays=0):
+async def go(
+  tokenizer, directory, *, steps, start=0, state=None, max_uses=4, groups=4, config=PRIORITY, delays=0, store_uses=None
+):
   """Batches of two new groups and up to `groups` earlier ones; (plans, states by completed batches, taken)."""
-  store = open_store(directory, max_uses=max_uses, synchronous='normal')
+  store = open_store(directory, max_uses=store_uses or max_uses, synchronous='normal')
   store.recover(start)
   exploration = exploring.Exploration(
     tokenizer, store, lambda attempt: float(attempt.uid.endswith('1')), delays=delays, tasks=exploring.make_tasks(64)
@@ -61,6 +63,11 @@ def groups_of(plan):
   return [*dict.fromkeys(row.group for row in plan.rows)]
 
 
+def test_a_stage_keeps_its_own_most_where_another_of_the_run_permits_more(tokenizer, tmp_path):
+  plans, *_ = run(tokenizer, tmp_path / 'replay', steps=10, max_uses=2, store_uses=4)
+  assert max(collections.Counter(group for plan in plans for group in groups_of(plan)).values()) == 2
+
+
 @pytest.mark.parametrize('order', ['priority', 'newest', 'shuffled'])
 def test_groups_come_again_whole_and_at_most_max_uses_times(tokenizer, tmp_path, order):
   config = DrawConfig(order=order, cooldown=1, max_age=8)
@@ -76,6 +83,14 @@ def test_groups_come_again_whole_and_at_most_max_uses_times(tokenizer, tmp_path,
   last = {group: [plan.step for plan in plans if group in groups_of(plan)] for group in uses}
   assert all(b - a >= 2 for steps in last.values() for a, b in itertools.pairwise(steps)), 'a batch of rest in between'
   assert report.uses == dict(collections.Counter({n: 2 * list(uses.values()).count(n) for n in set(uses.values())}))
+
+
+def test_groups_are_drawn_up_to_the_age_that_is_permitted_and_no_further(tokenizer, tmp_path):
+  config = DrawConfig(order='newest', cooldown=0, max_age=3)
+  plans, *_ = run(tokenizer, tmp_path / 'replay', steps=7, max_uses=9, groups=9, config=config)
+  for plan in plans:
+    ages = collections.Counter(plan.step - row.version_step for row in plan.rows)
+    assert ages == dict.fromkeys(range(min(plan.step, 3) + 1), 4), 'two groups of two of each age'
 
 
 def test_by_priority_what_was_used_less_and_is_newer_comes_first(tokenizer, tmp_path):

@@ -14,7 +14,7 @@ from jaxrl_llm.config.load import load_file
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.experience.sample import Finish, Segment
-from jaxrl_llm.master.explorer import TaskLimits
+from jaxrl_llm.master.limits import TaskLimits
 from jaxrl_llm.master.processors import PROCESSORS, ProcessorConfig, process
 from jaxrl_llm.master.selection import Scored, SelectionConfig, choose
 from jaxrl_llm.parallel.mesh import build_mesh

@@ -11,8 +11,11 @@ from replay_index_test import issues, score_of, store_group
 from replay_partitions_test import experts
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.experience.task import Media, Task
 from jaxrl_llm.replay import browse
+from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.index import open_store
+from jaxrl_llm.replay.tables import Issue
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -75,6 +78,32 @@ def test_partitions_versions_and_uses_are_told(tmp_path):
   ]
 
 
+def test_a_task_is_told_with_what_became_of_its_samples(run):
+  task = Task(
+    taskset='train', domain='vision', prompt=({'role': 'user', 'content': 'Where?'},), truth='(1, 2)', fields={},
+    media=(Media(kind='image', digest='ab' * 16, reference='a.png'),),
+  )  # fmt: skip
+  store = open_store(run / 'replay')
+  store.recover(2)
+  for step in (2, 3):
+    with store.transaction():
+      store.offer([task], step)
+      group = f'g/{step}'
+      row = lambda i, group=group, step=step: Issue(uid=f'{group}/{i}', group_id=group, task_id=task.uid, visit=step)
+      store.issue([row(0), row(1)], step)
+  store.drop(['g/2/0'], 'timeout', 3)
+  assert not audit(store).ok, 'the samples of before are of no task that is known'
+  store.close()
+  assert 'tasks, taskset: train 1' in browse.summary(run / 'replay')
+  assert command(run, f'--task={task.uid}')[:4] == [
+    f'{task.uid} of taskset train, domain vision: 2 visits, samples dropped 1, issued 3',
+    'prompt: [{"role": "user", "content": "Where?"}]',
+    'truth: "(1, 2)"',
+    f'image: {"ab" * 16}',
+  ]
+  assert browse.asked(run / 'replay', 'another') == []
+
+
 def test_samples_are_found_by_state_and_task_those_that_changed_last_first(run):
   found = lambda **wanted: [entry.uid for entry in browse.find(run / 'replay', **wanted)]
   assert found() == ['g/3', 'g/2', 'g/1', 'g/0'] and found(limit=2) == ['g/3', 'g/2']
@@ -115,7 +144,7 @@ def test_a_damaged_index_and_one_of_a_newer_program_are_one_line(run):
     db.execute("UPDATE meta SET json = '99' WHERE key = 'schema'")
   for flags in ((), ('--audit',)):
     (line,) = command(run, *flags, expect=2)
-    assert 'schema 99, this program reads 2; use the one that wrote it' in line
+    assert 'schema 99, this program reads 3; use the one that wrote it' in line
   data = index.read_bytes()
   index.write_bytes(data[:100] + bytes(len(data) - 100))
   (line,) = command(run, expect=2)

@@ -156,12 +156,12 @@ def test_an_index_damaged_while_it_is_open_is_one_line(directory):
 def test_an_index_of_a_newer_program_is_refused_and_left_as_it_is(directory):
   path = directory / 'index.sqlite'
   with sqlite3.connect(path) as db:
-    db.execute("UPDATE meta SET json = '3' WHERE key = 'schema'")
+    db.execute("UPDATE meta SET json = '4' WHERE key = 'schema'")
   before = path.read_bytes()
-  with pytest.raises(UserError, match='it has schema 3, wanted 2; use another --workdir'):
+  with pytest.raises(UserError, match='it has schema 4, wanted 3; use another --workdir'):
     open_store(directory)
   for look in (audit, browse.summary):
-    with pytest.raises(UserError, match='schema 3, this program reads 2; use the one that wrote it'):
+    with pytest.raises(UserError, match='schema 4, this program reads 3; use the one that wrote it'):
       look(directory)
   with sqlite3.connect(path) as db:
     assert db.execute('SELECT count(*) FROM attempts').fetchone() == (1,)

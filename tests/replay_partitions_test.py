@@ -132,6 +132,22 @@ def test_a_group_is_drawn_whole_by_its_most_used_sample_or_not_at_all(tmp_path):
   checked(store)
 
 
+def test_groups_of_which_anything_is_too_old_are_left_out_whole(tmp_path):
+  store = open_store(tmp_path, max_uses=3)
+  for version in range(4):
+    store_group(store, [f'g{version}/0', f'g{version}/1'], version, version=version)
+  train(store, ['g1/0', 'g1/1', 'g2/0', 'g2/1'], 3)
+  store.issue(issues(['both/0', 'both/1', 'rest/0', 'rest/1']), 3)
+  store.append([make_sample(f'both/{i}', version=1 + i) for i in range(2)], 3)
+  store.append([make_sample(f'rest/{i}', version=1 + i) for i in range(2)], 3)
+  store.admit(['both/0', 'both/1', 'rest/1'], 3)
+  store.drop(['rest/0'], 'timeout', 3)  # It is none of the group any more, however old.
+  for oldest in (None, 0, 1, 2, 3, 4):
+    found = store.candidates(4, oldest_version=oldest)
+    assert found == [group for group in store.candidates(4) if oldest is None or group.version >= oldest]
+  assert [g.group_id for g in store.candidates(4, oldest_version=2)] == ['g2', 'g3', 'rest']
+
+
 def test_samples_of_a_group_are_in_the_order_of_issue(tmp_path):
   store = open_store(tmp_path)
   uids = [f'g/{i}' for i in range(12)]

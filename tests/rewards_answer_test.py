@@ -7,8 +7,9 @@ from fixtures.rewards_scorers import attempt
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.rewards.answer import answer_scorer, numbers_agree, parse_number, reference
-from jaxrl_llm.rewards.extraction import MAX_LENGTH, candidates, extract
+from jaxrl_llm.rewards.answers.answer import answer_scorer, reference
+from jaxrl_llm.rewards.answers.extraction import MAX_LENGTH, candidates, extract
+from jaxrl_llm.rewards.answers.numbers import numbers_agree, parse_number
 
 
 def value(completion, truth='42', prompt='What is it?', **options):
@@ -119,10 +120,10 @@ def test_gsm8k(truth, completion, wanted):
     ('42.0', {}, 0.0),
     ('42.0', {'mode': 'numeric'}, 1.0),
     ('42 apples', {'mode': 'numeric'}, 0.0),
-    ('42 apples', {'mode': 'numeric', 'units': True}, 1.0),
-    (r'42 \text{ square feet}', {'mode': 'numeric', 'units': True}, 1.0),
-    ('42 or 43', {'mode': 'numeric', 'units': True}, 0.0),
-    ('42 or forty', {'mode': 'numeric', 'units': False}, 0.0),
+    ('42 apples', {'mode': 'numeric', 'units': 'ignored'}, 1.0),
+    (r'42 \text{ square feet}', {'mode': 'numeric', 'units': 'ignored'}, 1.0),
+    ('42 or 43', {'mode': 'numeric', 'units': 'ignored'}, 0.0),
+    ('42 or forty', {'mode': 'numeric', 'units': 'refused'}, 0.0),
     ('<answer>42</answer>', {'extraction': 'tags'}, 1.0),
     (r'<answer>$\boxed{42}$</answer>', {'extraction': 'tags', 'mode': 'numeric'}, 1.0),
     (r'<answer>\boxed{41} \boxed{42}</answer>', {'extraction': 'tags', 'mode': 'numeric'}, 0.0),
@@ -184,6 +185,22 @@ def test_exact_mode_compares_text_with_white_space_collapsed():
     ('42', '24', 0.0),
     ('42', r'\frac{42', 0.0),
     ('42', r'\infty', 0.0),
+    ('42', 'x + 1 = 42', 0.0),
+    ('42', '41x = 42', 0.0),
+    ('42', 'x^2 = 42', 0.0),
+    ('42', r'\sqrt{x} = 42', 0.0),
+    ('42', 'f(41) = 42', 1.0),
+    ('42', 'x_{2} = 42', 1.0),
+    ('42', r'a + b = 42', 1.0),
+    ('42', r'A = \frac{1}{2} b h = 42', 1.0),
+    ('101_2', '101_3', 0.0),
+    ('101_{2}', '101_2', 1.0),
+    ('101_2', '101', 1.0),
+    ('42', '42_7', 0.0),
+    ('42', '42_{10}', 1.0),
+    ('5', r'5 \text{ million}', 0.0),
+    ('5000000', r'5 \text{ million}', 1.0),
+    ('0.333333', r'\frac{1}{3}', 1.0),
   ],
 )
 def test_latex(truth, answer, wanted):

@@ -8,7 +8,7 @@ from fixtures.rewards_scorers import attempt
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.experience.score import Score
-from jaxrl_llm.rewards.answer import answer_scorer
+from jaxrl_llm.rewards.answers.answer import answer_scorer
 from jaxrl_llm.rewards.api import OverrunIsZero, Reward, RewardsConfig, ScorerConfig, combine, in_force
 from jaxrl_llm.rewards.format import format_scorer
 from jaxrl_llm.rewards.verifier import verifier_scorer
@@ -112,15 +112,20 @@ def test_a_taskset_may_have_a_composition_of_its_own():
       lambda: RewardsConfig(scorers=(ScorerConfig(name='a'),), correct_by='b'),
       "rewards.correct_by: no scorer 'b'; configured are ['a']",
     ),
-    (lambda: answer_scorer(mod='exact'), "scorer 'answer': unknown option 'mod'; did you mean 'mode'"),
-    (lambda: answer_scorer(mode='approximate'), "option mode is 'approximate', wanted one of"),
-    (lambda: answer_scorer(relative_tolerance='1'), "option relative_tolerance is '1', wanted float"),
+    (lambda: answer_scorer(mod='exact'), "scorer 'answer'.mod: AnswerOptions has no field 'mod'; did you mean 'mode'"),
+    (lambda: answer_scorer(mode='approximate'), "scorer 'answer'.mode: got 'approximate' (str), wanted one of"),
+    (lambda: answer_scorer(relative_tolerance='1'), "relative_tolerance: got '1' (str), wanted a number"),
     (lambda: answer_scorer(absolute_tolerance=-1.0), 'absolute_tolerance is -1.0'),
-    (lambda: answer_scorer(relative_tolerance=float('nan')), 'relative_tolerance is nan'),
-    (lambda: answer_scorer(ignore_case=1), 'option ignore_case is 1, wanted bool'),
-    (lambda: answer_scorer(absolute_tolerance=True), 'option absolute_tolerance is True, wanted float'),
-    (lambda: verifier_scorer(zzz=1), "scorer 'verifier': unknown option 'zzz'; known: "),
-    (lambda: format_scorer(tempalte=''), "scorer 'format': unknown option 'tempalte'; did you mean 'template'"),
+    (lambda: answer_scorer(relative_tolerance=float('nan')), 'relative_tolerance: got nan'),
+    (lambda: answer_scorer(extraction=()), 'option extraction is empty'),
+    (lambda: answer_scorer(extraction=('boxed', 'box')), "extraction.1: got 'box'"),
+    (lambda: answer_scorer(ignore_case=1), 'ignore_case: got 1 (int), wanted true or false'),
+    (lambda: answer_scorer(absolute_tolerance=True), 'absolute_tolerance: got True (bool), wanted a number'),
+    (lambda: verifier_scorer(zzz=1), "scorer 'verifier'.zzz: VerifierOptions has no field 'zzz'; there are: "),
+    (
+      lambda: format_scorer(tempalte=''),
+      "FormatOptions has no field 'tempalte'; did you mean 'template'",
+    ),
   ],
 )
 def test_a_wrong_configuration_is_refused_in_one_line(make, message):

@@ -1,6 +1,7 @@
 """The pool answers every call exactly once, whatever scorers do to their processes."""
 
 import asyncio
+import concurrent.futures
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from fixtures.rewards_scorers import attempt
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.experience.score import Status
-from jaxrl_llm.rewards.answer import answer_scorer
+from jaxrl_llm.rewards.answers.answer import answer_scorer
 from jaxrl_llm.rewards.api import Attempt, OverrunIsZero, RewardsConfig, ScorerConfig, Verdict, combine
 from jaxrl_llm.rewards.pool import ScorerPool
 
@@ -116,12 +117,21 @@ def test_a_scorer_that_never_ends_is_killed_at_its_deadline(spin):
 
 
 def test_an_overrun_that_the_completion_caused_is_zero():
-  bomb = r'\boxed{9^{9^{9^{9}}}}'
+  bomb = r'\boxed{9^{9 \cdot 9^{9}}}'
   latex = answer_scorer(mode='latex', extraction='boxed')
   score = score_then_length({'latex': latex}, 'latex', bomb, deadline_s=1.0)
   assert (score.status, score.value, score.evidence['caused_by']) == (Status.TIMEOUT, 0.0, 'completion')
   lenient = answer_scorer(mode='latex', extraction='boxed', on_timeout='none')
   assert score_then_length({'latex': lenient}, 'latex', bomb, deadline_s=1.0).value is None
+
+
+def test_the_deadline_kills_also_where_the_owner_is_not_the_main_thread():
+  """math-verify's own timeouts are signals, which only a main thread gets; what hangs here is killed as a process."""
+  latex = answer_scorer(mode='latex', extraction='boxed')
+  with concurrent.futures.ThreadPoolExecutor(1) as threads:
+    bomb = r'\boxed{\binom{9999999}{4999999}}'
+    score = threads.submit(score_then_length, {'latex': latex}, 'latex', bomb, deadline_s=1.0).result()
+  assert (score.status, score.value, score.evidence['caused_by']) == (Status.TIMEOUT, 0.0, 'completion')
 
 
 @pytest.mark.parametrize(('crash', 'exit_code'), [(rewards_scorers.dies, 3), (rewards_scorers.is_killed, -9)])

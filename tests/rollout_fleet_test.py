@@ -16,11 +16,12 @@ import serving
 from aiohttp import web
 from serving import ask, request
 
+from jaxrl_llm.core.connections import read_key
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout import fleet as fleet_module
 from jaxrl_llm.rollout.api import Probe, Sampling, Weights
-from jaxrl_llm.rollout.client import VllmClient, read_key, sampler_seed
+from jaxrl_llm.rollout.client import VllmClient, sampler_seed
 from jaxrl_llm.rollout.fake import Drawn, FakeServer, Fault, Scripted
 from jaxrl_llm.rollout.front import Front, FrontConfig
 from jaxrl_llm.rollout.replica import Replica, State
@@ -982,7 +983,7 @@ def attach(tmp_path, *addresses, **fields):
 @pytest.mark.parametrize(
   ('address', 'words'),
   [
-    ('localhost:8000', "address 'localhost:8000': wanted unix:/path/to.sock, http://127.0.0.1:PORT or https://"),
+    ('localhost:8000', "address 'localhost:8000', wanted http://HOST:PORT, https://HOST:PORT or unix:/path/to.sock"),
     ('unix:/nowhere/s', 'engine vllm-0: no vLLM server answers at unix:/nowhere/s'),
     ('http://127.0.0.1:1', 'engine vllm-0: no vLLM server answers at http://127.0.0.1:1'),
     ('http://127.0.0.1:port', 'engine vllm-0: no vLLM server answers at http://127.0.0.1:port'),
@@ -1134,7 +1135,7 @@ def test_a_server_behind_a_front_wants_its_key(tmp_path, right):
         publish_root=str(tmp_path / 'published'),
       )
       async with front:
-        key = read_key(str(tmp_path / ('token' if right else 'wrong')))
+        key = read_key(str(tmp_path / ('token' if right else 'wrong')), 'key_file')
         client = VllmClient(front.address, key=key, name='vllm-0')
         replica = Replica('vllm-0', client=client, server=None)
         async with serving.fleet_of(MODEL, [replica], tmp_path) as fleet:

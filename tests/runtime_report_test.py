@@ -85,7 +85,16 @@ def evaluate(rng, log, evals, stage, step, accuracy):
   for i, good in enumerate(correct):
     word = ''.join(np.random.default_rng(i).choice(list(string.ascii_lowercase), 4))
     row = {'suite': 'spell', 'uid': f'{stage}/{i}', 'prompt': f'{word}>', 'completion': word[:: -1 if good else 1]}
-    rows.append({**row, 'truth': word[::-1], 'mode': 'greedy', 'sample_index': 0, 'score': float(good)})
+    rows.append(
+      {
+        **row,
+        'truth': word[::-1],
+        'mode': 'greedy',
+        'sample_index': 0,
+        'score': 0.6 + 0.4 * good,
+        'correct': bool(good),
+      }
+    )
   evals.write(stage, step, 'spell', rows)
   values = {'greedy': correct.mean(), 'mean@4': correct.mean() * 0.96, 'pass@4': min(1, correct.mean() * 1.1 + 0.05)}
   log.write(stage, step, {f'val-core/spell/acc/{k}': v for k, v in values.items()} | {'val-aux/spell/num_tasks': 512})
@@ -206,7 +215,7 @@ def test_answers_are_those_of_the_milestones_by_prompt(small):
   assert [(c['stage'], c['step']) for c in suite['columns']] == [('sft', 0), ('sft', 20), ('grpo', 32)]
   assert suite['total'] == 512 and len(suite['rows']) == transcripts.MAX_ANSWERS
   last, _ = writers.read_jsonl(small / 'evals' / 'grpo' / '000032-spell.jsonl')
-  by_prompt = {row['prompt']: (row['completion'], row['score']) for row in last}
+  by_prompt = {row['prompt']: (row['completion'], row['correct']) for row in last}
   assert all(tuple(row['answers'][2]) == by_prompt[row['prompt']] for row in suite['rows'])
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax.sharding import Mesh
@@ -18,15 +18,16 @@ from jaxrl_llm.app.prepare import (
   static_file,
 )
 from jaxrl_llm.app.schema import Config, StageConfig
-from jaxrl_llm.app.stages import build_processors, own_part
+from jaxrl_llm.app.scorers import build_scorers
+from jaxrl_llm.app.stages import build_processors
 from jaxrl_llm.app.state import begin_stage, critic_model
-from jaxrl_llm.config.annotations import nearest
-from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.app.workflows import build_workflow
 from jaxrl_llm.data.load import RowLoader
 from jaxrl_llm.data.streams import RowStream, all_rows
 from jaxrl_llm.master.evaluation import Evaluator
 from jaxrl_llm.master.explorer import Explorer, ExplorerConfig
 from jaxrl_llm.master.gate import Gate
+from jaxrl_llm.master.hub import MasterHub
 from jaxrl_llm.master.keeper import Logs, RunKeeper
 from jaxrl_llm.master.loop import EnterStage, LoopState, Parts
 from jaxrl_llm.master.recorded import RecordedBatches, RecordedGroups
@@ -37,13 +38,13 @@ from jaxrl_llm.models.api import Model
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.replay.index import ReplayStore, open_store
-from jaxrl_llm.rewards.answer import answer_scorer
-from jaxrl_llm.rewards.api import Scorer
-from jaxrl_llm.rewards.format import format_scorer
+from jaxrl_llm.rewards import live
 from jaxrl_llm.rewards.pool import ScorerPool
-from jaxrl_llm.rewards.verifier import verifier_scorer
 from jaxrl_llm.rollout.api import Engine
-from jaxrl_llm.rollout.workflow import SingleTurn, completion_text
+from jaxrl_llm.rollout.auxiliary import AuxiliaryModel
+from jaxrl_llm.rollout.crew import Crew
+from jaxrl_llm.rollout.exploring import Welcome
+from jaxrl_llm.rollout.workflow import Workflow, completion_text
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.runtime.events import SILENT, EventLog, Events
 from jaxrl_llm.runtime.machine import CompilationCounter, Heartbeat
@@ -54,24 +55,51 @@ from jaxrl_llm.sync.full import Gatherer, Publisher
 from jaxrl_llm.sync.probe import Prober
 from jaxrl_llm.tasks.sampler import TaskSampler
 
-SCORERS: Mapping[str, Callable[..., Scorer]] = {
-  'answer': answer_scorer,
-  'format': format_scorer,
-  'verifier': verifier_scorer,
-}
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rollouts:
+  """The workflow of a run, with whom it asks and who runs it."""
+
+  workflow: Workflow
+  auxiliary: tuple[AuxiliaryModel, ...]
+  crew: Crew | None
+  """The workflow, where explorer processes run it."""
+
+  async def start(self) -> None:
+    for model in self.auxiliary:
+      await model.__aenter__()
+    if self.crew is not None:
+      await self.crew.start()
+
+  async def close(self) -> None:
+    if self.crew is not None:
+      await self.crew.close()
+    for model in self.auxiliary:
+      await model.__aexit__()
+
+  def take_metrics(self) -> dict[str, float]:
+    return self.crew.take_metrics() if self.crew is not None else {}
 
 
-def build_scorers(config: Config) -> dict[str, Scorer]:
-  """Of the catalogue or a user's own: a function of the options that gives a scorer."""
-  scorers = {}
-  for scorer in config.rewards.scorers:
-    name = scorer.implementation
-    if ':' not in name and name not in SCORERS:
-      raise UserError(
-        f"rewards.scorers: no scorer {name!r}; {nearest(name, SCORERS)}; one of your own is 'module:attribute'"
-      )
-    scorers[scorer.name] = (own_part(name, 'scorer') if ':' in name else SCORERS[name])(**scorer.options)
-  return scorers
+def build_rollouts(
+  config: Config,
+  workdir: pathlib.Path,
+  prepared: Prepared,
+  engine: Engine | None,
+  scorers: ScorerPool,
+  events: Events = SILENT,
+) -> Rollouts:
+  """Nothing is started yet."""
+  rollout, tokenizer = config.rollout, prepared.tokenizer
+  auxiliary = {model.name: AuxiliaryModel(model) for model in rollout.auxiliary}
+  hub = MasterHub(engine, scorers, config.rewards, auxiliary=auxiliary, events=events)
+  # In the master it is built in any case: a workflow that cannot be is said before an explorer starts.
+  workflow = build_workflow(rollout.workflow, hub, tokenizer, rollout.max_response_length)
+  crew = None
+  if rollout.explorers is not None and engine is not None:
+    welcome = Welcome(workflow=rollout.workflow, max_tokens=rollout.max_response_length, tokenizer=tokenizer.files)
+    crew = Crew(hub, rollout.explorers, welcome=welcome.row(), text=workflow.text, logs=workdir.absolute() / 'logs')
+  return Rollouts(workflow=crew or workflow, auxiliary=tuple(auxiliary.values()), crew=crew)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,25 +110,26 @@ class Host:
   engine: Engine | None
   """None where nothing is sampled."""
   scorers: ScorerPool
+  rollouts: Rollouts
   logs: Logs
   heartbeat: Heartbeat
 
   async def start(self) -> None:
     async with asyncio.TaskGroup() as starts:
       starts.create_task(self.scorers.start())
+      starts.create_task(self.rollouts.start())
       if self.engine is not None:
         starts.create_task(self.engine.start())
 
   async def close(self) -> None:
     """Ends all of it, also where `start` failed half-way."""
-    try:
+    async with contextlib.AsyncExitStack() as rest:
+      for part in (self.logs.events, self.store, self.logs.metrics):
+        rest.callback(part.close)
+      rest.push_async_callback(self.scorers.close)
       if self.engine is not None:
-        await self.engine.close()
-    finally:
-      await self.scorers.close()
-      self.logs.metrics.close()
-      self.store.close()
-      self.logs.events.close()
+        rest.push_async_callback(self.engine.close)
+      rest.push_async_callback(self.rollouts.close)
 
 
 def open_host(
@@ -118,18 +147,20 @@ def open_host(
   store = open_store(workdir / 'replay', max_uses=config.max_uses, synchronous='normal')
   store.recover(step)
   engine = build_engine(config, workdir, prepared, device) if config.generates else None
-  scorers = ScorerPool(build_scorers(config), config.rewards)
-  workflow = SingleTurn(engine, prepared.tokenizer, max_tokens=config.rollout.max_response_length)
+  scorers = ScorerPool(build_scorers(config.rewards), config.rewards, live=workdir / live.FILE)
+  rolling = build_rollouts(config, workdir, prepared, engine, scorers, events)
   compilations, heartbeat = CompilationCounter(), Heartbeat()
-  explorers: list[Explorer] = []
 
   def machine_metrics() -> dict[str, float]:
     return {
       'perf/compilations': compilations.take(),
       'perf/heartbeat_max_s': heartbeat.take(),
       'perf/rollout_idle_s': sum(explorer.take_idle() for explorer in explorers),
+      'timing_s/reward': sum(explorer.take_scoring() for explorer in explorers),
       'run/clock_decisions': scorers.counts['timeout'] + sum(explorer.clock_decisions for explorer in explorers),
+      **scorers.take_metrics(),
       **(engine.take_metrics() if engine is not None else {}),
+      **rolling.take_metrics(),
     }
 
   metrics = MetricsWriter(workdir, committed=host['metrics_offset'] if host else 0)
@@ -137,18 +168,20 @@ def open_host(
   committed = {stage.name: min(step, stage.end) for stage in stages if host and stage.start < step}
   rollouts.discard_later(committed)
   evals.discard_later(committed)
+  batches = {
+    stage.name: _batches(config, stage_config, stage, workdir, prepared, store, scorers, rolling.workflow, events)
+    for stage_config, stage in zip(config.stages, stages, strict=True)
+    if stage.end > step
+  }
+  explorers = [one.explorer for one in batches.values() if isinstance(one, RolloutBatches | MixedBatches)]
   logs = Logs(
     metrics=metrics,
     rollouts=rollouts,
     evals=evals,
     progress=ProgressDisplay({stage.name: stage.end - stage.start for stage in stages}),
     store=store,
-    batches={
-      stage.name: _batches(config, stage_config, stage, workdir, prepared, store, scorers, workflow, explorers, events)
-      for stage_config, stage in zip(config.stages, stages, strict=True)
-      if stage.end > step
-    },
-    evaluator=Evaluator(workflow=workflow, scorers=scorers, rewards=config.rewards, events=events),
+    batches=batches,
+    evaluator=Evaluator(workflow=rolling.workflow, scorers=scorers, rewards=config.rewards, events=events),
     suites=prepared.suites,
     token_text=prepared.tokenizer.token_text,
     machine_metrics=machine_metrics,
@@ -157,7 +190,7 @@ def open_host(
   )
   if host and host['stage'] in logs.batches:
     logs.batches[host['stage']].restore(host['batches'])
-  return Host(store=store, engine=engine, scorers=scorers, logs=logs, heartbeat=heartbeat)
+  return Host(store=store, engine=engine, scorers=scorers, rollouts=rolling, logs=logs, heartbeat=heartbeat)
 
 
 def _batches(
@@ -168,8 +201,7 @@ def _batches(
   prepared: Prepared,
   store: ReplayStore,
   scorers: ScorerPool,
-  workflow: SingleTurn,
-  explorers: list[Explorer],
+  workflow: Workflow,
   events: Events,
 ) -> Batches:
   seed = config.seed
@@ -209,7 +241,6 @@ def _batches(
     gate=gate,
     events=events,
   )
-  explorers.append(explorer)
   past = None
   if stage_config.past is not None:
     of = stage_config.past

@@ -16,7 +16,7 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.master.judging import judged
 from jaxrl_llm.rollout.api import Sampling
-from jaxrl_llm.rollout.workflow import SingleTurn
+from jaxrl_llm.rollout.workflow import SingleTurn, Workflow
 from jaxrl_llm.tasks import processors
 from jaxrl_llm.tasks.processors import Outcomes, Passed
 
@@ -100,7 +100,7 @@ def _check_guesses(tasks: Sequence[Task], render, limit: int, how: CurateConfig)
 
 
 async def _outcomes(
-  served: Serving, workflow: SingleTurn, tasks: dict[str, Task], samples: int, how: CurateConfig
+  served: Serving, workflow: Workflow, tasks: dict[str, Task], samples: int, how: CurateConfig
 ) -> dict[str, Outcomes]:
   """By the keys of `tasks`, what became of `samples` attempts at each."""
   stage = 'curate' if workflow is served.workflow else 'guess'

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 
 from jaxrl_llm.app.prepare import Prepared
 from jaxrl_llm.app.schema import Config
+from jaxrl_llm.core.connections import read_key
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.spec import ModelOptions
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.rollout.api import Engine
-from jaxrl_llm.rollout.client import VllmClient, read_key
+from jaxrl_llm.rollout.client import VllmClient
 from jaxrl_llm.rollout.embedded import EmbeddedEngine
 from jaxrl_llm.rollout.fleet import Fleet
 from jaxrl_llm.rollout.replica import Replica
@@ -58,7 +59,7 @@ def build_engine(config: Config, workdir: pathlib.Path, prepared: Prepared, devi
   vllm = config.rollout.vllm
   published = publish_directory(vllm, workdir)
   if vllm.addresses:
-    key = read_key(vllm.key_file)
+    key = read_key(vllm.key_file, 'rollout.vllm.key_file')
     replicas = [
       Replica(
         f'vllm-{i}',

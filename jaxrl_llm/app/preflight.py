@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 import jax
 from rich.console import Console
 
-from jaxrl_llm.app.build import SCORERS, build_scorers
 from jaxrl_llm.app.compiled import compiled_line, held_table
 from jaxrl_llm.app.engines import ENGINES, owned_commands
 from jaxrl_llm.app.prepare import prepare
 from jaxrl_llm.app.programs import Program, held, stage_programs
 from jaxrl_llm.app.schema import Config
+from jaxrl_llm.app.scorers import SCORERS, build_scorers
 from jaxrl_llm.app.stages import build_stages, model_spec, policy_options
 from jaxrl_llm.app.state import critic_model
 from jaxrl_llm.config.values import to_json
@@ -67,7 +67,7 @@ def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = Non
   devices = jax.devices() if topology is None else topology_devices(topology)
   mesh = build_mesh(config.learner.mesh, devices)
   console.print_json(json.dumps(to_json(config)))
-  build_scorers(config)
+  build_scorers(config.rewards)
   with tempfile.TemporaryDirectory() as scratch:
     prepared = prepare(config, pathlib.Path(scratch))
   stages = build_stages(config, mesh, prepared.spec.vocab_size, prepared.lengths)

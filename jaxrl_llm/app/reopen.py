@@ -14,10 +14,11 @@ from collections.abc import AsyncIterator, Mapping
 
 from jax.sharding import Mesh
 
-from jaxrl_llm.app.build import build_publisher, build_scorers
+from jaxrl_llm.app.build import build_publisher, build_rollouts
 from jaxrl_llm.app.engines import build_engine
 from jaxrl_llm.app.prepare import Prepared, prepare
 from jaxrl_llm.app.schema import Config
+from jaxrl_llm.app.scorers import build_scorers
 from jaxrl_llm.app.stages import build_stages, model_spec, policy_options
 from jaxrl_llm.app.state import committed_state
 from jaxrl_llm.app.workdir import DATA, TOKENIZER
@@ -32,7 +33,7 @@ from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.mesh import build_mesh
 from jaxrl_llm.rewards.pool import ScorerPool
 from jaxrl_llm.rollout.api import Engine
-from jaxrl_llm.rollout.workflow import SingleTurn
+from jaxrl_llm.rollout.workflow import Workflow
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.sync.full import Publisher
 
@@ -72,7 +73,12 @@ def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str,
       "rollout.vllm.addresses: the run's own servers would be given old weights; use --config.rollout.engine=embedded, "
       'or name others with --config.rollout.vllm.addresses=[…]'
     )
-  return config
+  explorers = config.rollout.explorers
+  if explorers is None or explorers.listen is None or any(key.startswith('rollout.explorers') for key in overrides):
+    return config
+  # Explorers that wait for the run are the run's, and so is its port.
+  own = dataclasses.replace(explorers, listen=None) if explorers.processes else None
+  return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, explorers=own))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +147,7 @@ class Serving:
 
   past: Reopened
   engine: Engine
-  workflow: SingleTurn
+  workflow: Workflow
   scorers: ScorerPool
   publisher: Publisher
 
@@ -156,16 +162,19 @@ async def serving(past: Reopened) -> AsyncIterator[Serving]:
   """Starts both, and ends them with the block; they serve nothing before `serve`."""
   config = past.config
   async with contextlib.AsyncExitStack() as opened:
-    scorers = ScorerPool(build_scorers(config), config.rewards)
+    scorers = ScorerPool(build_scorers(config.rewards), config.rewards)
     opened.push_async_callback(scorers.close)
     await scorers.start()
     engine = build_engine(config, past.scratch, past.prepared, past.device)
     opened.push_async_callback(engine.close)
     await engine.start()
+    rollouts = build_rollouts(config, past.scratch, past.prepared, engine, scorers)
+    opened.push_async_callback(rollouts.close)
+    await rollouts.start()
     yield Serving(
       past=past,
       engine=engine,
-      workflow=SingleTurn(engine, past.prepared.tokenizer, max_tokens=config.rollout.max_response_length),
+      workflow=rollouts.workflow,
       scorers=scorers,
       publisher=build_publisher(config, past.model, past.mesh, engine, past.device),
     )

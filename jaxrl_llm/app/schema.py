@@ -15,7 +15,7 @@ from typing import Any, Literal
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.optimizer import OptimizerConfig
 from jaxrl_llm.master.evaluation import SuiteConfig
-from jaxrl_llm.master.explorer import TaskLimits
+from jaxrl_llm.master.limits import TaskLimits
 from jaxrl_llm.master.mismatch import MismatchConfig
 from jaxrl_llm.master.processors import ProcessorConfig, check_processors
 from jaxrl_llm.master.selection import SelectionConfig
@@ -23,8 +23,11 @@ from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.parallel.mesh import MeshConfig
 from jaxrl_llm.replay.draw import DrawConfig
 from jaxrl_llm.rewards.api import RewardsConfig
+from jaxrl_llm.rollout.auxiliary import AuxiliaryConfig
+from jaxrl_llm.rollout.crew import ExplorersConfig
 from jaxrl_llm.rollout.embedded import EmbeddedConfig
 from jaxrl_llm.rollout.server import VllmConfig
+from jaxrl_llm.rollout.workflow import WorkflowConfig
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig
 from jaxrl_llm.tasks.preferences import PreferencesConfig
 from jaxrl_llm.tasks.sampler import SamplerConfig
@@ -301,6 +304,12 @@ class RolloutConfig:
   """Longest wait for a batch of rollouts, seconds."""
   mismatch: MismatchConfig = MismatchConfig()
   """From which difference between the trainer's logprobs and the sampler's on a step is warned about."""
+  workflow: WorkflowConfig = WorkflowConfig()
+  """How a task becomes samples."""
+  explorers: ExplorersConfig | None = None
+  """Processes that run the workflow; None: the trainer's own does."""
+  auxiliary: tuple[AuxiliaryConfig, ...] = ()
+  """Models that workflows may ask besides the policy."""
 
   def __post_init__(self):
     _at_least('rollout.', self, max_prompt_length=1, max_response_length=1)
@@ -369,8 +378,9 @@ class Config:
         )
     for stage in self.stages:
       stage.limits.check(self.rollout.collect_deadline_s, f'stages.{stage.name}.')
-    for part in ('tasksets', 'preferences', 'stages', 'evaluation'):
-      names = [item.name for item in getattr(self, part)]
+    named = {part: getattr(self, part) for part in ('tasksets', 'preferences', 'stages', 'evaluation')}
+    for part, items in (*named.items(), ('rollout.auxiliary', self.rollout.auxiliary)):
+      names = [item.name for item in items]
       for name in names:
         if names.count(name) > 1:
           raise UserError(f'{part}: {names.count(name)} are called {name!r}; give each its own name')

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from absl import logging
 from jax.sharding import Mesh
@@ -14,6 +12,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.app.schema import AlgorithmConfig, Config, CriticConfig, StageConfig
 from jaxrl_llm.batching.plan import plan_shape
 from jaxrl_llm.config.annotations import nearest
+from jaxrl_llm.config.own import own_part
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.algorithm import Algorithm, Setting
@@ -28,17 +27,6 @@ from jaxrl_llm.ops.logprobs import plan_token_chunk
 from jaxrl_llm.parallel.mesh import SEQUENCE, data_parallel_ranks
 from jaxrl_llm.parallel.rules import parts
 from jaxrl_llm.rollout.replica import SPECULATION
-
-
-def own_part(name: str, what: str) -> Any:
-  """A user's own part, named 'module:attribute'; the module is looked for as Python looks for any."""
-  module, _, attribute = name.partition(':')
-  try:
-    return getattr(importlib.import_module(module), attribute)
-  except ModuleNotFoundError as error:
-    raise UserError(f'{what} {name!r}: no module {error.name!r}; is its directory in PYTHONPATH?') from None
-  except AttributeError:
-    raise UserError(f'{what} {name!r}: module {module} has no {attribute!r}') from None
 
 
 def build_algorithm(config: AlgorithmConfig, setting: Setting) -> Algorithm:

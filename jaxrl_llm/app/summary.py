@@ -66,5 +66,4 @@ def _answers(before: pathlib.Path, after: pathlib.Path) -> Table:
 
 
 def _judged(row: dict) -> Text:
-  right = row['score'] is not None and row['score'] >= 1.0
-  return Text(f'{row["completion"][-40:]} {"✓" if right else "✗"}', style='green' if right else 'red')
+  return Text(f'{row["completion"][-40:]} {"✓" if row["correct"] else "✗"}', style='green' if row['correct'] else 'red')

@@ -13,14 +13,19 @@ from jaxrl_llm.config.load import difference
 from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import UserError
 
-MAY_CHANGE = tuple(
-  f'rollout.vllm.{name}'
-  for name in (
-    *('environment', 'servers', 'addresses', 'key_file', 'ca_file', 'env', 'devices', 'publish_dir', 'max_in_flight'),
-    *('transfer_deadline_s', 'start_deadline_s', 'latency_s', 'min_tokens_per_s', 'max_retries', 'max_restarts'),
-  )
+MAY_CHANGE = (
+  'rewards.workers',
+  'rollout.explorers',
+  *(
+    f'rollout.vllm.{name}'
+    for name in (
+      *('environment', 'servers', 'addresses', 'key_file', 'ca_file', 'env', 'devices', 'publish_dir', 'max_in_flight'),
+      *('transfer_deadline_s', 'start_deadline_s', 'latency_s', 'min_tokens_per_s', 'max_retries', 'max_restarts'),
+    )
+  ),
 )
-"""What a resumed run may have otherwise: where servers are and how long they are waited for, not what they compute."""
+"""What a resumed run may have otherwise: how many there are of what serves it, where, and how long they are waited for,
+not what they compute."""
 TOKENIZER, DATA = 'tokenizer', 'data'
 """Where a start keeps what it makes from the configuration: the tokenizer, the static rows of offline stages."""
 

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32, UInt8
 
 from jaxrl_llm.core.types import Json, Version
+from jaxrl_llm.experience.task import Task
 
 SCHEMA = 1
 
@@ -83,6 +84,7 @@ class Sample:
   preference: dict[str, str] | None = None
   """{'pair_id', 'label' in chosen, rejected, desirable, undesirable} for preference data."""
   media: tuple[dict[str, Json], ...] = ()
+  """{'kind', 'digest', 'span': [start, end) of the tokens that stand for it, empty where none do} (`media_of`)."""
 
   def __post_init__(self):
     length = len(self.tokens)
@@ -97,10 +99,21 @@ class Sample:
       raise ValueError(f'Sample {self.uid}: behaviour_logprobs not finite')
     if self.behaviour_logprobs[~self.sampled].any():
       raise ValueError(f'Sample {self.uid}: behaviour_logprobs set where no token was sampled')
+    for shown in self.media:
+      if shown.keys() != {'kind', 'digest', 'span'}:
+        raise ValueError(f'Sample {self.uid}: media has {sorted(shown)}, wanted kind, digest and span')
+      start, end = shown['span']
+      if not 0 <= start <= end <= length:
+        raise ValueError(f'Sample {self.uid}: media span {shown["span"]} of {length} tokens')
 
   @property
   def response_len(self) -> int:
     return len(self.tokens) - self.prompt_len
+
+
+def media_of(task: Task) -> tuple[dict[str, Json], ...]:
+  """What the record of an attempt says of the task's media: text prompts hold no tokens of theirs."""
+  return tuple({'kind': shown.kind, 'digest': shown.digest, 'span': [0, 0]} for shown in task.media)
 
 
 _ARRAYS = {'tokens': '<i4', 'role': '|u1', 'loss_mask': '|b1', 'sampled': '|b1', 'behaviour_logprobs': '<f4'}

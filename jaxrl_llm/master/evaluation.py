@@ -17,7 +17,7 @@ from jaxrl_llm.master.judging import judged
 from jaxrl_llm.rewards.api import RewardsConfig
 from jaxrl_llm.rewards.pool import ScorerPool
 from jaxrl_llm.rollout.api import Sampling
-from jaxrl_llm.rollout.workflow import SingleTurn
+from jaxrl_llm.rollout.workflow import Workflow
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 
 
@@ -113,7 +113,7 @@ def response_metrics(suite: SuiteConfig, rows: Sequence[Row]) -> dict[str, float
 class Evaluator:
   """Runs suites on whatever version the engine serves."""
 
-  def __init__(self, *, workflow: SingleTurn, scorers: ScorerPool, rewards: RewardsConfig, events: Events = SILENT):
+  def __init__(self, *, workflow: Workflow, scorers: ScorerPool, rewards: RewardsConfig, events: Events = SILENT):
     self._workflow, self._scorers, self._rewards, self._events = workflow, scorers, rewards, events
 
   async def run(self, suite: SuiteConfig, tasks: Sequence[Task]) -> tuple[dict[str, float], list[Row]]:
@@ -146,6 +146,7 @@ class Evaluator:
         'mode': mode,
         'sample_index': one.sample.sample_index,
         'score': one.reward.value,
+        'correct': one.reward.value is not None and one.reward.value >= suite.correct_at,
         'finish_reason': str(one.sample.finish_reason),
         'response_len': one.sample.response_len,
       }

@@ -18,11 +18,12 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.core.errors import RunError, UserError, first_cause
+from jaxrl_llm.core.errors import RunError, first_cause
 from jaxrl_llm.core.waits import IdleClock, bounded
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.master.gate import Gate
-from jaxrl_llm.master.judging import judge
+from jaxrl_llm.master.judging import judge, judge_group
+from jaxrl_llm.master.limits import TaskLimits
 from jaxrl_llm.master.processors import Processor, process
 from jaxrl_llm.master.recall import recall
 from jaxrl_llm.master.selection import (
@@ -34,52 +35,14 @@ from jaxrl_llm.master.selection import (
 )
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.tables import Issue
-from jaxrl_llm.rewards.api import RewardsConfig
+from jaxrl_llm.rewards.api import RewardsConfig, drops_group
 from jaxrl_llm.rewards.pool import ScorerPool
 from jaxrl_llm.rollout.api import Sampling
-from jaxrl_llm.rollout.workflow import SingleTurn
+from jaxrl_llm.rollout.workflow import Workflow
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.tasks.sampler import TaskSampler
 
 _TIMEOUT, _STRAGGLER = 'timeout', 'straggler'
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TaskLimits:
-  """How long a group may take, from its request to its last score. A group given up is dropped, and another starts.
-
-  These are decisions by the clock: a run in which one is taken is not repeatable bit for bit, and
-  `run/clock_decisions` counts it.
-  """
-
-  timeout_s: float | None = 900.0
-  """Seconds of one try, waiting for a free slot of the engine included; None: no limit."""
-  retries: int = 2
-  """Further tries of a group that ran out of time."""
-  straggler_factor: float | None = None
-  """Give a group up, without another try, after so many times the mean time of groups; None: never.
-
-  The mean is of the tries of the last `4 * groups_per_batch` groups that ended, as soon as a batch of them has; those
-  that were given up are not in it. What is slow is
-  often long, so this biases a policy against long answers.
-  """
-
-  def __post_init__(self):
-    if (self.timeout_s is not None and not self.timeout_s > 0) or self.retries < 0:
-      raise UserError(f'limits: timeout_s {self.timeout_s} and retries {self.retries}, wanted above 0 and at least 0')
-    if self.straggler_factor is not None and not self.straggler_factor > 1:
-      raise UserError(f'limits.straggler_factor: {self.straggler_factor}, wanted above 1, or null for none')
-
-  def check(self, collect_deadline_s: float, where: str) -> None:
-    """Raises UserError for limits that were set and that the wait for a batch would always expire before."""
-    if self == TaskLimits() or self.timeout_s is None:
-      return
-    longest = self.timeout_s * (self.retries + 1)
-    if longest >= collect_deadline_s:
-      raise UserError(
-        f'{where}limits: {self.retries + 1} tries of {self.timeout_s:g} s are {longest:g} s, and the wait for a batch '
-        f'ends after rollout.collect_deadline_s={collect_deadline_s:g}; lower them, or raise it'
-      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,6 +65,19 @@ class ExplorerConfig:
   """Longest wait for a batch."""
 
 
+@dataclasses.dataclass(kw_only=True)
+class _Group:
+  """A group that has started and that no batch has taken."""
+
+  task: Task
+  visit: int
+  chosen: list[Chosen] | None = None
+  """What may enter a batch; None until the group has ended."""
+  rolled_out: float = 0.0
+  """When the last of its samples had ended; 0 where that was before this start."""
+  scored: float = 0.0
+
+
 class Explorer:
   """Keeps as many groups in flight as the gate admits, and hands out closed batches.
 
@@ -114,7 +90,7 @@ class Explorer:
     config: ExplorerConfig,
     *,
     stage: str,
-    workflow: SingleTurn,
+    workflow: Workflow,
     sampler: TaskSampler,
     scorers: ScorerPool,
     rewards: RewardsConfig,
@@ -129,14 +105,13 @@ class Explorer:
     self._step = 0
     self._started = 0
     self.clock_decisions = 0
-    self._groups: dict[int, list[Chosen] | None] = {}
-    """By number, in the order of start, those that may enter a batch; None until a group has ended."""
-    self._drawn: dict[int, tuple[Task, int]] = {}
-    """The task and the visit of each of them."""
+    self._groups: dict[int, _Group] = {}
+    """By number, in the order of start."""
     self._handed_out: set[str] = set()
     """Names of the groups of a batch that is not completed yet."""
     self._outcomes: dict[int, tuple[str, int, int]] = {}
     """By number, of groups that have ended: the task, how many attempts succeeded, how many there were."""
+    self._scoring_s = 0.0
     self._durations: collections.deque[float] = collections.deque(maxlen=4 * config.groups_per_batch)
     """Seconds of the groups that ended last."""
     self._clock = IdleClock()
@@ -158,7 +133,7 @@ class Explorer:
       self._running.cancel()
       await asyncio.gather(self._running, return_exceptions=True)
       self._running = None
-      in_hand = {self._name(*drawn) for drawn in self._drawn.values()} | self._handed_out
+      in_hand = {self._name(group.task, group.visit) for group in self._groups.values()} | self._handed_out
       live = [entry for entry in self._store.live() if entry.attempt == self._store.attempt]
       own = [entry for entry in live if entry.group_id in in_hand]
       self._store.drop([entry.uid for entry in own], 'given up', self._step)
@@ -198,8 +173,10 @@ class Explorer:
       ready.cancel()  # without effect on one that is done
     first = self._first()
     self._tell(first[-1])
-    batch = [member for number in first for member in self._groups.pop(number)]
-    self._handed_out = {self._name(*self._drawn.pop(number)) for number in first}
+    groups = [self._groups.pop(number) for number in first]
+    batch = [member for group in groups for member in group.chosen]
+    self._scoring_s += max(group.scored for group in groups) - max(group.rolled_out for group in groups)
+    self._handed_out = {self._name(group.task, group.visit) for group in groups}
     counts, self._counts = dict(self._counts), collections.Counter()
     return batch, counts
 
@@ -218,7 +195,8 @@ class Explorer:
 
   async def _batch_ready(self) -> None:
     # The first that started, not the first that ended: fast groups would bias the batch to short answers.
-    while len(first := self._first()) < self._config.groups_per_batch or None in map(self._groups.get, first):
+    ended = lambda number: self._groups[number].chosen is not None
+    while len(first := self._first()) < self._config.groups_per_batch or not all(map(ended, first)):
       self._progress.clear()
       await self._progress.wait()
 
@@ -226,23 +204,24 @@ class Explorer:
     try:
       async with asyncio.TaskGroup() as groups:
         await self._gate.opened()
-        again = {number: self._drawn[number] for number, chosen in self._groups.items() if chosen is None}
-        self._start(groups, again)
+        self._start(groups, {number: group for number, group in self._groups.items() if group.chosen is None})
         while True:
           count = await self._gate.admit()
-          draws = {self._started + i: self._sampler.next() for i in range(count)}
+          drawn = (self._sampler.next() for _ in range(count))
+          new = {self._started + i: _Group(task=task, visit=visit) for i, (task, visit) in enumerate(drawn)}
           self._started += count
-          self._drawn |= draws
-          self._groups |= dict.fromkeys(draws)
-          self._start(groups, draws)
+          self._groups |= new
+          self._start(groups, new)
     except BaseExceptionGroup as group:
       raise first_cause(group) from None
 
-  def _start(self, groups: asyncio.TaskGroup, draws: Mapping[int, tuple[Task, int]]) -> None:
-    self._store.issue([row for task, visit in draws.values() for row in self._issued(task, visit)], self._step)
-    for number, (task, visit) in draws.items():
-      self._events.message(Edge.TASK, group=self._name(task, visit))
-      groups.create_task(self._group(number, task, visit))
+  def _start(self, tasks: asyncio.TaskGroup, groups: Mapping[int, _Group]) -> None:
+    with self._store.transaction():
+      self._store.offer([group.task for group in groups.values()], self._step)
+      self._store.issue([row for group in groups.values() for row in self._issued(group.task, group.visit)], self._step)
+    for number, group in groups.items():
+      self._events.message(Edge.TASK, group=self._name(group.task, group.visit))
+      tasks.create_task(self._group(number, group.task, group.visit))
 
   def _name(self, task: Task, visit: int) -> str:
     return f'{self._stage}/{task.uid}/{visit}'
@@ -253,16 +232,21 @@ class Explorer:
       Issue(uid=f'{group}/{i}', group_id=group, task_id=task.uid, visit=visit) for i in range(self._config.group_size)
     ]
 
+  def take_scoring(self) -> float:
+    """Seconds since the last call for which batches waited for scores after their last rollout had ended."""
+    seconds, self._scoring_s = self._scoring_s, 0.0
+    return seconds
+
   def take_idle(self) -> float:
     """Seconds since the last call in which no group was under way."""
     return self._clock.take() if self._running is not None else 0.0
 
   def state(self) -> Any:
     """JSON: the groups that are in flight, or have ended and wait for their batch. Empty at a bound of 0."""
-    groups = []
-    for number, chosen in self._groups.items():
-      task, visit = self._drawn[number]
-      groups.append({'number': number, 'task': task.uid, 'visit': visit, 'ended': chosen is not None})
+    groups = [
+      {'number': number, 'task': group.task.uid, 'visit': group.visit, 'ended': group.chosen is not None}
+      for number, group in self._groups.items()
+    ]
     outcomes = [[number, *outcome] for number, outcome in self._outcomes.items()]
     return {'started': self._started, 'groups': groups, 'outcomes': outcomes, 'counts': dict(self._counts)}
 
@@ -271,9 +255,9 @@ class Explorer:
     self._started, self._counts = state['started'], collections.Counter(state['counts'])
     self._outcomes = {number: tuple(outcome) for number, *outcome in state['outcomes']}
     for group in state['groups']:
-      number, task = group['number'], self._sampler.task(group['task'])
-      self._drawn[number] = (task, group['visit'])
-      self._groups[number] = self.stored(task, group['visit']) if group['ended'] else None
+      task, visit = self._sampler.task(group['task']), group['visit']
+      chosen = self.stored(task, visit) if group['ended'] else None
+      self._groups[group['number']] = _Group(task=task, visit=visit, chosen=chosen)
 
   def stored(self, task: Task, visit: int) -> list[Chosen]:
     """What had been chosen of a group, from the store."""
@@ -290,7 +274,7 @@ class Explorer:
         (given_up, seconds), begun = self._limit(), time.monotonic()
         try:
           async with asyncio.timeout(seconds) as limit:
-            members = await self._attempts(task, visit)
+            members = await self._attempts(self._groups[number])
           break
         except TimeoutError:
           if not limit.expired():
@@ -318,8 +302,9 @@ class Explorer:
     self._drop_group(number, reason, f'task {task.uid} took too long ({reason}, limits {self._config.limits})')
     self._progress.set()
 
-  async def _attempts(self, task: Task, visit: int) -> list[Scored]:
+  async def _attempts(self, group: _Group) -> list[Scored]:
     """The group's samples: each is scored the moment it ends, all are joined here."""
+    task, visit = group.task, group.visit
     name, count = self._name(task, visit), self._config.group_size
     open_requests = {Edge.ROLLOUT: self._events.request(Edge.ROLLOUT, group=name, count=count)}
     try:
@@ -337,15 +322,19 @@ class Explorer:
             open_requests[Edge.EVAL] = self._events.request(Edge.EVAL, group=name, count=count)
           one = judge(sample, completion, task, self._scorers, self._rewards)
           pending.append(scoring.create_task(one))
+        group.rolled_out = time.monotonic()
         self._events.reply(open_requests.pop(Edge.ROLLOUT), count=len(pending))
+      members = await judge_group([p.result() for p in pending], self._scorers, self._rewards)
+      group.scored = time.monotonic()
       self._events.reply(open_requests.pop(Edge.EVAL), count=len(pending))
     finally:
       for asked in open_requests.values():
         self._events.reply(asked, given_up=True)
-    return sorted((p.result() for p in pending), key=lambda m: m.sample.sample_index)
+    return members
 
   def _admit(self, number: int, members: list[Scored]) -> None:
     """Writes a finished group down; what is unscorable or not selected is dropped, with the last of it the group."""
+    scorer_failed = drops_group((s for m in members for s in m.scores), self._rewards)
     scorable = [m for m in members if m.reward.value is not None]
     unscorable = [m.sample.uid for m in members if m.reward.value is None]
     if scorable:
@@ -355,7 +344,7 @@ class Explorer:
     chosen = choose(self._config.selection, verified.members) if verified.members else []
     admitted = dict.fromkeys(c.scored.sample.uid for c in chosen)
     left = [m.sample.uid for m in verified.members if m.sample.uid not in admitted]
-    dropped = {'unscorable': unscorable, **verified.dropped, 'not_selected': left}
+    dropped = {'scorer_failed' if scorer_failed else 'unscorable': unscorable, **verified.dropped, 'not_selected': left}
     asked = self._events.request(Edge.STORE, group=members[0].sample.group_id, count=len(members))
     with self._store.transaction():
       self._store.append([m.sample for m in members], self._step)
@@ -369,15 +358,14 @@ class Explorer:
     self._counts.update({f'dropped/{reason}': len(uids) for reason, uids in dropped.items()})
     self._counts.update({f'processors/{name}': count for name, count in verified.counts.items()})
     if chosen:
-      self._groups[number] = chosen
+      self._groups[number].chosen = chosen
     else:
-      self._drop_group(number, 'nothing to learn from', self._why(members))
+      self._drop_group(number, 'scorer failed' if scorer_failed else 'nothing to learn from', self._why(members))
     self._progress.set()
 
   def _drop_group(self, number: int, reason: str, why: str) -> None:
-    task, visit = self._drawn.pop(number)
-    del self._groups[number]
-    self._events.message(Edge.DROP, group=self._name(task, visit), reason=reason)
+    group = self._groups.pop(number)
+    self._events.message(Edge.DROP, group=self._name(group.task, group.visit), reason=reason)
     self._counts['dropped/groups'] += 1
     if self._counts['dropped/groups'] > self._config.max_dropped_groups:
       raise RunError(

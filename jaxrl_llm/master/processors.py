@@ -26,7 +26,7 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.experience.sample import Finish
 from jaxrl_llm.master.selection import Scored
 
-RESERVED = ('experience', 'given_up', 'groups', 'not_selected', 'straggler', 'timeout', 'unscorable')
+RESERVED = ('experience', 'given_up', 'groups', 'not_selected', 'scorer_failed', 'straggler', 'timeout', 'unscorable')
 """Names under which the explorer itself drops, counts or writes down."""
 LATER = ('advantages', 'entropy', 'kl', 'proximal_logprobs', 'reference_logprobs', 'returns', 'values')
 """What the trainer computes, after the batch is closed."""

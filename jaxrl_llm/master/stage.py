@@ -107,7 +107,8 @@ class Past:
   def draw(self, store: ReplayStore, step: int) -> list[Group]:
     """Groups that a batch has trained on, fewer than `max_uses` did, and `config` does not leave out."""
     own = lambda group: group.group_id.startswith(f'{self.stage}/') and 0 < group.uses < self.max_uses
-    groups = {group.group_id: group for group in store.candidates(step) if own(group)}
+    oldest = None if self.config.max_age is None else step - self.config.max_age
+    groups = {group.group_id: group for group in store.candidates(step, oldest_version=oldest) if own(group)}
     drawn = draw([*groups.values()], self.config, count=self.groups, step=step, seed=self.seed)
     return [groups[group_id] for group_id in drawn]
 
@@ -129,24 +130,24 @@ class RolloutBatches:
     trains: bool = True,
     events: Events = SILENT,
   ):
-    self._explorer, self._store, self._sampler, self._gate = explorer, store, sampler, gate
+    self.explorer, self._store, self._sampler, self._gate = explorer, store, sampler, gate
     self._past, self._trains, self._events = past, trains, events
     self._taken: dict[str, Scored] = {}
     self._completed = self._now()
     """The state when the last batch was completed."""
 
   def running(self) -> contextlib.AbstractAsyncContextManager[None]:
-    return self._explorer.running()
+    return self.explorer.running()
 
   def advance(self, step: int, served: int) -> None:
     self._sampler.advance(served)
-    self._explorer.advance(step, served)
+    self.explorer.advance(step, served)
 
   async def next(self, step: int) -> tuple[list[Row], dict[str, int]]:
-    batch, counts = await self._explorer.collect()
+    batch, counts = await self.explorer.collect()
     if self._past is not None:
       groups = await asyncio.to_thread(self._past.draw, self._store, step)
-      batch += await asyncio.to_thread(self._explorer.recall, [uid for group in groups for uid in group.uids])
+      batch += await asyncio.to_thread(self.explorer.recall, [uid for group in groups for uid in group.uids])
       counts['past_groups'] = len(groups)
     self._taken = {chosen.scored.sample.uid: chosen.scored for chosen in batch}
     asked = self._events.request(Edge.FETCH, source='rollouts')
@@ -161,19 +162,19 @@ class RolloutBatches:
     if self._trains:
       self._store.trained([*self._taken], plan.step)
     # From here on the store's changes are later than a commit of this batch, and so is what this state does not have.
-    self._explorer.completed(plan.step + 1)
+    self.explorer.completed(plan.step + 1)
     self._completed = self._now()
 
   def state(self) -> Any:
     return self._completed
 
   def _now(self) -> Any:
-    return {'sampler': self._sampler.state(), 'gate': self._gate.state(), 'explorer': self._explorer.state()}
+    return {'sampler': self._sampler.state(), 'gate': self._gate.state(), 'explorer': self.explorer.state()}
 
   def restore(self, state: Any) -> None:
     self._sampler.restore(state['sampler'])
     self._gate.restore(state['gate'])
-    self._explorer.restore(state['explorer'])
+    self.explorer.restore(state['explorer'])
     self._completed = state
 
 
@@ -184,7 +185,7 @@ class MixedBatches:
   held_out: tuple[Row, ...] = ()
 
   def __init__(self, rollouts: RolloutBatches, experts: StreamBatches, store: ReplayStore):
-    self._rollouts, self._experts, self._store = rollouts, experts, store
+    self._rollouts, self._experts, self._store, self.explorer = rollouts, experts, store, rollouts.explorer
     self._parts: tuple[Batches, ...] = (rollouts, experts)
 
   def running(self) -> contextlib.AbstractAsyncContextManager[None]:

@@ -103,6 +103,7 @@ class _Audit:
       *self._locations(),
       *self._sealed(),
       *self._open(),
+      *self._tasks(),
     ]
     (issued,) = db.execute('SELECT count(*) FROM samples').fetchone()
     states, partitions = collections.Counter(), collections.Counter()
@@ -263,6 +264,15 @@ class _Audit:
       return
     for (name, row, uid, version), sample in zip(rows, samples):
       yield from _identity(f'segment {name}: row {row}', uid, version, sample)
+
+  def _tasks(self) -> Iterator[str]:
+    """Stores that keep tasks keep that of every sample issued."""
+    (strangers,) = self._db.execute(
+      "SELECT count(*) FROM samples s WHERE partition = 'usual' AND EXISTS (SELECT 1 FROM tasks) "
+      'AND NOT EXISTS (SELECT 1 FROM tasks t WHERE t.uid = s.task_id)'
+    ).fetchone()
+    if strangers:
+      yield f'{strangers} samples are of tasks that the taskset partition does not have'
 
   def _open(self) -> Iterator[str]:
     for uid, version, payload in self._db.execute(

@@ -26,13 +26,17 @@ def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection,
   if not path.is_file():
     raise UserError(f'replay store {path}: no such file; give the replay directory of a run (<workdir>/replay)')
   # Where nobody has it open there is no log beside it, and reading it as it lies leaves no files of its own.
-  how = 'mode=ro' if path.with_name(f'{INDEX}-wal').exists() else 'immutable=1'
-  db = sqlite3.connect(f'{path.resolve().as_uri()}?{how}', uri=True, isolation_level=None, timeout=5.0)
+  log = path.with_name(f'{INDEX}-wal')
+  opened = lambda how: sqlite3.connect(f'{path.resolve().as_uri()}?{how}', uri=True, isolation_level=None, timeout=5.0)
+  alone = not log.exists()
+  db = opened('immutable=1' if alone else 'mode=ro')
   reader = open_segment_reader(path.parent / SEGMENTS)
   try:
     db.execute('BEGIN')
-    if how != 'mode=ro' and path.with_name(f'{INDEX}-wal').exists():
-      raise UserError(f'replay store {path}: a run has just begun to write to it; try again')
+    if alone and log.exists():  # A run has just begun to write to it.
+      db.close()
+      db = opened('mode=ro')
+      db.execute('BEGIN')
     (schema,) = db.execute("SELECT json FROM meta WHERE key = 'schema'").fetchone()
     if json.loads(schema) != SCHEMA:
       raise UserError(f'replay store {path}: schema {schema}, this program reads {SCHEMA}; use the one that wrote it')
@@ -74,6 +78,7 @@ def summary(directory: str | os.PathLike) -> list[str]:
     uses = db.execute(
       "SELECT partition, uses, count(*) FROM samples WHERE state = 'trained' GROUP BY 1, 2 ORDER BY 1 DESC, 2"
     ).fetchall()
+    tasks = db.execute('SELECT taskset, count(*) FROM tasks GROUP BY 1 ORDER BY 1').fetchall()
     (max_uses,) = db.execute("SELECT json FROM meta WHERE key = 'max_uses'").fetchone()
     (attempts,) = db.execute('SELECT count(*) FROM attempts').fetchone()
     (segments, rows) = db.execute('SELECT count(*), coalesce(sum(rows), 0) FROM segments').fetchone()
@@ -89,6 +94,7 @@ def summary(directory: str | os.PathLike) -> list[str]:
   mean = lambda value: 'no value' if value is None else f'mean {value:.4g}'
   return [
     *(_by_state(partition, counted[partition]) for partition in sorted(counted, reverse=True)),
+    *([f'tasks, taskset: {", ".join(f"{name} {count:,}" for name, count in tasks)}'] if tasks else []),
     *_versions(waiting),
     *_uses(uses, max_uses),
     f'attempts of the run: {attempts}',
@@ -145,6 +151,26 @@ def find(
       rows = db.execute(f'{ENTRY} WHERE {where} ORDER BY last DESC LIMIT ?', (one, *values, limit))
       found += [entry_of(row) for row in rows]
   return sorted(found, key=lambda entry: -entry.last)[:limit]
+
+
+def asked(directory: str | os.PathLike, task: str) -> list[str]:
+  """What a task asks and wants, and what became of its samples, over all visits; nothing of one never attempted."""
+  with snapshot(directory) as (db, _):
+    row = db.execute('SELECT taskset, domain, json FROM tasks WHERE uid = ?', (task,)).fetchone()
+    of = 'FROM samples WHERE task_id = ?'
+    states = db.execute(f'SELECT state, count(*) {of} GROUP BY 1 ORDER BY 1', (task,)).fetchall()
+    (visits,) = db.execute(f'SELECT count(DISTINCT visit) {of}', (task,)).fetchone()
+  if row is None:
+    return []
+  taskset, domain, text = row
+  told = json.loads(text)
+  counted = ', '.join(f'{state} {count:,}' for state, count in states)
+  return [
+    f'{task} of taskset {taskset}, domain {domain}: {visits} visits, samples {counted}',
+    f'prompt: {json.dumps(told["prompt"], ensure_ascii=False)}',
+    f'truth: {json.dumps(told["truth"], ensure_ascii=False)}',
+    *(f'{shown["kind"]}: {shown["digest"]}' for shown in told['media']),
+  ]
 
 
 def history(directory: str | os.PathLike, uid: str) -> list[str]:

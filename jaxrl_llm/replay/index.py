@@ -26,7 +26,7 @@ import os
 import pathlib
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from absl import logging
@@ -35,7 +35,8 @@ from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.experience.sample import Sample, decode, encode
 from jaxrl_llm.experience.score import Score, Status
-from jaxrl_llm.replay import recovery, segments
+from jaxrl_llm.experience.task import Task
+from jaxrl_llm.replay import groups, recovery, segments
 from jaxrl_llm.replay.draw import Group
 from jaxrl_llm.replay.tables import (
   ENTRY,
@@ -55,24 +56,6 @@ _NAMED = 'SELECT value FROM json_each(?)'
 _ISSUE = (
   'INSERT INTO samples(uid, attempt, group_id, task_id, visit, partition, step, state, changed, last, admitted, uses) '
   'VALUES (?,?,?,?,?,?,?,?,?,?,?,0)'
-)
-_READY = 'SELECT seq, group_id, uid, partition, version, uses, admitted'
-_GROUPS = """
-SELECT group_id, json_group_array(uid), json_group_array(seq), min(version), max(uses), max(used), max(admitted)
-FROM ({ready}) AS r WHERE partition = 'usual' GROUP BY group_id HAVING NOT EXISTS
-(SELECT 1 FROM samples m {barred})"""
-_WAITING = f"{_READY}, NULL AS used FROM samples WHERE state = 'admitted' AND changed <= :step"
-# INDEXED BY and CROSS JOIN (left before right) keep SQLite, which has no statistics here, from scanning whole tables.
-_DRAWABLE_GROUPS = _GROUPS.format(
-  ready=f"{_WAITING} UNION ALL {_READY}, changed FROM samples INDEXED BY samples_used WHERE state = 'trained' "
-  'AND uses < :max_uses AND changed < :step',
-  barred="WHERE m.group_id = r.group_id AND (m.state IN ('issued', 'stored') OR m.changed > :step OR "
-  "(m.state = 'trained' AND (m.uses >= :max_uses OR m.changed = :step)))",
-)
-_WAITING_GROUPS = _GROUPS.format(
-  ready=_WAITING,
-  barred='LEFT JOIN segment_rows b ON b.uid = m.uid AND b.attempt = m.attempt '
-  "WHERE m.group_id = r.group_id AND (m.state IN ('issued', 'stored') OR m.changed > :step OR b.uid IS NOT NULL)",
 )
 
 
@@ -133,6 +116,17 @@ class ReplayStore:
         if entry.state != State.VOID:
           raise ValueError(f'issue {entry.uid}: already {entry.state} under attempt {entry.attempt}')
       self._insert(rows, 'usual', State.ISSUED, step)
+
+  def offer(self, tasks: Sequence[Task], step: int) -> None:
+    """Keeps what tasks ask and want, in the taskset partition; one that is there stays as it is, also after a crash."""
+    told = lambda task: {
+      'prompt': [dict(message) for message in task.prompt],
+      'truth': task.truth,
+      'media': [{'kind': shown.kind, 'digest': shown.digest} for shown in task.media],
+    }
+    rows = [(task.uid, task.taskset, task.domain, step, self.attempt, json.dumps(told(task))) for task in tasks]
+    with self.transaction():
+      self._db.executemany('INSERT OR IGNORE INTO tasks VALUES (?,?,?,?,?,?)', rows)
 
   def join(self, rows: Sequence[Issue], step: int) -> None:
     """Records rows of static data that join a batch: issued, and at once admitted, without bytes.
@@ -247,15 +241,7 @@ class ReplayStore:
       Samples expired by reason: 'version', 'capacity'.
     """
     with self.transaction():
-      waiting = _groups(self._db.execute(_WAITING_GROUPS, {'step': step}))
-      waiting.sort(key=lambda group: (group.version, group.admitted, group.issued))
-      old = [group for group in waiting if before_version is not None and group.version < before_version]
-      kept = waiting[len(old) :]
-      over = [] if capacity is None else kept[: max(len(kept) - capacity, 0)]
-      expired = {
-        reason: [uid for group in groups for uid in group.uids]
-        for reason, groups in (('version', old), ('capacity', over))
-      }
+      expired = groups.to_evict(self._db, before_version=before_version, capacity=capacity, step=step)
       for reason, uids in expired.items():
         self._move(uids, State.EXPIRED, reason, step)
     return {reason: len(uids) for reason, uids in expired.items()}
@@ -365,26 +351,23 @@ class ReplayStore:
       ).fetchall()
     return [entry_of(row) for row in rows]
 
-  def candidates(self, step: int) -> list[Group]:
+  def candidates(self, step: int, *, oldest_version: int | None = None) -> list[Group]:
     """Groups that batch `step` can draw, in the order of their issue; `draw` takes from them.
 
     All samples of such a group have ended or are admitted or trained, fewer than `max_uses` times and not in batch
     `step`; those admitted or trained are its `uids`, and have their bytes. Expert rows are not drawn.
+
+    Args:
+      step: batches completed before this one.
+      oldest_version: groups of an older version are left out, which is fast; None: none are.
     """
     with self._lock:
-      return _groups(self._db.execute(_DRAWABLE_GROUPS, {'step': step, 'max_uses': self.max_uses}))
+      return groups.drawable(self._db, step=step, max_uses=self.max_uses, oldest_version=oldest_version)
 
   def sealed(self) -> list[list[str]]:
     """Groups of the usual partition, as far as they are sealed, both in the order of issue."""
     with self._lock:
-      rows = self._db.execute(
-        'SELECT group_id, uid FROM samples s JOIN segment_rows r USING (uid, attempt) '
-        "WHERE partition = 'usual' AND state IN ('admitted', 'trained') ORDER BY s.seq"
-      ).fetchall()
-    groups: dict[str, list[str]] = {}
-    for group, uid in rows:
-      groups.setdefault(group, []).append(uid)
-    return [*groups.values()]
+      return groups.sealed(self._db)
 
   def scores(self, uids: Sequence[str]) -> dict[str, list[Score]]:
     """Each sample's newest score by each scorer, in the order in which they were given."""
@@ -502,15 +485,6 @@ class ReplayStore:
 def oldest_version(sample: Sample) -> int:
   """Step of the oldest weights that generated any of it."""
   return min(segment.version.step for segment in sample.segments)
-
-
-def _groups(rows: Iterable[tuple]) -> list[Group]:
-  """What the queries of groups found, in the order of issue."""
-  groups = []
-  for group_id, uids, seqs, *rest in rows:
-    members = sorted(zip(json.loads(seqs), json.loads(uids)))
-    groups.append(Group(group_id, tuple(uid for _, uid in members), *rest, members[0][0]))
-  return sorted(groups, key=lambda group: group.issued)
 
 
 def open_store(

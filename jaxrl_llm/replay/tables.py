@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from jaxrl_llm.core.errors import UserError
 
-SCHEMA = 2
+SCHEMA = 3
 INDEX = 'index.sqlite'
 SEGMENTS = 'segments'
 
@@ -43,7 +43,10 @@ BEFORE = {
 """The states from which each state can be entered. Trained more than once only up to `max_uses`."""
 
 Partition = Literal['usual', 'expert']
-"""usual: what the policy generated. expert: rows of static data that joined a batch; the store has no bytes of them."""
+"""usual: what the policy generated. expert: rows of static data that joined a batch; the store has no bytes of them.
+
+The third partition, taskset, has no samples: it is the table `tasks`, of what was attempted.
+"""
 _EXPERT_BEFORE = {
   State.ADMITTED: (State.ISSUED,),
   State.TRAINED: (State.ADMITTED, State.TRAINED),
@@ -90,6 +93,9 @@ CREATE TRIGGER sample_moved AFTER UPDATE OF state ON samples WHEN old.state != n
   INSERT INTO tallies VALUES (new.partition, new.state, 1)
     ON CONFLICT(partition, state) DO UPDATE SET samples = samples + 1;
 END;
+
+CREATE TABLE tasks(uid TEXT PRIMARY KEY, taskset TEXT NOT NULL, domain TEXT NOT NULL, step INTEGER NOT NULL,
+  attempt INTEGER NOT NULL, json TEXT NOT NULL);
 
 CREATE TABLE transitions(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempt INTEGER NOT NULL, uid TEXT NOT NULL,
   state TEXT NOT NULL, reason TEXT NOT NULL);

@@ -1,22 +1,22 @@
-"""What a scorer is: a pure function of one attempt; and how scores become one reward.
+"""What a scorer is: a function of one attempt, or of a task's group of them; and how scores become one reward.
 
-Invariant: a scorer sees its own `Attempt` and nothing else, and a reward is None whenever a scorer in force could not
-say: an unscorable sample is never 0 by accident. Nothing here imports jax, so scorer processes start fast.
+Invariant: a scorer sees the attempts of one task and nothing else, and a reward is None whenever a scorer in force
+could not say: an unscorable sample is never 0 by accident. Nothing here imports jax, so scorer processes start fast.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import difflib
 import itertools
 import math
-import typing
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
+from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
-from jaxrl_llm.experience.score import Score
+from jaxrl_llm.experience.score import Score, Status
 from jaxrl_llm.experience.task import Task
 
 
@@ -51,9 +51,9 @@ Scorer = Callable[[Attempt], Verdict]
 
 @dataclasses.dataclass(frozen=True)
 class OverrunIsZero:
-  """A scorer for which a missed deadline is the completion's doing, so worth 0 and not None.
+  """A scorer for which running out of time, memory or stack is the completion's doing, so worth 0 and not None.
 
-  True of scorers that take milliseconds on any ordinary answer: only a hostile one (`9^{9^{9^{9}}}`) makes them hang.
+  True of scorers that take milliseconds on any ordinary answer: only a hostile one (`9^{9^{9^{9}}}`) makes them do so.
   A policy that were let off with None could hide its wrong answers behind such a one.
   """
 
@@ -61,6 +61,53 @@ class OverrunIsZero:
 
   def __call__(self, attempt: Attempt) -> Verdict:
     return self.scorer(attempt)
+
+
+@dataclasses.dataclass(frozen=True)
+class Awaited:
+  """A scorer that waits for another process (a judge, an endpoint, a sandbox host): the pool's owner awaits it on its
+  event loop, and holds no worker for it."""
+
+  open: Callable[[], contextlib.AbstractAsyncContextManager[Callable[[Attempt], Awaitable[Verdict]]]]
+  """Entered once when the pool starts (opens its aiohttp session) and left when it closes."""
+  concurrency: int = 16
+  """Calls under way at once at most."""
+
+
+@runtime_checkable
+class Addressed(Protocol):
+  """What `Awaited.open` may give: a scorer whose servers can change while it is in use."""
+
+  def __call__(self, attempt: Attempt) -> Awaitable[Verdict]: ...
+
+  def set_addresses(self, addresses: Sequence[str]) -> None:
+    """Calls from now on go to these; those under way end where they are. Raises UserError for an address it refuses."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PerGroup:
+  """A scorer of a whole group, after all its members have their own scores. Runs in a worker like any other."""
+
+  scorer: Callable[[tuple[Attempt, ...], tuple[tuple[Score, ...], ...]], tuple[Verdict, ...]]
+  """The group's attempts and the per-sample scores of each -> one Verdict per attempt, in their order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AwaitedGroup:
+  """A scorer of a whole group, as `PerGroup`, that waits for another process, as `Awaited`."""
+
+  open: Callable[
+    [],
+    contextlib.AbstractAsyncContextManager[
+      Callable[[tuple[Attempt, ...], tuple[tuple[Score, ...], ...]], Awaitable[tuple[Verdict, ...]]]
+    ],
+  ]
+  """Entered once when the pool starts and left when it closes; what it gives may be `Addressed` too."""
+  concurrency: int = 16
+  """Groups under way at once at most."""
+
+
+AnyScorer = Scorer | Awaited | PerGroup | AwaitedGroup
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +125,11 @@ class ScorerConfig:
   """Task domains it judges; empty: all."""
   tasksets: tuple[str, ...] = ()
   """Tasksets it judges, so that each may have a composition of its own; empty: all."""
+  retries: int = 0
+  """Further calls where one failed: it raised, ran past its deadline, or its process died."""
+  on_failure: Literal['unscorable', 'drop_group', 'zero'] = 'unscorable'
+  """What an attempt is worth whose last call failed: nothing that anyone could say, nothing for its whole group, or 0.
+  Not of what the completion causes: that is a value."""
 
   @property
   def implementation(self) -> str:
@@ -106,6 +158,8 @@ class RewardsConfig:
         raise UserError(
           f'rewards.scorers {s.name!r}: deadline_s is {s.deadline_s}, wanted a positive number of seconds'
         )
+      if s.retries < 0:
+        raise UserError(f'rewards.scorers {s.name!r}: retries is {s.retries}, wanted 0 or more')
       if not math.isfinite(s.weight):
         raise UserError(f'rewards.scorers {s.name!r}: weight is {s.weight}, wanted a finite number')
     if self.workers < 1:
@@ -125,6 +179,12 @@ def in_force(configs: Sequence[ScorerConfig], domain: str, taskset: str) -> tupl
       'add the domain to a scorer, or leave one scorer’s domains and tasksets empty'
     )
   return chosen
+
+
+def drops_group(scores: Iterable[Score], config: RewardsConfig) -> bool:
+  """Whether one of a group's scores is the failure of a scorer for which the whole group is given up."""
+  strict = {c.name for c in config.scorers if c.on_failure == 'drop_group'}
+  return any(s.scorer in strict and s.status != Status.OK and s.value is None for s in scores)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,16 +226,6 @@ OptionsT = TypeVar('OptionsT')
 
 def read_options(kind: type[OptionsT], options: Mapping[str, Any], scorer: str) -> OptionsT:
   """A scorer's options as its dataclass `kind`. Raises UserError for an unknown name or a wrong type."""
-  types = typing.get_type_hints(kind)
-  for name, value in options.items():
-    if name not in types:
-      close = difflib.get_close_matches(name, types, n=1)
-      hint = f'did you mean {close[0]!r}?' if close else f'known: {sorted(types)}'
-      raise UserError(f'scorer {scorer!r}: unknown option {name!r}; {hint}')
-    choices = typing.get_args(types[name])
-    if choices and value not in choices:
-      raise UserError(f'scorer {scorer!r}: option {name} is {value!r}, wanted one of {list(choices)}')
-    wanted = (int, float) if types[name] is float else types[name]
-    if not choices and (not isinstance(value, wanted) or (isinstance(value, bool) and types[name] is not bool)):
-      raise UserError(f'scorer {scorer!r}: option {name} is {value!r}, wanted {types[name].__name__}')
-  return kind(**options)
+  # A list is what JSON has for a tuple, as in a configuration that was written down.
+  plain = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+  return from_json(plain, kind, f'scorer {scorer!r}')

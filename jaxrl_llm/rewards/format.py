@@ -32,12 +32,14 @@ class Piece:
   field: bool
 
 
-def read_template(template: str) -> tuple[Piece, ...]:
+def read_template(template: str, scorer: str = 'format') -> tuple[Piece, ...]:
   """The template's pieces in order. Raises UserError for one that no completion could be told apart by."""
 
   def wrong(what: str) -> UserError:
     example = '<answer>{answer}</answer>'
-    return UserError(f"scorer 'format': template {template!r} {what}; wanted text with named fields, as in {example!r}")
+    return UserError(
+      f'scorer {scorer!r}: template {template!r} {what}; wanted text with named fields, as in {example!r}'
+    )
 
   try:
     parsed = list(string.Formatter().parse(template))
@@ -64,13 +66,14 @@ def read_template(template: str) -> tuple[Piece, ...]:
   return tuple(pieces)
 
 
-def check(completion: str, pieces: tuple[Piece, ...]) -> str:
-  """Empty if the completion has the template's form, else what is wrong with it."""
+def read_fields(completion: str, pieces: tuple[Piece, ...]) -> tuple[dict[str, str], str]:
+  """What the template's fields hold, and nothing; or no fields, and what is wrong with the completion's form."""
   literals = [piece.text for piece in pieces if not piece.field]
   for literal in literals:
     wanted, got = sum(other.count(literal) for other in literals), completion.count(literal)
     if got != wanted:
-      return f'{literal!r} occurs {got} times, wanted {wanted}'
+      return {}, f'{literal!r} occurs {got} times, wanted {wanted}'
+  fields: dict[str, str] = {}
   position, field = 0, ''
   for piece in (*pieces, None):
     if piece and piece.field:
@@ -78,19 +81,21 @@ def check(completion: str, pieces: tuple[Piece, ...]) -> str:
       continue
     start = completion.find(piece.text, position) if piece else len(completion)
     if start < 0:
-      return f'{piece.text!r} is out of order'
+      return {}, f'{piece.text!r} is out of order'
     between, field, name = completion[position:start], '', field
     if name and not between.strip():
-      return f'field {name!r} is blank'
+      return {}, f'field {name!r} is blank'
     if not name and between.strip():
-      return f'{between.strip()[:40]!r} stands outside the template'
+      return {}, f'{between.strip()[:40]!r} stands outside the template'
+    if name:
+      fields[name] = between
     position = start + (len(piece.text) if piece else 0)
-  return ''
+  return fields, ''
 
 
 def score_format(attempt: Attempt, *, pieces: tuple[Piece, ...]) -> Verdict:
   """1.0 if the completion has the template's form, else 0.0."""
-  wrong = check(attempt.completion, pieces)
+  _, wrong = read_fields(attempt.completion, pieces)
   return Verdict(value=0.0 if wrong else 1.0, evidence={'reason': wrong} if wrong else {})
 
 

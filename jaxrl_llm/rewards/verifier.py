@@ -17,8 +17,8 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
+from jaxrl_llm.rewards.answers.extraction import Method, extract
 from jaxrl_llm.rewards.api import Attempt, OverrunIsZero, Scorer, Verdict, read_options
-from jaxrl_llm.rewards.extraction import Method, extract
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

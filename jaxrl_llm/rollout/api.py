@@ -128,7 +128,16 @@ class Weights:
 
 
 @runtime_checkable
-class Engine(Protocol):
+class Generator(Protocol):
+  """Whoever answers requests."""
+
+  def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
+    """(sample index, completion) for each of `request.samples`, as they end. Leaving the iteration drops the rest."""
+    ...
+
+
+@runtime_checkable
+class Engine(Generator, Protocol):
   """Generates tokens under one policy, whose weights can be replaced while it runs.
 
   `load` holds dispatch: it waits for what the device is doing, replaces the weights, and lets go on. A completion
@@ -140,10 +149,6 @@ class Engine(Protocol):
   @property
   def version(self) -> Version | None:
     """Of the weights that draw the next token; None before the first `load`."""
-    ...
-
-  def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
-    """(sample index, completion) for each of `request.samples`, as they end. Leaving the iteration drops the rest."""
     ...
 
   async def load(self, weights: Weights) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import pathlib
-import ssl
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +16,7 @@ import aiohttp
 import numpy as np
 from jaxtyping import Float32, Int32
 
+from jaxrl_llm.core.connections import base_url, check_address, open_session
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.experience.sample import Finish, Segment
@@ -34,8 +33,6 @@ _UNDRAWABLE = -9000.0
 
 _KEPT_ADAPTERS = 2
 """The newest, and the one that completions under way may still be asked of."""
-_KEEP_ALIVE_S = 2.0
-"""Idle connections are closed from here, before vLLM closes them (after 5 s) under the next request's feet."""
 
 
 class Lost(Exception):
@@ -67,26 +64,15 @@ class VllmClient:
     self._adapters: list[str] = []
     """Names of those that the server was given from here, the newest last."""
     self._closed = False
-    if address.startswith('unix:'):
-      self._base = 'http://server'
-    elif address.startswith(('http://', 'https://')):
-      self._base = address.rstrip('/')
-    else:
-      raise UserError(f'address {address!r}: wanted unix:/path/to.sock, http://127.0.0.1:PORT or https://HOST:PORT')
+    check_address(address, f'engine {self.name}')
+    self._base = base_url(address)
 
   def _opened(self) -> aiohttp.ClientSession:
     """Made on first use, for it belongs to the event loop that runs then."""
     if self._closed:
       raise Lost(f'{self.name}: its client was closed')
     if self._session is None:
-      pool = {'limit': 0, 'keepalive_timeout': _KEEP_ALIVE_S}
-      if self.address.startswith('unix:'):
-        connector: aiohttp.BaseConnector = aiohttp.UnixConnector(self.address.removeprefix('unix:'), **pool)
-      else:
-        context = ssl.create_default_context(cafile=self._ca_file) if self.address.startswith('https:') else True
-        connector = aiohttp.TCPConnector(ssl=context, **pool)
-      headers = {'Authorization': f'Bearer {self._key}'} if self._key else {}
-      self._session = aiohttp.ClientSession(connector=connector, headers=headers)
+      self._session = open_session(self.address, key=self._key, ca_file=self._ca_file, where=f'engine {self.name}')
     return self._session
 
   async def close(self) -> None:
@@ -305,19 +291,6 @@ def sampler_seed(seed: int, key: tuple[int, ...], index: int) -> int:
   """What a server seeds the sampler of one completion with: a hash of the engine's seed, the request and the sample."""
   words = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, *key, index], '<u4')
   return int.from_bytes(hashlib.blake2b(words.tobytes(), digest_size=8).digest(), 'little') >> (64 - _SEED_BITS)
-
-
-def read_key(file: str | None) -> str | None:
-  """The bearer token in the first line of a file."""
-  if file is None:
-    return None
-  try:
-    lines = pathlib.Path(file).read_text().split()
-  except (OSError, UnicodeDecodeError) as error:
-    raise UserError(f'rollout.vllm.key_file: {file}: cannot be read ({error})') from None
-  if not lines:
-    raise UserError(f'rollout.vllm.key_file: {file} is empty; it holds the token in its first line')
-  return lines[0]
 
 
 def _message(text: str) -> str:

@@ -1,6 +1,6 @@
 """Authenticated reverse proxy that stands before an inference server which itself listens on this host alone.
 
-Invariant: nothing of a request reaches the upstream unless it bears the token and is, as sent, one of ROUTES.
+Invariant: nothing of a request reaches the upstream unless it bears the token and is, as sent, one of its routes.
 
 Runs on hosts that only serve, so it imports neither JAX nor anything else of this package but errors.
 """
@@ -20,7 +20,7 @@ import re
 import socket
 import ssl
 import urllib.parse
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Self
 
 import aiohttp
@@ -106,13 +106,20 @@ class Front:
   """Requests without the token, so far."""
 
   def __init__(
-    self, config: FrontConfig, *, upstream: str, upstream_token: str | None = None, publish_root: str | None = None
+    self,
+    config: FrontConfig,
+    *,
+    upstream: str,
+    upstream_token: str | None = None,
+    publish_root: str | None = None,
+    routes: Sequence[tuple[str, str]] = ROUTES,
   ):
     """
     Args:
       upstream: `unix:/path/to.sock`, or `http://127.0.0.1:PORT`.
       upstream_token: sent to the upstream as bearer token; the front's own token never is.
       publish_root: if given, /update_weights may only name directories below it.
+      routes: (method, path) of what the upstream is there for.
 
     Raises:
       UserError: for files that cannot be used, and an upstream that others than this host may reach.
@@ -124,7 +131,7 @@ class Front:
     self._socket, self._base = _parse_upstream(upstream)
     if upstream_token is not None and not _HEADER_WORD.fullmatch(upstream_token):
       raise UserError('front: upstream_token holds characters that a header cannot; wanted visible ASCII')
-    self._upstream_token = upstream_token
+    self._upstream_token, self._routes = upstream_token, tuple(routes)
     self._publish_root = None if publish_root is None else os.path.realpath(publish_root)
     self._session: aiohttp.ClientSession | None = None
     self._runner: web.ServerRunner | None = None
@@ -193,7 +200,7 @@ class Front:
   async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
     try:
       self._authenticate(request)
-      path, query = _admit(request)
+      path, query = _admit(request, self._routes)
       return await self._forward(request, path, query)
     except _Refusal as refusal:
       return _error_response(refusal)
@@ -397,10 +404,10 @@ def _parse_upstream(upstream: str) -> tuple[str | None, yarl.URL]:
   return None, yarl.URL.build(scheme='http', host=host, port=port)
 
 
-def _admit(request: web.BaseRequest) -> tuple[str, str]:
+def _admit(request: web.BaseRequest, routes: Sequence[tuple[str, str]]) -> tuple[str, str]:
   """Path and query of an authenticated request that may be passed on; _Refusal of any other."""
   path, _, query = request.raw_path.partition('?')
-  methods = [method for method, known in ROUTES if known == path]
+  methods = [method for method, known in routes if known == path]
   if not methods:
     raise _Refusal(403, f'no such path here, as written: {path[:200]!a}')
   if request.method not in methods:

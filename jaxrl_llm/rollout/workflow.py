@@ -1,33 +1,68 @@
-"""Turns a task into samples. The single-turn workflow: prompt in, n completions out, token-exact."""
+"""Turns a task into samples. The single-turn workflow: prompt in, n completions out, token-exact.
+
+A workflow of one's own is a function of (hub, tokenizer, max_tokens, **options) that gives a `Workflow`; a run names it
+in `rollout.workflow`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import dataclasses
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
 
-from jaxrl_llm.experience.sample import Finish, Role, Sample, Segment, Source
+from jaxrl_llm.experience.sample import Finish, Role, Sample, Segment, Source, media_of
 from jaxrl_llm.experience.task import Task
-from jaxrl_llm.rollout.api import Completion, Engine, Request, Sampling
+from jaxrl_llm.rollout.api import Completion, Generator, Request, Sampling
 from jaxrl_llm.tasks.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkflowConfig:
+  """How a task becomes samples."""
+
+  kind: str = 'single_turn'
+  """'single_turn', or your own as 'module:attribute'."""
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  """Your own's keyword arguments."""
+
+
+@runtime_checkable
+class Workflow(Protocol):
+  """How a task becomes samples; many tasks are under way at once."""
+
+  def run(
+    self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
+  ) -> AsyncIterator[tuple[Sample, str]]:
+    """Yields each sample with what the policy said in it, as soon as it ends; each index below `samples` once.
+
+    Leaving the iteration ends what is under way.
+
+    Args:
+      task: what to attempt.
+      visit: how often the task had been drawn before; part of what the randomness is counted by.
+      stage: first part of the samples' names: `<stage>/<task uid>/<visit>/<index>`, the group's without the index.
+      samples: how many.
+      sampling: how tokens are drawn.
+    """
+    ...
+
+  def text(self, sample: Sample) -> str:
+    """What the policy said in it."""
+    ...
 
 
 class SingleTurn:
   """One prompt, one completion per sample."""
 
-  def __init__(self, engine: Engine, tokenizer: Tokenizer, *, max_tokens: int):
+  def __init__(self, engine: Generator, tokenizer: Tokenizer, *, max_tokens: int):
     self._engine, self._tokenizer, self._max_tokens = engine, tokenizer, max_tokens
 
   async def run(
     self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
   ) -> AsyncIterator[tuple[Sample, str]]:
-    """Yields each sample with its completion as text, as soon as it ends.
-
-    Args:
-      visit: how often the task had been drawn before; part of what the randomness is counted by.
-      stage: first part of the samples' names.
-    """
     prompt = self._tokenizer.render_prompt(task.prompt)
     group = f'{stage}/{task.uid}/{visit}'
     digest = int(task.digest, 16)
@@ -45,7 +80,6 @@ class SingleTurn:
       yield sample, self.text(sample)
 
   def text(self, sample: Sample) -> str:
-    """What the policy said in it."""
     return completion_text(self._tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason)
 
 
@@ -83,6 +117,7 @@ def rollout_sample(
     segments=segments,
     temperature=temperature,
     finish_reason=completion.finish,
+    media=media_of(task),
   )
 
 
@@ -108,4 +143,5 @@ def demonstration_sample(task: Task, answer: str, tokenizer: Tokenizer, *, numbe
     loss_mask=given,
     sampled=np.zeros(len(tokens), bool),
     behaviour_logprobs=np.zeros(len(tokens), np.float32),
+    media=media_of(task),
   )

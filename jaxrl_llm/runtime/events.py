@@ -39,6 +39,8 @@ class Edge(enum.StrEnum):
   TRAINING_DATA = 'training_data'
   GRADIENT_UPDATE = 'gradient_update'
   WEIGHTS = 'weights'
+  AUXILIARY_SCORE = 'auxiliary_score'
+  AUXILIARY_MODEL = 'auxiliary_model'
   SUITE = 'suite'
   COMMIT = 'commit'
 
@@ -123,6 +125,20 @@ EDGES: Mapping[Edge, Ends] = {
     lane='weights',
     diagram='Kimi: weight flow, Trainer → Rollout; Trinity: synchronize weights',
     text='A version for the engine; the reply is its acknowledgement: it was loaded, or (unchanged) relabelled.',
+  ),
+  Edge.AUXILIARY_SCORE: Ends(
+    source='rollout',
+    target='reward models',
+    lane='reward models',
+    diagram='Trinity: Reward Model, asked by Workflow Runners (here through the master)',
+    text='A workflow asks in mid-episode what an attempt is worth; the answer is not stored.',
+  ),
+  Edge.AUXILIARY_MODEL: Ends(
+    source='rollout',
+    target='auxiliary models',
+    lane='auxiliary models',
+    diagram='Trinity: auxiliary models of Workflow Runners (here through the master)',
+    text='A workflow asks another model than the policy in mid-episode.',
   ),
   Edge.SUITE: Ends(
     source='master',

@@ -252,6 +252,8 @@ METRICS: dict[str, str] = {
   'perf/rollout_throughput': 'Response tokens of the batch per second that the trainer waited for them; absent where '
   'some are of older weights.',
   'perf/trainer_idle_s': 'Seconds of the step in which the trainer waited for its batch.',
+  'perf/explorers': 'Explorer processes there at the end of the step (rollout.explorers).',
+  'perf/explorers_lost_groups': 'Groups taken from explorers that fell silent, ended or left.',
   'perf/rollout_idle_s': 'Seconds since the step before in which no group was generated or scored.',
   'perf/publish_write_s': 'Seconds of gathering, converting and writing the weights (vLLM servers).',
   'perf/publish_pause_s': 'Longest time that a server was kept from sampling by a publication.',
@@ -274,6 +276,10 @@ METRICS: dict[str, str] = {
   'run/engine_restarts': 'Servers that were started again since the step before.',
   'run/engine_void': 'Completions thrown away since the step before: their version was not proven. Always 0 in health.',
   'run/engines_serving': 'Servers that serve the version of the step.',
+  'run/scorers/breaks': 'Restarts of all scorer processes since the step before; absent before the first.',
+  'run/scorers/<scorer>/<count>': 'What failed of a scorer since the step before: calls by `timeout`, `error`, '
+  '`crashed` and `retried`; samples `unscorable` or `zeroed` and `dropped_groups` by its on_failure. Absent before the '
+  'first; more than a few: look at the log.',
   'run/dropped/<reason>': 'Samples that were dropped while the batch was collected, for that reason; `groups`: groups.',
   'run/<name>': 'Another count of the run itself.',
   'staleness/<name>': 'Versions between a token and the update that trains on it. At most the bound, for '

@@ -19,7 +19,16 @@ from jaxrl_llm.runtime.events import EDGES, Edge, read
 
 BUSY = {'trainer': {Edge.TRAINING_DATA, Edge.COMMIT}, 'rollout': {Edge.ROLLOUT, Edge.SUITE}}
 """A role is idle while none of these is under way."""
-LANES = ('trainer', 'rollout', 'reward models', 'replay buffer', 'weights', 'taskset', 'checkpoints')
+LANES = (
+  'trainer',
+  'rollout',
+  'reward models',
+  'auxiliary models',
+  'replay buffer',
+  'weights',
+  'taskset',
+  'checkpoints',
+)
 """In the order in which they are drawn."""
 MAX_STEPS = 12
 """Steps that a report shows one by one."""

@@ -70,8 +70,7 @@ def answers(workdir: pathlib.Path, stages: list[Row]) -> tuple[list[Row], int]:
         if prompt not in rows and (column or len(rows) >= MAX_ANSWERS):
           continue
         entry = rows.setdefault(prompt, {'prompt': prompt, 'truth': row.get('truth'), 'answers': [None] * len(chosen)})
-        score = row.get('score')
-        entry['answers'][column] = (_text(row.get('completion')), score if is_number(score) else None)
+        entry['answers'][column] = (_text(row.get('completion')), row.get('correct') is True)
     columns = [{'stage': stages[stage]['name'], 'step': step} for stage, step, _ in chosen]
     if rows:
       result.append({'suite': suite, 'columns': columns, 'rows': list(rows.values()), 'total': total})

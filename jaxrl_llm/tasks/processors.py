@@ -97,9 +97,9 @@ _MARK = re.compile(r'(?<!\d)[.,;:?]|[.,;:?](?!\d)|["`“”„«»…¿¡]')
 
 
 def normalised(task: Task) -> str:
-  """What the prompt says, but for case, spacing, sentence marks and the system message."""
+  """What the prompt says and shows, but for case, spacing, sentence marks and the system message."""
   said = (f'{m["role"]} {_MARK.sub(" ", m["content"].casefold())}' for m in task.prompt if m['role'] != 'system')
-  return '\n'.join(' '.join(text.split()) for text in said)
+  return '\n'.join([*(' '.join(text.split()) for text in said), *(shown.digest for shown in task.media)])
 
 
 def length(config: LengthConfig, setting: Setting) -> Processor:

@@ -5,6 +5,7 @@ Every source yields, in a fixed order, one `Row` or one `Corrupt` for each thing
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import difflib
 import itertools
@@ -28,6 +29,8 @@ SOURCES: Mapping[str, str] = {
 """How a source is named, and what it is."""
 
 FORMS = "'reasoning_gym:<dataset>', a path ending .jsonl or .parquet, 'datasets:<directory or hub id>[#split]'"
+MEDIA = ('media', 'images')
+"""Columns of pictures, see `tasks.media`."""
 _PARQUET_ROWS = 1024
 
 
@@ -76,6 +79,15 @@ def read_rows(source: str, *, options: Mapping[str, Any], size: int | None, seed
   if not path.is_file():
     raise UserError(missing_file(path))
   return itertools.islice(readers[path.suffix](path), size)
+
+
+def directory(source: str) -> pathlib.Path | None:
+  """Where paths in the source's rows begin; None for a source that is no file and no directory."""
+  scheme, _, rest = source.partition(':')
+  if scheme in ('reasoning_gym', 'datasets'):
+    path = pathlib.Path(rest.partition('#')[0])
+    return path if scheme == 'datasets' and path.is_dir() else None
+  return pathlib.Path(source).parent
 
 
 def missing_file(path: pathlib.Path) -> str:
@@ -190,8 +202,16 @@ def _dataset_rows(target: str, options: Mapping[str, Any]) -> Iterator[Row | Cor
   return (_checked(f'{where} row {index}', fields) for index, fields in enumerate(loaded))
 
 
+def _with_text(items: Any) -> Any:
+  """A column of media, whose bytes Parquet has as they are, in the form of JSON: base64."""
+  if not isinstance(items, list):
+    return items
+  as_text = lambda value: base64.b64encode(value).decode() if isinstance(value, bytes) else value
+  return [{k: as_text(v) for k, v in item.items()} if isinstance(item, dict) else item for item in items]
+
+
 def _checked(where: str, fields: Mapping[str, Any]) -> Row | Corrupt:
   try:
-    return Row(where=where, fields=_plain(fields))
+    return Row(where=where, fields=_plain({k: _with_text(v) if k in MEDIA else v for k, v in fields.items()}))
   except (TypeError, ValueError) as error:
     return Corrupt(where=where, reason=str(error))

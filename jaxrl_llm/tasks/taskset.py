@@ -20,6 +20,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.experience.task import Message, Task
 from jaxrl_llm.tasks import sources, templates
+from jaxrl_llm.tasks.media import read_media
 
 _ROLES = ('system', 'user', 'assistant', 'tool')
 _CORRUPT_SHOWN = 20
@@ -130,6 +131,8 @@ def load_taskset(config: TasksetConfig) -> Taskset:
   logging.info('taskset %s: %s', config.name, _told(counts))
   if not tasks:
     raise UserError(f'taskset {config.name}: no task left of {config.source}: {_told(counts)}')
+  if shown := sum(bool(task.media) for task in tasks):
+    logging.warning('taskset %s: %d tasks have media, which a policy of text does not see', config.name, shown)
   return Taskset(name=config.name, tasks=tuple(tasks), counts=counts)
 
 
@@ -226,14 +229,15 @@ def _task(fields: Mapping[str, Json], config: TasksetConfig) -> Task:
     taskset=config.name,
     domain=ability if isinstance(ability, str) and ability else config.domain,
     prompt=_prompt(fields, config),
-    truth=_truth(fields) if config.truth is None else templates.render(config.truth, fields),
+    truth=own_truth(fields) if config.truth is None else templates.render(config.truth, fields),
     fields=fields,
+    media=read_media(fields, sources.directory(config.source)),
   )
 
 
 def _prompt(fields: Mapping[str, Json], config: TasksetConfig) -> tuple[Message, ...]:
   if config.prompt is None:
-    messages = _own_messages(fields)
+    messages = own_messages(fields)
   else:
     own = fields.get('prompt')
     system = [message for message in _messages(own) if message['role'] == 'system'] if isinstance(own, list) else []
@@ -249,7 +253,8 @@ def _prompt(fields: Mapping[str, Json], config: TasksetConfig) -> tuple[Message,
   return tuple(messages)
 
 
-def _own_messages(fields: Mapping[str, Json]) -> list[Message]:
+def own_messages(fields: Mapping[str, Json]) -> list[Message]:
+  """A row's own prompt. Raises ValueError where it has none."""
   source = fields['entry'] if 'reasoning_gym' in fields else fields
   for key in ('prompt', 'question'):
     value = source.get(key)
@@ -269,7 +274,8 @@ def _messages(value: list[Json]) -> list[Message]:
   return messages
 
 
-def _truth(fields: Mapping[str, Json]) -> str | None:
+def own_truth(fields: Mapping[str, Json]) -> str | None:
+  """A row's own reference answer, as text."""
   source = fields['entry'] if 'reasoning_gym' in fields else fields
   judge = source.get('reward_model')
   value = judge.get('ground_truth') if isinstance(judge, Mapping) else source.get('answer')

@@ -43,6 +43,7 @@ _TEMPLATES = {
 _EOS = {'plain': '<eos>', 'chatml': '<|im_end|>'}
 _SPECIALS = {'plain': ['<pad>', '<eos>'], 'chatml': ['<pad>', '<|im_start|>', '<|im_end|>']}
 _SCAFFOLD = {'plain': '', 'chatml': 'systemuserassistanttool\n'}
+_GENERATION = 'generation_config.json'
 _FILES = (
   'tokenizer.json',
   'tokenizer_config.json',
@@ -137,6 +138,11 @@ class Tokenizer:
     if not completion or completion[-1] not in self.stop_ids:
       completion = [*self.encode(whole[len(prompt) :]), self.eos_id]
     return self.encode(prompt), completion
+
+  @property
+  def files(self) -> dict[str, bytes]:
+    """By name, what a directory has to hold for `from_directory` to make the same tokenizer."""
+    return {**self._files, _GENERATION: json.dumps({'eos_token_id': list(self.stop_ids)}).encode()}
 
   def save(self, directory: str | pathlib.Path) -> None:
     """Writes the tokenizer's files as they were read."""
@@ -234,7 +240,7 @@ def _write(table: tokenizers.Tokenizer, directory: pathlib.Path, template: Templ
 
 def _generation_stops(path: pathlib.Path) -> list[int]:
   """Further stop tokens of a model's directory: `eos_token_id` of generation_config.json is one id or several."""
-  config = path / 'generation_config.json'
+  config = path / _GENERATION
   if not config.is_file():
     return []
   stops = json.loads(config.read_text()).get('eos_token_id')

@@ -118,7 +118,7 @@ function evaluation() {
 function answers(suite) {
   const view = { show: 'all', page: 0 };
   const size = 10;
-  const solved = (answer) => answer !== null && answer[1] > 0;
+  const solved = (answer) => answer !== null && answer[1];
   const tests = { all: () => true, learned: (r) => !solved(r.answers[0]) && solved(r.answers.at(-1)),
     wrong: (r) => !solved(r.answers.at(-1)), lost: (r) => solved(r.answers[0]) && !solved(r.answers.at(-1)) };
   const body = element('tbody', {});

@@ -11,8 +11,14 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Literal
 
 Method = Literal['whole', 'boxed', 'hashes', 'tags', 'phrase', 'number']
-"""Where the answer stands: the whole text; `\\boxed{…}`; after `####`; `<tag>…</tag>`; after "the answer is"; the last
-number. All but `whole` and `number` look at every occurrence and want them to agree."""
+"""Where the answer stands: the whole text; `\\boxed{…}`; after `####`; `<tag>…</tag>`; after "the answer is" or a label
+`Answer:`; the last number. All but `whole` and `number` look at every occurrence and want them to agree."""
+
+Methods = Method | tuple[Method, ...]
+"""One, or several in their order: the first that finds anything decides, also that there is no one answer."""
+
+EXPLICIT = ('boxed', 'hashes', 'tags')
+"""Of several methods these contradict each other where what they find can be read as values that differ."""
 
 MAX_LENGTH = 2000
 """Longer than this, in characters, nothing is an answer."""
@@ -21,7 +27,11 @@ NUMBER = re.compile(
   r'(?<![\w.])[$€£¥]?[-+\u2212]?[$€£¥]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?\\?%?',
   re.ASCII,
 )
-_PHRASE = re.compile(r'\bthe (?:final |correct )?answer is\b[:\s]*', re.IGNORECASE)
+_PHRASE = re.compile(
+  r'\bthe (?:final |correct |right |best )?(?:answer|option|choice) is\b[:\s]*'
+  r'|^[ \t]*\**(?:final |correct )?answer\**[ \t]*:\**[:\s]*',
+  re.IGNORECASE | re.MULTILINE,
+)
 _SENTENCE_END = re.compile(r'\n|[.!?](?=\s|$)')
 _BRACES = re.compile(r'\\(?:boxed|fbox)\s*\{|\\.|[{}]', re.DOTALL)
 
@@ -104,7 +114,7 @@ def _without_echo(text: str, prompts: Sequence[str], method: Method, tag: str) -
 def extract(
   text: str,
   *,
-  method: Method,
+  method: Methods,
   tag: str = 'answer',
   prompts: Sequence[str] = (),
   key: Callable[[str], Hashable] = collapse,
@@ -113,15 +123,18 @@ def extract(
 
   Args:
     text: the completion.
-    method: where its answer stands.
+    method: where its answer stands; of several, the first that finds anything.
     tag: the tag's name, for method `tags`.
     prompts: contents of the prompt's messages. For the searching methods, verbatim copies of them count for nothing.
-    key: answers with equal keys are the same answer.
+    key: answers with equal keys are the same answer; a key that is text says that it could not be read as a value.
   """
-  if method != 'whole':
-    text = _without_echo(text, prompts, method, tag)
-  found = candidates(text, method, tag)
-  if not found:
+  methods, found = (method,) if isinstance(method, str) else method, []
+  for method in methods:
+    told = text if method == 'whole' else _without_echo(text, prompts, method, tag)
+    found = candidates(told, method, tag)
+    if found:
+      break
+  else:
     return Extraction(None, 'no answer')
   answer = found[-1]
   if max(map(len, found)) > MAX_LENGTH:
@@ -129,6 +142,10 @@ def extract(
   nested = {'boxed': r'\boxed', 'tags': f'<{tag}>'}
   if method in nested and any(nested[method] in a for a in found):
     return Extraction(None, 'answer inside an answer')
-  if len({key(a) for a in found}) > 1:
-    return Extraction(None, f'{len(found)} answers that differ')
+  keys = {key(a) for a in found}
+  for other in (m for m in methods if m in EXPLICIT and m != method):
+    also = map(key, candidates(_without_echo(text, prompts, other, tag), other, tag))
+    keys |= {value for value in also if not isinstance(value, str)}
+  if len(keys) > 1:
+    return Extraction(None, f'{len(keys)} answers that differ')
   return Extraction(answer)

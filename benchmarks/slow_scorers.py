@@ -1,0 +1,52 @@
+"""Scorers that take their time: the task's verifier, so many seconds later. For benchmarks/scoring.py."""
+
+import asyncio
+import contextlib
+import functools
+import time
+
+from jaxrl_llm.rewards.api import Attempt, Awaited, Scorer, Verdict
+from jaxrl_llm.rewards.verifier import verifier_scorer
+
+_VERIFIER = verifier_scorer(partial_credit=True)
+
+
+def computing(*, seconds: float) -> Scorer:
+  """Holds a worker for so long."""
+  return functools.partial(_computed, seconds=seconds)
+
+
+def _computed(attempt: Attempt, *, seconds: float) -> Verdict:
+  time.sleep(seconds)
+  return _VERIFIER(attempt)
+
+
+def waiting(*, seconds: float) -> Awaited:
+  """Waits for so long, as for a judge that answers all at once."""
+
+  async def judge(attempt: Attempt) -> Verdict:
+    await asyncio.sleep(seconds)
+    return _VERIFIER(attempt)
+
+  return Awaited(functools.partial(contextlib.nullcontext, judge), concurrency=1024)
+
+
+def serial(*, seconds: float, count: int) -> Awaited:
+  """The control: begins when all `count` attempts of a batch have ended, and takes one after the other."""
+  return Awaited(functools.partial(contextlib.nullcontext, _Serial(seconds, count)), concurrency=count)
+
+
+class _Serial:
+  def __init__(self, seconds: float, count: int):
+    self._seconds, self._count, self._held = seconds, count, 0
+    self._all_ended, self._turn = asyncio.Event(), asyncio.Lock()
+
+  async def __call__(self, attempt: Attempt) -> Verdict:
+    self._held, all_ended = self._held + 1, self._all_ended
+    if self._held == self._count:
+      self._held, self._all_ended = 0, asyncio.Event()
+      all_ended.set()
+    await all_ended.wait()
+    async with self._turn:
+      await asyncio.sleep(self._seconds)
+      return _VERIFIER(attempt)

@@ -1,0 +1,54 @@
+"""The command line of an explorer process: `launch/serve.py --role=explorer`, and what a run starts by itself.
+
+Explorers hold no model and touch no device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import sys
+from collections.abc import Sequence
+
+from absl import flags, logging
+
+from jaxrl_llm.app.workflows import build_workflow
+from jaxrl_llm.config.load import parse_flags
+from jaxrl_llm.core import script
+from jaxrl_llm.core.connections import read_key
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.rollout.exploring import Link, explore
+
+FLAGS = flags.FlagValues()
+flags.DEFINE_string('master', None, 'Address of the run: unix:PATH, or that of its front.', flag_values=FLAGS)
+flags.DEFINE_string('name', None, "The explorer's own name; default: host and process.", flag_values=FLAGS)
+flags.DEFINE_string('key_file', None, 'File whose first line is the token.', flag_values=FLAGS)
+flags.DEFINE_string('ca_file', None, 'PEM of who signed the certificate, with https.', flag_values=FLAGS)
+
+
+async def _explore() -> None:
+  name = FLAGS.name or f'{platform.node()}-{os.getpid()}'
+  link = Link(FLAGS.master, key=read_key(FLAGS.key_file, '--key_file'), ca_file=FLAGS.ca_file, name=name)
+  await explore(link, build_workflow)
+
+
+def run(argv: Sequence[str]) -> int:
+  """Returns the exit code."""
+  return script.exit_code(lambda: _run(argv))
+
+
+def _run(argv: Sequence[str]) -> int:
+  parse_flags(argv, FLAGS)
+  if FLAGS.master is None:
+    raise UserError('--master is missing; wanted the address that the run printed')
+  logging.set_verbosity(logging.INFO)
+  try:
+    asyncio.run(_explore())
+  except KeyboardInterrupt:
+    return 130
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(run(sys.argv))

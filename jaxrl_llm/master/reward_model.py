@@ -1,0 +1,106 @@
+"""A trained reward model that scores answers as they come: packed, on a mesh, compiled once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm.batching.chunks import Chunks
+from jaxrl_llm.batching.packing import pack
+from jaxrl_llm.batching.plan import plan_shape
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.types import Params
+from jaxrl_llm.data.load import Grid
+from jaxrl_llm.learner.forward import build_score
+from jaxrl_llm.models.api import Model
+from jaxrl_llm.parallel.device import DeviceThread
+from jaxrl_llm.parallel.mesh import data_parallel_ranks
+from jaxrl_llm.parallel.rules import sharding_of_batch
+
+
+class RewardModel:
+  """Sequences to scores: hidden · kernel at each one's last token, as `…ForSequenceClassification` has it."""
+
+  def __init__(
+    self, model: Model, params: Params, mesh: Mesh, *, max_length: int, sequences: int = 32, chunks_per_rank: int = 8
+  ):
+    """
+    Args:
+      model: with a 'scalar' head.
+      params: of it, on the mesh.
+      max_length: tokens of the longest sequence.
+      sequences: of one pass, at most.
+      chunks_per_rank: of a micro-batch; where the sequences are short, each holds several.
+    """
+    if model.spec.head != 'scalar':
+      raise UserError(
+        f'a reward model has a scalar head, and this {model.spec.family} model has head {model.spec.head!r}'
+      )
+    self.max_length, self.sequences = max_length, sequences
+    self._params, self._sharding = params, sharding_of_batch(mesh)
+    chunk_len = -(-max_length // 8) * 8
+    self._shape = plan_shape(
+      rows=sequences, ranks=data_parallel_ranks(mesh), chunks=min(chunks_per_rank, sequences), chunk_len=chunk_len
+    )
+    self._score = build_score(model, mesh, token_chunk=chunk_len)
+
+  def __call__(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+    """Of at most `sequences` of at most `max_length` tokens each, in their order."""
+    if not 0 < len(sequences) <= self.sequences:
+      raise ValueError(f'{len(sequences)} sequences, wanted 1 … {self.sequences}')
+    shape = self._shape
+    packing = pack([len(s) for s in sequences], ranks=shape.ranks, chunks=shape.chunks, chunk_len=shape.chunk_len)
+    grid = Grid.of(packing, shape, self._sharding)
+    tokens, positions, segment_ids = (grid.per_token(np.int32) for _ in range(3))
+    for i, sequence in enumerate(sequences):
+      at = grid.tokens(i)
+      tokens[at], positions[at], segment_ids[at] = sequence, np.arange(len(sequence)), packing.segment[i]
+    unread = dict.fromkeys(Chunks.__dataclass_fields__)
+    arrays = {'tokens': tokens, 'positions': positions, 'segment_ids': segment_ids}
+    arrays['temperature'] = grid.per_segment(np.float32)
+    chunks = Chunks(**{**unread, **{name: grid.place(array) for name, array in arrays.items()}})
+    scores = np.asarray(self._score(self._params, chunks, jnp.asarray(packing.micro_batches, jnp.int32)))
+    return [float(scores[m, c, s - 1]) for m, c, s in zip(packing.micro_batch, packing.chunk, packing.segment)]
+
+
+class Batcher:
+  """Scores sequences of many callers together: those that wait when the model is free make its next pass.
+
+  Attributes:
+    passes: of the model, so far.
+  """
+
+  def __init__(self, model: RewardModel, device: DeviceThread):
+    self._model, self._device = model, device
+    self._waiting: list[tuple[Sequence[int], asyncio.Future[float]]] = []
+    self._work = asyncio.Event()
+    self.passes = 0
+
+  async def score(self, sequence: Sequence[int]) -> float:
+    """Raises UserError for a sequence that is too long."""
+    if not 0 < len(sequence) <= self._model.max_length:
+      raise UserError(f'{len(sequence)} tokens with the prompt, the reward model takes up to {self._model.max_length}')
+    future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+    self._waiting.append((sequence, future))
+    self._work.set()
+    return await future
+
+  async def run(self) -> None:
+    """Serves until it is cancelled."""
+    while True:
+      await self._work.wait()
+      batch, self._waiting = self._waiting[: self._model.sequences], self._waiting[self._model.sequences :]
+      if not self._waiting:
+        self._work.clear()
+      batch = [(sequence, future) for sequence, future in batch if not future.done()]  # Callers that went away.
+      if not batch:
+        continue
+      scores = await self._device.run(self._model, [sequence for sequence, _ in batch])
+      self.passes += 1
+      for (_, future), score in zip(batch, scores, strict=True):
+        if not future.done():
+          future.set_result(score)

@@ -1,0 +1,71 @@
+"""What the index says of whole groups: those that can be drawn, those that still wait, those that are sealed.
+
+Invariant: a group is listed whole, with all its samples that are admitted or trained, or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable
+
+from jaxrl_llm.replay.draw import Group
+
+_READY = 'SELECT seq, group_id, uid, partition, version, uses, admitted'
+_GROUPS = """
+SELECT group_id, json_group_array(uid), json_group_array(seq), min(version), max(uses), max(used), max(admitted)
+FROM ({ready}) AS r WHERE partition = 'usual' GROUP BY group_id HAVING NOT EXISTS
+(SELECT 1 FROM samples m {barred})"""
+_WAITING = f"{_READY}, NULL AS used FROM samples WHERE state = 'admitted' AND changed <= :step"
+# INDEXED BY and CROSS JOIN (left before right) keep SQLite, which has no statistics here, from scanning whole tables.
+_DRAWABLE_GROUPS = _GROUPS.format(
+  ready=f'{_WAITING} AND version >= :oldest UNION ALL {_READY}, changed FROM samples INDEXED BY samples_used '
+  "WHERE state = 'trained' AND uses < :max_uses AND changed < :step AND version >= :oldest",
+  barred="WHERE m.group_id = r.group_id AND (m.state IN ('issued', 'stored') OR m.changed > :step OR "
+  "(m.state IN ('admitted', 'trained') AND m.version < :oldest) OR "
+  "(m.state = 'trained' AND (m.uses >= :max_uses OR m.changed = :step)))",
+)
+_WAITING_GROUPS = _GROUPS.format(
+  ready=_WAITING,
+  barred='LEFT JOIN segment_rows b ON b.uid = m.uid AND b.attempt = m.attempt '
+  "WHERE m.group_id = r.group_id AND (m.state IN ('issued', 'stored') OR m.changed > :step OR b.uid IS NOT NULL)",
+)
+_SEALED = """
+SELECT group_id, uid FROM samples s JOIN segment_rows r USING (uid, attempt)
+WHERE partition = 'usual' AND state IN ('admitted', 'trained') ORDER BY s.seq"""
+
+
+def drawable(db: sqlite3.Connection, *, step: int, max_uses: int, oldest_version: int | None) -> list[Group]:
+  """See `ReplayStore.candidates`."""
+  oldest = 0 if oldest_version is None else oldest_version
+  return _groups(db.execute(_DRAWABLE_GROUPS, {'step': step, 'max_uses': max_uses, 'oldest': oldest}))
+
+
+def to_evict(
+  db: sqlite3.Connection, *, before_version: int | None, capacity: int | None, step: int
+) -> dict[str, list[str]]:
+  """Samples that expire, by the reason; see `ReplayStore.evict`."""
+  waiting = _groups(db.execute(_WAITING_GROUPS, {'step': step}))
+  waiting.sort(key=lambda group: (group.version, group.admitted, group.issued))
+  old = [group for group in waiting if before_version is not None and group.version < before_version]
+  kept = waiting[len(old) :]
+  over = [] if capacity is None else kept[: max(len(kept) - capacity, 0)]
+  uids = lambda groups: [uid for group in groups for uid in group.uids]
+  return {'version': uids(old), 'capacity': uids(over)}
+
+
+def sealed(db: sqlite3.Connection) -> list[list[str]]:
+  """See `ReplayStore.sealed`."""
+  found: dict[str, list[str]] = {}
+  for group, uid in db.execute(_SEALED):
+    found.setdefault(group, []).append(uid)
+  return [*found.values()]
+
+
+def _groups(rows: Iterable[tuple]) -> list[Group]:
+  """What the queries found, in the order of issue."""
+  found = []
+  for group_id, uids, seqs, *rest in rows:
+    members = sorted(zip(json.loads(seqs), json.loads(uids)))
+    found.append(Group(group_id, tuple(uid for _, uid in members), *rest, members[0][0]))
+  return sorted(found, key=lambda group: group.issued)

@@ -1,0 +1,116 @@
+"""Mathematical expressions and LaTeX, compared by math-verify behind guards against hedged and hostile answers."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+from jaxrl_llm.rewards.answers.extraction import candidates, collapse
+from jaxrl_llm.rewards.answers.numbers import MAGNITUDE, numbers_agree, parse_number
+
+
+@functools.cache
+def _math_verify() -> Callable[[str], list[Any]]:
+  # Imported here: sympy takes a third of a second, which every launch script would pay. The workers preload it.
+  import math_verify
+
+  # It warns in each process that its own timeouts are off. They must be (they use SIGALRM); the pool's deadline kills.
+  logging.getLogger('math_verify').setLevel(logging.ERROR)
+  targets = [math_verify.LatexExtractionConfig(boxed_match_priority=0), math_verify.ExprExtractionConfig()]
+  return functools.partial(math_verify.parse, extraction_config=targets, parsing_timeout=None)
+
+
+@functools.lru_cache(maxsize=64)
+def parse_latex(text: str) -> tuple[Any, ...]:
+  """What math-verify makes of the text: an expression of sympy and the text that it was read from, or nothing."""
+  return tuple(_math_verify()(rf'\boxed{{{text}}}'))
+
+
+def _latex_equal(truth: str, answer: str) -> bool:
+  import math_verify
+
+  return math_verify.verify(list(parse_latex(truth)), list(parse_latex(answer)), timeout_seconds=None)
+
+
+_SEPARATORS = re.compile(
+  r'\\(?:vee|wedge|lor|land|cup|cap|pm|mp|to|implies|iff|equiv|[a-zA-Z]*arrow|\\)|\b(?:or|and)\b|\.\s|[;\n|]'
+)
+_RELATIONS = re.compile(r'\\(?:geq?|leq?|geqslant|leqslant|neq?|lt|gt|approx|sim|simeq|not|neg)(?![a-zA-Z])|[<>≤≥≠≈~¬]')
+_COMMANDS = re.compile(r'\\[a-zA-Z]+')
+_EXPLOSIVE = re.compile(
+  r'\d\s*[)}]*\s*(?:\^|\*\*)\s*[({]*\s*-?\d+\s*[)}]*\s*(?:\^|\*\*)'  # a power of numbers raised to a power
+  r'|(?:\^|\*\*)\s*[({]*\s*-?\d{5}|\d{5}\s*!|!\s*[)}]*\s*!|\d{400}|[eE][-+]?\d{4}'
+)
+
+MAX_DEPTH = 40
+"""Brackets within brackets of an expression: parsers of LaTeX take seconds for a hundred."""
+_BASE = re.compile(r'(?<![a-zA-Z])\d(?:\})*_\{?(\d+)')
+_ARGUMENTS = re.compile(r'_\{[^{}]*\}|_\w|(?<=[a-zA-Z])(?:\\left)?\([^()]*\)')
+_RECKONED = re.compile(r'(?=.*\d)(?=.*[a-zA-Z])|\\sqrt', re.DOTALL)
+"""The left side of `2x = 42` or `x + 1 = 42`, which is not the name of what is on the right."""
+_SPACES = re.compile(r'\\(?:left|right)(?![a-zA-Z])|[,\s]')
+
+
+def explodes(text: str) -> bool:
+  """Whether evaluation could need hours: towers of numbers, exponents or factorials of five digits, nested factorials,
+  brackets within brackets without end.
+
+  Such an answer is none, unless it is the truth as written. What else never ends meets the pool's deadline.
+  """
+  depths = itertools.accumulate(1 if mark in '([{' else -1 for mark in text if mark in '([{)]}')
+  return max(depths, default=0) > MAX_DEPTH or _EXPLOSIVE.search(_SPACES.sub('', text)) is not None
+
+
+def unboxed(answer: str) -> str:
+  """`42` for `$\\boxed{42}$`; other text as it is."""
+  inner = answer.strip().strip('$').strip()
+  found = candidates(inner, 'boxed')
+  return found[0] if len(found) == 1 and inner.startswith(r'\boxed') and inner.endswith('}') else answer
+
+
+def _brackets(text: str) -> str:
+  """The kind of bracket round a list: a set's or another; empty for what is no bracketed list."""
+  text = re.sub(r'\\(?:left|right)(?![a-zA-Z])', '', text).strip()
+  if ',' not in text:
+    return ''
+  return 'set' if text.startswith(r'\{') else 'tuple' if text.startswith(('(', '[', r'\langle')) else ''
+
+
+def latex_agree(truth: str, answer: str) -> bool:
+  """Whether two pieces of LaTeX mean the same, by math-verify, behind guards against hedged answers.
+
+  math-verify takes the last side of `41 = 42` and of `41 \\vee 42`, and `(1, 2)` for `\\{1, 2\\}`. Here a separator
+  that the truth has not is a second answer, a relation (`\\geq 42`) is no value, each side of an equation that holds no
+  variable has to agree, the first one is no sum with the unknown in it (`x + 1 = 42`), the base of a number counts
+  (`101_3`), and brackets tell.
+  """
+  truth, answer = (unboxed(text).strip().strip('$').strip() for text in (truth, answer))
+  if collapse(truth) == collapse(answer):
+    return True
+  numbers = parse_number(truth), parse_number(answer)
+  if numbers[0] is not None and numbers[1] is not None:
+    # math-verify drops the word of `5 \text{ million}`.
+    loose = not explodes(answer) and not MAGNITUDE.search(truth + answer)
+    return numbers_agree(*numbers) or (loose and _latex_equal(truth, answer))
+  if explodes(answer):
+    return False
+  if '$' in answer or r'\boxed' in answer or set(_SEPARATORS.findall(answer)) - set(_SEPARATORS.findall(truth)):
+    return False
+  if _RELATIONS.search(answer) and not _RELATIONS.search(truth):
+    return False
+  if {_brackets(truth), _brackets(answer)} == {'set', 'tuple'}:
+    return False
+  bases = set(_BASE.findall(_SPACES.sub('', answer)))
+  if bases and bases != (set(_BASE.findall(_SPACES.sub('', truth))) or {'10'}):
+    return False
+  if '=' in answer and '=' not in truth:
+    if _RECKONED.search(_ARGUMENTS.sub('', answer.partition('=')[0])):
+      return False
+    sides = [side for side in answer.split('=') if not re.search('[a-zA-Z]', _COMMANDS.sub('', side))]
+    if not all(side.strip() and _latex_equal(truth, side) for side in sides):
+      return False
+  return _latex_equal(truth, answer)

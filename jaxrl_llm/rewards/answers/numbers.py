@@ -1,0 +1,110 @@
+"""Numbers as people write them, read exactly.
+
+Invariant: a text that is not one number in a known form is no number; nothing is computed that its length does not
+bound (exponents have at most three digits).
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+
+class Number(NamedTuple):
+  value: Fraction
+  """As written: 42 for `42%`."""
+  percent: bool
+
+
+MAX_DIGITS = 200
+"""A number of more characters is none."""
+
+_MAGNITUDES = {
+  'dozen': 12,
+  'hundred': 100,
+  'thousand': 10**3,
+  'million': 10**6,
+  'billion': 10**9,
+  'trillion': 10**12,
+}
+MAGNITUDE = re.compile(rf'\b(?:{"|".join(_MAGNITUDES)})\b')
+_POWER = r'10\s*(?:\^|\*\*)\s*(?:\{{\s*(?P<{0}>[-+]?\d{{1,3}})\s*\}}|(?P<{1}>[-+]?\d{{1,3}}))'
+_NUMBER = re.compile(
+  rf"""(?P<sign>[-+])?\s* [$€£¥]?\s* (?P<inner>[-+])?\s*
+  (?:
+    {_POWER.format('tens', 'tens_bare')}
+  | (?P<mixed>\d+(?=\s|\\))?\s* (?: (?P<a>\d+)\s*/\s*(?P<b>\d+)
+      | \\[dt]?frac\s* (?: \{{\s*(?P<c>-?\d+)\s*\}}\s*\{{\s*(?P<d>\d+)\s*\}} | (?P<e>\d)\s*(?P<f>\d) ) )
+  | (?P<whole>\d{{1,3}}(?:,\d{{3}})+|\d*) (?:\.(?P<part>\d*))? (?:[eE](?P<exponent>[-+]?\d{{1,3}}))?
+    (?:\s*(?:\\times|\\cdot|[×·*x])\s*{_POWER.format('times', 'times_bare')})?
+  )
+  (?:\s*(?P<magnitude>{'|'.join(_MAGNITUDES)})\b)?
+  (?:\s*(?P<percent>%|per\ ?cent\b))?
+  \s*[$€£¥]?""",
+  re.ASCII | re.VERBOSE,
+)
+_NOISE = (
+  ('\u2212', '-'), ('{,}', ','), (r'\!', ''), (r'\,', ''), (r'\;', ''), (r'\:', ''), (r'\ ', ' '), ('~', ' '),
+  (r'\%', '%'), (r'\$', '$'), ('\u00a0', ' '), ('\u202f', ' '),
+)  # fmt: skip
+_WORDS = re.compile(r'\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|operatorname|mbox|rm)\s*\{([^{}]*)\}')
+
+
+def plain(text: str) -> str:
+  """The text without LaTeX's spaces and text commands, math delimiters, bold marks and a final stop."""
+  for old, new in _NOISE:
+    text = text.replace(old, new)
+  text = _WORDS.sub(r'\1', text).strip()
+  text = text.removeprefix('**').removesuffix('**').strip('`').rstrip('.').strip()
+  for left, right in (('$$', '$$'), ('$', '$'), (r'\(', r'\)'), (r'\[', r'\]')):
+    if len(text) > len(left + right) and text.startswith(left) and text.endswith(right):
+      text = text[len(left) : -len(right)].strip()
+  return text.rstrip('.').strip()
+
+
+def split_number(text: str) -> tuple[Number, str] | None:
+  """The number that a `plain` text begins with, and what follows it; None if it begins with none."""
+  match = _NUMBER.match(text)
+  if not match or len(match.group()) > MAX_DIGITS or (match['sign'] and match['inner']):
+    return None
+  sign = -1 if '-' in (match['sign'], match['inner']) else 1
+  scale = Fraction(_MAGNITUDES[match['magnitude']] if match['magnitude'] else 1) * sign
+  percent = bool(match['percent'])
+  if tens := match['tens'] or match['tens_bare']:
+    return Number(scale * Fraction(10) ** int(tens), percent), text[match.end() :]
+  if denominator := match['b'] or match['d'] or match['f']:
+    if int(denominator) == 0:
+      return None
+    fraction = Fraction(int(match['a'] or match['c'] or match['e']), int(denominator))
+    return Number(scale * (int(match['mixed'] or 0) + fraction), percent), text[match.end() :]
+  if not (match['whole'] or match['part']):
+    return None
+  digits = match['whole'].replace(',', '') + (match['part'] or '')
+  exponent = int(match['exponent'] or 0) - len(match['part'] or '')
+  exponent += int(match['times'] or match['times_bare'] or 0)
+  return Number(scale * int(digits) * Fraction(10) ** exponent, percent), text[match.end() :]
+
+
+def parse_number(text: str) -> Number | None:
+  """The one number that the whole text is, exactly; None if it is anything else (two numbers, a word, a NaN).
+
+  Reads signs, thousands separators in groups of three, decimals, exponents of up to three digits (`1e3`, `10^3`,
+  `2 \\times 10^{3}`), fractions and mixed numbers (plain or LaTeX), magnitudes (`3 million`), percent, a currency sign;
+  math delimiters, LaTeX's text commands and spaces, bold marks and a final stop are ignored.
+  """
+  found = split_number(plain(text))
+  return found[0] if found and not found[1] else None
+
+
+def numbers_agree(truth: Number, answer: Number, *, absolute: float = 0.0, relative: float = 0.0) -> bool:
+  """Whether the numbers are equal within the tolerance.
+
+  p% is p/100. Where only one of the two carries the sign, the numbers as written may agree as well: references to
+  questions like "what percentage …" often leave it out.
+  """
+  close = lambda t, a: abs(t - a) <= max(Fraction(absolute), Fraction(relative) * abs(t))
+  if truth.percent == answer.percent:
+    return close(truth.value, answer.value)
+  scaled = [number.value / 100 if number.percent else number.value for number in (truth, answer)]
+  return close(truth.value, answer.value) or close(*scaled)

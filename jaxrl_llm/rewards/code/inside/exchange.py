@@ -1,0 +1,76 @@
+"""Calls between two processes that do not trust each other, either of which may call back while it is called.
+
+Invariant: a peer lets the other one do what its `answer` names and nothing more, whatever the messages are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .channel import Channel
+from .values import Unreadable, decode, encode
+
+Message = Mapping[str, Any]
+
+
+class Peer:
+  """One end: what it has lent to the other by number, and whose numbers it was lent.
+
+  Args:
+    channel: to the other end.
+    answer: does what a request asks for, and says what to reply.
+    proxy: makes of the other's `{'ref': number, …}` what stands for that object here.
+  """
+
+  def __init__(self, channel: Channel, answer: Callable[[Message], Message], proxy: Callable[[Message], Any]):
+    self._channel, self._answer, self._proxy = channel, answer, proxy
+    self._lent: list[Any] = []
+    self._numbers: dict[int, int] = {}
+    self._borrowed: dict[int, int] = {}
+
+  def ask(self, request: Message) -> Message:
+    """Sends a request and returns its reply, answering the other's requests meanwhile."""
+    self._channel.send(request)
+    while True:
+      message = self._channel.receive()
+      if not isinstance(message, dict):
+        raise Unreadable('a message is no object')
+      if 'do' not in message:
+        return message
+      self._channel.send(self._answer(message))
+
+  def serve(self) -> None:
+    """Answers until the other end is gone (Closed)."""
+    while True:
+      self._channel.send(self._answer(self._channel.receive()))
+
+  def pack(self, value: Any, describe: Callable[[Any], Message]) -> Any:
+    """The value as a message; `describe` what else is told of an object that is lent."""
+
+    def refer(thing: Any) -> dict[str, Any]:
+      if id(thing) in self._borrowed:
+        return {'yours': self._borrowed[id(thing)]}
+      if id(thing) not in self._numbers:
+        self._numbers[id(thing)] = len(self._lent)
+        self._lent.append(thing)  # Kept, so that its id stays its own.
+      return {'ref': self._numbers[id(thing)], **describe(thing)}
+
+    return encode(value, refer)
+
+  def unpack(self, message: Any) -> Any:
+    return decode(message, self._resolve)
+
+  def lent(self, number: int) -> Any:
+    if not isinstance(number, int) or not 0 <= number < len(self._lent):
+      raise Unreadable(f'no object {number!r}')
+    return self._lent[number]
+
+  def borrow(self, number: int, proxy: Any) -> None:
+    """Notes that `proxy` stands for the other's object; it is kept by who made it."""
+    self._borrowed[id(proxy)] = number
+
+  def _resolve(self, message: Message) -> Any:
+    if 'yours' in message:
+      return self.lent(message['yours'])
+    return self._proxy(message)

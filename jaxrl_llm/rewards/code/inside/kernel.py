@@ -1,0 +1,135 @@
+"""System calls that Python has no function for, and what a sandboxed process gives up for good."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import struct
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC = 1, 2, 4, 8, 32, 0x1000, 0x4000
+MS_PRIVATE = 1 << 18
+MNT_DETACH = 2
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 4, 22, 24
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+_SECCOMP_MODE_FILTER = 2
+_CAPABILITY_VERSION = 0x20080522
+
+_ARCHITECTURES = {'x86_64': 0xC000003E, 'aarch64': 0xC00000B7}
+_DENIED = {
+  # Memory that no limit counts, other ways into the kernel, and other processes.
+  'x86_64': {
+    'shmget': 29, 'ptrace': 101, 'pivot_root': 155, 'chroot': 161, 'mount': 165, 'umount2': 166, 'swapon': 167,
+    'add_key': 248, 'request_key': 249, 'keyctl': 250, 'unshare': 272, 'perf_event_open': 298, 'setns': 308,
+    'process_vm_readv': 310, 'process_vm_writev': 311, 'memfd_create': 319, 'bpf': 321, 'userfaultfd': 323,
+    'msgget': 68,
+  },
+  'aarch64': {
+    'shmget': 194, 'ptrace': 117, 'pivot_root': 41, 'chroot': 51, 'mount': 40, 'umount2': 39, 'swapon': 224,
+    'add_key': 217, 'request_key': 218, 'keyctl': 219, 'unshare': 97, 'perf_event_open': 241, 'setns': 268,
+    'process_vm_readv': 270, 'process_vm_writev': 271, 'memfd_create': 279, 'bpf': 280, 'userfaultfd': 282,
+    'msgget': 186,
+  },
+}  # fmt: skip
+_DENIED_EVERYWHERE = {
+  'io_uring_setup': 425, 'io_uring_enter': 426, 'io_uring_register': 427, 'open_tree': 428, 'move_mount': 429,
+  'fsopen': 430, 'pidfd_getfd': 438, 'mount_setattr': 442, 'memfd_secret': 447,
+}  # fmt: skip
+
+
+def _check(result: int, what: str) -> None:
+  if result < 0:
+    number = ctypes.get_errno()
+    raise OSError(number, f'{what}: {os.strerror(number)}')
+
+
+def unshare(flags: int) -> None:
+  _check(_libc.unshare(flags), 'unshare')
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+  encode = lambda text: None if text is None else text.encode()
+  result = _libc.mount(encode(source), encode(target), encode(kind), ctypes.c_ulong(flags), encode(data))
+  _check(result, f'mount {target}')
+
+
+def bind(source: str, target: str) -> None:
+  """With all that is mounted below it."""
+  mount(source, target, None, MS_BIND | MS_REC)
+
+
+def make_read_only(path: str, *, recursive: bool) -> None:
+  """With or without what is mounted below it (mount_setattr, Linux 5.12)."""
+  attributes = struct.pack('=QQQQ', MS_RDONLY | MS_NOSUID, 0, 0, 0)
+  flags, here = 0x8000 if recursive else 0, -100
+  result = _libc.syscall(442, here, path.encode(), flags, attributes, ctypes.c_size_t(len(attributes)))
+  _check(result, f'mount_setattr {path}')
+
+
+def change_root(path: str) -> None:
+  """Makes `path` the root, and leaves nothing of the old one."""
+  os.chdir(path)
+  number = {'x86_64': 155, 'aarch64': 41}.get(platform.machine())
+  if number is None:
+    raise OSError(f'no pivot_root for {platform.machine()}')
+  _check(_libc.syscall(number, b'.', b'.'), 'pivot_root')
+  _check(_libc.umount2(b'.', MNT_DETACH), 'umount2')
+  os.chdir('/')
+
+
+def _prctl(option: int, value: int) -> None:
+  _check(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f'prctl {option}')
+
+
+def die_with_parent(signal: int) -> None:
+  _prctl(_PR_SET_PDEATHSIG, signal)
+
+
+def adopt_orphans() -> None:
+  _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def set_inspectable(inspectable: bool) -> None:
+  """Whether processes of the same user may read this one's memory and descriptors."""
+  _prctl(_PR_SET_DUMPABLE, int(inspectable))
+
+
+def gain_nothing() -> None:
+  """No later exec gives privileges."""
+  _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def drop_capabilities() -> None:
+  for number in range(64):
+    if _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(number), 0, 0, 0) < 0:
+      break
+  header, nothing = struct.pack('=Ii', _CAPABILITY_VERSION, 0), struct.pack('=IIIIII', *[0] * 6)
+  _check(_libc.capset(header, nothing), 'capset')
+
+
+def deny_calls() -> None:
+  """A seccomp filter: the calls above fail with EPERM, those of another architecture kill."""
+  machine = platform.machine()
+  if machine not in _ARCHITECTURES:
+    return
+  denied = sorted({**_DENIED[machine], **_DENIED_EVERYWHERE}.values())
+  load, equal, at_least, answer = 0x20, 0x15, 0x35, 0x06
+  errno_eperm, kill, allow = 0x00050001, 0x80000000, 0x7FFF0000
+  program = [
+    (load, 0, 0, 4),
+    (equal, 1, 0, _ARCHITECTURES[machine]),
+    (answer, 0, 0, kill),
+    (load, 0, 0, 0),
+    (at_least, len(denied) + 1, 0, 0x40000000),  # The x32 numbers.
+    *((equal, len(denied) - i, 0, number) for i, number in enumerate(denied)),
+    (answer, 0, 0, allow),
+    (answer, 0, 0, errno_eperm),
+  ]
+  instructions = ctypes.create_string_buffer(b''.join(struct.pack('=HBBI', *step) for step in program))
+  header = struct.pack('@HP', len(program), ctypes.addressof(instructions))
+  result = _libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), ctypes.c_char_p(header), 0, 0)
+  _check(result, 'seccomp')

@@ -1,0 +1,372 @@
+"""The first process of a sandbox: runs one program under limits, and tells the outside how it ended.
+
+Invariants: it runs nothing that is untrusted itself, and no process of the sandbox outlives it; it ends when the
+outside closes the control socket. The program's process holds no descriptor but its own input and output and the
+socket on which it answers, is forked before the tests arrive, and cannot look into its parent or into the tests'
+process (neither is inspectable). Outputs that are wanted never come in: the outside compares.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from . import kernel
+from .candidate import Candidate, lines_of, run_program
+from .channel import Channel, Closed
+from .examiner import Examiner
+
+_RAISED, _NO_MEMORY = 101, 102
+"""Exit codes by which the program's process says what it raised. A program may lie about that, for nothing."""
+_LOOK_S = 0.02
+"""Seconds between looks at how many processes there are and what memory they hold."""
+_LAST_WORDS_S = 1.0
+"""Seconds that a program's process may take to end after it has hung up on its tests."""
+_REPORT_BYTES = 64 << 20
+_TAIL = 2000
+"""Characters of the standard error that are kept."""
+_PAGE = os.sysconf('SC_PAGE_SIZE')
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """As `sandbox.Limits`."""
+
+  wall_s: float
+  cpu_s: int
+  memory_bytes: int
+  processes: int
+  files: int
+  file_bytes: int
+  output_bytes: int
+
+
+class _Pipe:
+  """What is written into it, up to a limit."""
+
+  def __init__(self, limit: int):
+    self.reader, self.writer = os.pipe()
+    os.set_blocking(self.reader, False)
+    self.data, self.open, self._limit = bytearray(), True, limit
+
+  @property
+  def full(self) -> bool:
+    return len(self.data) > self._limit
+
+  def read(self) -> None:
+    """Takes what is there."""
+    with contextlib.suppress(BlockingIOError):
+      while self.open and not self.full:
+        part = os.read(self.reader, 1 << 16)
+        self.data += part
+        self.open = bool(part)
+
+  def text(self) -> str:
+    return self.data[: self._limit].decode(errors='replace')
+
+
+class Supervisor:
+  def __init__(self, control: Channel, *, alone: bool):
+    """
+    Args:
+      control: to the outside.
+      alone: whether this is the first process of its own PID namespace.
+    """
+    self._control, self._alone = control, alone
+    self._deadline = 0.0
+
+  def run(self) -> None:
+    """Serves one program; ends with Closed when the outside is done with it."""
+    self._control.send({'ready': True})
+    task = self._control.receive()
+    self._limits = Limits(**task['limits'])
+    self._deadline = time.monotonic() + self._limits.wall_s
+    if task['form'] == 'tests':
+      self._control.send(self._run_tests(task['program']))
+    while True:
+      given = self._control.receive()
+      self._control.send(self._run_once(task['program'], given['stdin']))
+
+  def _run_once(self, program: str, stdin: str) -> dict[str, Any]:
+    given = os.memfd_create('stdin')
+    with open(given, 'wb', closefd=False) as file:
+      file.write(stdin.encode('utf-8', 'surrogatepass'))
+    os.lseek(given, 0, os.SEEK_SET)
+    output, error = (_Pipe(self._limits.output_bytes) for _ in range(2))
+    pid = self._fork(lambda: run_program(program, '__main__'), stdin=given, stdout=output, stderr=error)
+    os.close(given)
+    run = _Run(self._limits, self._deadline, [output, error], control=self._control, alone=self._alone)
+    run.wait_for(pid)
+    run.finish()
+    return {**run.ended[pid], 'stdout': output.text(), 'stderr': error.text()[-_TAIL:]}
+
+  def _run_tests(self, program: str) -> dict[str, Any]:
+    output, errors = (_Pipe(self._limits.output_bytes) for _ in range(2))
+    theirs, ours = socket.socketpair()
+
+    def serve() -> None:
+      namespace = run_program(program, 'program')
+      with contextlib.suppress(Closed):
+        Candidate(Channel(theirs), namespace).serve()
+
+    candidate = self._fork(serve, stdout=output, stderr=errors, keep=(theirs.fileno(),))
+    theirs.close()
+    tests = self._control.receive()  # Not before: the program's process has a copy of what was known when it began.
+    report = _Pipe(_REPORT_BYTES)
+
+    def examine() -> None:
+      examiner = Examiner(Channel(ours), tests['entry_point'])
+      with open(report.writer, 'w', closefd=False) as file:
+        for passed in examiner.run(tests['tests']):
+          print(json.dumps([passed, examiner.error]), file=file, flush=True)
+
+    examining = self._fork(examine, stdout=report, keep=(ours.fileno(), report.writer), untrusted=False)
+    ours.close()
+    run = _Run(self._limits, self._deadline, [output, errors, report], control=self._control, alone=self._alone)
+    run.wait_for(examining)
+    lines = [json.loads(line) for line in report.data.splitlines(keepends=True) if line.endswith(b'\n')]
+    error = lines[-1][1] if lines else None
+    finished = run.ended[examining]['ended'] == 'ok'
+    if finished and error and error['gone']:
+      run.wait_for(candidate, _LAST_WORDS_S)
+    run.finish()
+    # Tests that did not finish were killed, or met a limit themselves.
+    ended = run.ended.get(candidate, {'ended': 'ok'}) if finished else run.ended[examining]
+    return {**ended, 'passed': [passed for passed, _ in lines], 'error': error, 'stderr': errors.text()[-_TAIL:]}
+
+  def _fork(
+    self,
+    work: Callable[[], Any],
+    *,
+    stdout: _Pipe,
+    stderr: _Pipe | None = None,
+    stdin: int | None = None,
+    keep: tuple[int, ...] = (),
+    untrusted: bool = True,
+  ) -> int:
+    pid = os.fork()
+    if pid:
+      for pipe in (stdout, stderr):
+        if pipe:
+          os.close(pipe.writer)
+      return pid
+    code = 1
+    try:
+      null = os.open('/dev/null', os.O_RDWR)
+      os.dup2(null if stdin is None else stdin, 0)
+      os.dup2(stdout.writer if untrusted else null, 1)
+      os.dup2(stderr.writer if stderr else null, 2)
+      _close_all_but({0, 1, 2, *keep})
+      self._confine(untrusted)
+      code = _exit_code(work)
+    finally:
+      os._exit(code)
+
+  def _confine(self, untrusted: bool) -> None:
+    limits = self._limits
+    kernel.die_with_parent(signal.SIGKILL)
+    os.setsid()
+    for name, soft, hard in (
+      ('CPU', limits.cpu_s, limits.cpu_s + 1),
+      ('AS', limits.memory_bytes, limits.memory_bytes),
+      ('NOFILE', limits.files, limits.files),
+      ('FSIZE', limits.file_bytes, limits.file_bytes),
+      ('CORE', 0, 0),
+      ('MSGQUEUE', 0, 0),
+      ('MEMLOCK', 0, 0),
+    ):
+      _limit(name, soft, hard)
+    if self._alone:  # Elsewhere the user's other processes would count.
+      _limit('NPROC', limits.processes, limits.processes)
+    kernel.gain_nothing()
+    kernel.set_inspectable(untrusted)
+    kernel.deny_calls()
+
+
+class _Run:
+  """The processes of one run, from their start until none is left."""
+
+  def __init__(self, limits: Limits, deadline: float, pipes: list[_Pipe], *, control: Channel, alone: bool):
+    self.ended: dict[int, dict[str, Any]] = {}
+    """How processes ended, by number."""
+    self._limits, self._deadline, self._control, self._alone = limits, deadline, control, alone
+    self._pipes = {pipe.reader: pipe for pipe in pipes}
+    self._reason: str | None = None
+    """The limit for which all were killed."""
+    self._poll = select.poll()
+    for descriptor in (*self._pipes, control.socket.fileno()):
+      self._poll.register(descriptor, select.POLLIN)
+
+  def wait_for(self, pid: int, seconds: float = math.inf) -> None:
+    """Until the process has ended, or so long. Raises Closed if the outside hangs up meanwhile."""
+    until = time.monotonic() + seconds
+    while pid not in self.ended and time.monotonic() < until:
+      self._read(pid)
+      reason = self._exceeded()
+      if reason and self._reason is None:
+        self._reason = reason
+        self._kill_all()
+      self._reap()
+    for pipe in self._pipes.values():  # It may have written since the last look, and then ended.
+      pipe.read()
+      if pipe.full and pid in self.ended:
+        self.ended[pid] = {'ended': 'output'}
+
+  def finish(self) -> None:
+    """Kills what is left, and returns when nothing is."""
+    self._kill_all()
+    while self._reap():
+      time.sleep(0.001)
+      self._kill_all()
+    for pipe in self._pipes.values():
+      pipe.read()
+      os.close(pipe.reader)
+
+  def _read(self, pid: int) -> None:
+    """Waits for outputs, or for the end of the process, a moment at most."""
+    process = os.pidfd_open(pid)
+    self._poll.register(process, select.POLLIN)
+    try:
+      for descriptor, _ in self._poll.poll(_LOOK_S * 1000):
+        if descriptor == self._control.socket.fileno():
+          raise Closed('the outside has hung up')
+        if descriptor in self._pipes:
+          self._pipes[descriptor].read()
+          if not self._pipes[descriptor].open:
+            self._poll.unregister(descriptor)
+    finally:
+      self._poll.unregister(process)
+      os.close(process)
+
+  def _exceeded(self) -> str | None:
+    """The limit that all processes together have exceeded."""
+    if any(pipe.full for pipe in self._pipes.values()):
+      return 'output'
+    if time.monotonic() > self._deadline:
+      return 'wall'
+    processes = self._processes()
+    if len(processes) > self._limits.processes + 2:
+      return 'processes'
+    return 'memory' if sum(map(_resident_bytes, processes)) > self._limits.memory_bytes else None
+
+  def _reap(self) -> bool:
+    """Collects who has ended; whether there are any left."""
+    while True:
+      try:
+        pid, status, usage = os.wait4(-1, os.WNOHANG)
+      except ChildProcessError:
+        return False
+      if pid == 0:
+        return True
+      self.ended[pid] = {'ended': self._reason} if self._reason else self._ending(status, usage)
+
+  def _ending(self, status: int, usage: resource.struct_rusage) -> dict[str, Any]:
+    code = os.waitstatus_to_exitcode(status)
+    used = usage.ru_utime + usage.ru_stime
+    if -code == signal.SIGXCPU or (-code == signal.SIGKILL and used >= self._limits.cpu_s):
+      return {'ended': 'cpu'}
+    if code < 0:
+      return {'ended': 'signal', 'code': -code}
+    named = {0: 'ok', _RAISED: 'exception', _NO_MEMORY: 'memory'}
+    return {'ended': named.get(code, 'exit'), 'code': code}
+
+  def _processes(self) -> list[int]:
+    """All of the sandbox but this one."""
+    if not self._alone:
+      return _descendants(os.getpid())
+    with contextlib.suppress(OSError):  # Where no /proc could be mounted.
+      return [int(name) for name in os.listdir('/proc') if name.isdecimal() and int(name) != os.getpid()]
+    return []
+
+  def _kill_all(self) -> None:
+    if self._alone:  # All at once, also those that fork meanwhile.
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+      return
+    for pid in _descendants(os.getpid()):
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> list[int]:
+  found = []
+  with contextlib.suppress(OSError), open(f'/proc/{pid}/task/{pid}/children') as file:
+    for child in map(int, file.read().split()):
+      found += [child, *_descendants(child)]
+  return found
+
+
+def _resident_bytes(pid: int) -> int:
+  with contextlib.suppress(OSError, IndexError), open(f'/proc/{pid}/statm') as file:
+    return int(file.read().split()[1]) * _PAGE
+  return 0
+
+
+def _limit(name: str, soft: int, hard: int) -> None:
+  """Lowers a limit; what the process is granted less than that stays."""
+  number = getattr(resource, f'RLIMIT_{name}')
+  granted = resource.getrlimit(number)[1]
+  if granted != resource.RLIM_INFINITY:
+    soft, hard = min(soft, granted), min(hard, granted)
+  resource.setrlimit(number, (soft, hard))
+
+
+def _close_all_but(keep: set[int]) -> None:
+  below = -1
+  for descriptor in [*sorted(keep), 1 << 20]:
+    if descriptor > below + 1:  # An empty range would be taken for all there are.
+      os.closerange(below + 1, descriptor)
+    below = descriptor
+
+
+def _exit_code(work: Callable[[], Any]) -> int:
+  """Runs it as a program of its own, and says with which code that ends."""
+  sys.stdin, sys.stdout, sys.stderr = (
+    open(number, mode, encoding='utf-8', errors='backslashreplace', closefd=False)
+    for number, mode in enumerate(('r', 'w', 'w'))
+  )
+  code = 0
+  try:
+    work()
+  except SystemExit as error:
+    code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+  except BaseException as error:
+    code = _NO_MEMORY if isinstance(error, MemoryError) else _RAISED
+    print(lines_of(error), file=sys.stderr)
+  for thread in threading.enumerate():
+    if thread is not threading.current_thread() and not thread.daemon:
+      thread.join()
+  atexit._run_exitfuncs()
+  with contextlib.suppress(OSError):
+    sys.stdout.flush()
+    sys.stderr.flush()
+  return code & 0xFF
+
+
+def supervise(connection: socket.socket, *, alone: bool) -> None:
+  """Ends this process when the program has been run; never returns."""
+  try:
+    kernel.set_inspectable(False)
+    if not alone:
+      kernel.adopt_orphans()
+    Supervisor(Channel(connection), alone=alone).run()
+  except Closed:
+    pass
+  finally:
+    if not alone:
+      for pid in _descendants(os.getpid()):
+        os.kill(pid, signal.SIGKILL)
+    os._exit(0)

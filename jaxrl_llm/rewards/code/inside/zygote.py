@@ -1,0 +1,193 @@
+"""Forks sandboxes: a process with Python and the usual modules loaded, which runs no program itself.
+
+Invariant: each sandbox has user, process, mount, network, IPC, host name and cgroup namespaces of its own, a read-only
+root without the host's files, and no capability left when its supervisor begins.
+
+  python -I -S -c 'import sys; sys.path.append(DIRECTORY); from inside.zygote import main; main()' OPTIONS
+
+OPTIONS is a JSON object. Standard input is a socket: each message on it asks for one sandbox and carries the socket
+that becomes its control channel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+from . import kernel
+from .channel import Channel, Closed
+from .supervisor import supervise
+
+MODULES = (
+  *('array', 'bisect', 'calendar', 'cmath', 'collections', 'copy', 'dataclasses', 'datetime', 'decimal', 'enum'),
+  *('fractions', 'functools', 'hashlib', 'heapq', 'io', 'itertools', 'json', 'math', 'operator', 'random', 're'),
+  *('statistics', 'string', 'sys', 'textwrap', 'time', 'typing'),
+)
+"""Imported before any program asks for them."""
+_USER = 1000
+"""Inside."""
+_HOST_USER = 64123
+"""Outside, where this runs as root: the kernel does not limit root's processes."""
+_NAMESPACES = (
+  kernel.CLONE_NEWNS
+  | kernel.CLONE_NEWPID
+  | kernel.CLONE_NEWNET
+  | kernel.CLONE_NEWIPC
+  | kernel.CLONE_NEWUTS
+  | kernel.CLONE_NEWCGROUP
+)
+_DEVICES = ('null', 'zero', 'full', 'random', 'urandom')
+_ROOT = '/tmp'
+"""Where the root is put together: any directory that is there will do, it is covered in this process only."""
+
+
+def _become_user(outside: int, group: int) -> None:
+  """A user namespace in which this process's user is _USER, and it may do everything."""
+  kernel.unshare(kernel.CLONE_NEWUSER)
+  for name, text in (
+    ('setgroups', 'deny'),
+    ('uid_map', f'{_USER} {outside} 1'),
+    ('gid_map', f'{_USER} {group} 1'),
+  ):
+    with open(f'/proc/self/{name}', 'w') as file:
+      file.write(text)
+
+
+def _build_root(readable: list[str]) -> None:
+  """The root that all sandboxes have: read-only, with the directories `readable` at their own places."""
+  kernel.mount('none', '/', None, kernel.MS_REC | kernel.MS_PRIVATE)
+  kernel.mount('tmpfs', _ROOT, 'tmpfs', kernel.MS_NOSUID | kernel.MS_NODEV, 'mode=755,size=1m')
+  for path in readable:
+    target = f'{_ROOT}{path}'
+    if os.path.islink(path):
+      os.symlink(os.readlink(path), target)
+    elif os.path.isdir(path):
+      os.makedirs(target, exist_ok=True)
+      kernel.bind(path, target)
+    else:
+      _make_file(target)
+      kernel.bind(path, target)
+  for name in ('dev', 'etc', 'proc', 'tmp'):
+    os.makedirs(f'{_ROOT}/{name}', exist_ok=True)
+  for name in _DEVICES:
+    _make_file(f'{_ROOT}/dev/{name}')
+    kernel.bind(f'/dev/{name}', f'{_ROOT}/dev/{name}')
+  for name, target in (('fd', '/proc/self/fd'), ('stdin', 'fd/0'), ('stdout', 'fd/1'), ('stderr', 'fd/2')):
+    os.symlink(target, f'{_ROOT}/dev/{name}')
+  os.symlink('/tmp', f'{_ROOT}/dev/shm')
+  with open(f'{_ROOT}/etc/passwd', 'w') as file:
+    file.write(f'user:x:{_USER}:{_USER}::/tmp:/bin/sh\n')
+  # Complete, as the kernel permits a sandbox its own only beside one; each sandbox covers it.
+  kernel.bind('/proc', f'{_ROOT}/proc')
+  kernel.change_root(_ROOT)
+  kernel.make_read_only('/', recursive=False)
+  for path in [*readable, *(f'/dev/{name}' for name in _DEVICES)]:
+    if not os.path.islink(path):
+      kernel.make_read_only(path, recursive=True)
+
+
+def _make_file(path: str) -> None:
+  os.makedirs(os.path.dirname(path), exist_ok=True)
+  with open(path, 'w'):
+    pass
+
+
+def _enter(connection: socket.socket, tmp_bytes: int) -> None:
+  """In a fork: makes the namespaces, and a first process in them which supervises; never returns."""
+  _become_user(os.getuid(), os.getgid())
+  kernel.unshare(_NAMESPACES)
+  if os.fork():
+    os._exit(0)
+  socket.sethostname('sandbox')
+  kernel.mount(
+    'tmpfs', '/tmp', 'tmpfs', kernel.MS_NOSUID | kernel.MS_NODEV, f'size={tmp_bytes},nr_inodes=16384,mode=1777'
+  )
+  _mount_proc()
+  os.chdir('/tmp')
+  kernel.drop_capabilities()
+  supervise(connection, alone=True)
+
+
+def _mount_proc() -> None:
+  """A /proc of the sandbox's own processes; an empty directory where the kernel refuses that."""
+  quiet = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+  try:
+    kernel.mount('proc', '/proc', 'proc', quiet)
+  except OSError:
+    kernel.mount('tmpfs', '/proc', 'tmpfs', quiet | kernel.MS_RDONLY, 'size=0,mode=555')
+    return
+  for kind in ('user', 'mnt', 'pid', 'net', 'ipc', 'uts', 'cgroup'):
+    with contextlib.suppress(OSError), open(f'/proc/sys/user/max_{kind}_namespaces', 'w') as file:
+      file.write('0')
+  kernel.mount('none', '/proc', None, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | quiet)
+
+
+def _start(connection: socket.socket, tmp_bytes: int, *, isolated: bool) -> int:
+  pid = os.fork()
+  if pid:
+    return pid
+  try:
+    requests = os.open('/dev/null', os.O_RDWR)
+    for number in (0, 1):
+      os.dup2(requests, number)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if isolated:
+      _enter(connection, tmp_bytes)
+    supervise(connection, alone=False)
+  except OSError as error:
+    with contextlib.suppress(Closed):
+      Channel(connection).send({'failed': str(error)})
+  finally:
+    os._exit(1)
+
+
+def _serve(requests: socket.socket, options: dict[str, Any]) -> None:
+  """A sandbox for each request, until the owner is gone."""
+  signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The kernel reaps.
+  while True:
+    _, descriptors, _, _ = socket.recv_fds(requests, 1, 1)
+    if not descriptors:
+      return
+    with socket.socket(fileno=descriptors[0]) as connection:
+      _start(connection, options['tmp_bytes'], isolated=options['isolated'])
+
+
+def main() -> None:
+  options = json.loads(sys.argv[1])
+  requests = socket.socket(fileno=0)
+  sys.path = [path for path in sys.path if path != options['code']]
+  signal.pthread_sigmask(signal.SIG_SETMASK, [])
+  for name in MODULES:
+    importlib.import_module(name)
+  if options['once']:
+    supervise(requests, alone=True)
+  try:
+    if options['isolated']:
+      outside = os.getuid(), os.getgid()
+      if outside[0] == 0:
+        outside = _HOST_USER, _HOST_USER
+        kernel.unshare(kernel.CLONE_NEWNS)
+        _build_root(options['readable'])
+        os.setgroups([])
+        os.setresgid(*[outside[1]] * 3)
+        os.setresuid(*[outside[0]] * 3)
+        kernel.set_inspectable(True)  # As else /proc/self is root's.
+      else:
+        _become_user(*outside)
+        kernel.unshare(kernel.CLONE_NEWNS)
+        _build_root(options['readable'])
+    kernel.adopt_orphans()  # First processes of sandboxes too: not every host's init collects what it is left.
+  except OSError as error:
+    requests.sendall(str(error).encode())
+    return
+  gc.freeze()
+  requests.sendall(b'ready')
+  _serve(requests, options)

@@ -1,0 +1,62 @@
+"""What became of one call of a scorer: its verdicts, checked, or why there are none."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import traceback
+from collections.abc import Mapping, Sequence
+
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.experience.score import Status
+from jaxrl_llm.rewards.api import Verdict
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+  """Of one call, wherever it ran."""
+
+  status: Status = Status.OK
+  verdicts: tuple[Verdict, ...] = ()
+  """One for each attempt; none where the call failed."""
+  evidence: Mapping[str, Json] = dataclasses.field(default_factory=dict)
+  """Why a call failed."""
+  seconds: float = 0.0
+  overran: bool = False
+  """Whether it ran out of time, memory or stack."""
+
+
+def checked(verdicts: Sequence[Verdict], count: int) -> tuple[Verdict, ...]:
+  """`count` verdicts as plain floats and JSON. Raises TypeError or ValueError for anything else."""
+  if not isinstance(verdicts, Sequence):
+    raise TypeError(f'scorer returned {type(verdicts).__name__} for a group, wanted a tuple of Verdicts')
+  if len(verdicts) != count:
+    raise ValueError(f'scorer returned {len(verdicts)} verdicts for a group of {count}')
+  return tuple(map(_checked, verdicts))
+
+
+def _checked(verdict: Verdict) -> Verdict:
+  if not isinstance(verdict, Verdict):
+    raise TypeError(f'scorer returned {type(verdict).__name__}, wanted Verdict')
+  value = None if verdict.value is None else float(verdict.value)
+  parts = {name: float(part) for name, part in verdict.parts.items()}
+  turns = tuple(float(turn) for turn in verdict.turn_values)
+  if not all(math.isfinite(number) for number in (value or 0.0, *parts.values(), *turns)):
+    raise ValueError(f'scorer returned value {value}, parts {parts} and turns {turns}, wanted finite numbers')
+  evidence = json.loads(json.dumps(dict(verdict.evidence)))
+  return Verdict(value=value, parts=parts, turn_values=turns, evidence=evidence)
+
+
+def failed(raised: BaseException, seconds: float) -> Outcome:
+  """Of a scorer that raised."""
+  last = traceback.extract_tb(raised.__traceback__)[-1]
+  evidence = {'error': f'{type(raised).__name__}: {raised}'[:500], 'where': f'{last.filename}:{last.lineno}'}
+  overran = isinstance(raised, MemoryError | RecursionError)
+  return Outcome(status=Status.ERROR, evidence=evidence, seconds=seconds, overran=overran)
+
+
+def timed_out(deadline_s: float) -> Outcome:
+  """Of a scorer that was still at it at its deadline."""
+  evidence = {'error': f'ran past its deadline of {deadline_s:g} s'}
+  return Outcome(status=Status.TIMEOUT, evidence=evidence, seconds=deadline_s, overran=True)

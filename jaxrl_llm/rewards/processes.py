@@ -1,0 +1,247 @@
+"""Worker processes for scorers: killable, replaced when they die, more or fewer of them at any time.
+
+Invariants: every call ends in exactly one `Outcome`; a scorer that hangs, raises or takes its process down costs its
+own call and nothing else; no worker outlives the process that owns them.
+
+Start-up: a fork server imports the scorers' libraries once and forks each worker from there, so a killed worker is
+replaced in milliseconds. `multiprocessing` runs the main module's top level in every new worker: a script that uses
+them keeps its heavy imports under `if __name__ == '__main__':`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import multiprocessing
+import signal
+from collections.abc import Mapping
+from concurrent.futures.process import BrokenProcessPool
+
+import pebble
+from absl import logging
+
+from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.core.waits import bounded
+from jaxrl_llm.experience.score import Score, Status
+from jaxrl_llm.rewards import worker
+from jaxrl_llm.rewards.api import Attempt, PerGroup, Scorer, ScorerConfig
+from jaxrl_llm.rewards.outcome import Outcome, timed_out
+
+PRELOAD = (
+  'jaxrl_llm.rewards.worker',
+  'jaxrl_llm.rewards.answers.answer',
+  'jaxrl_llm.rewards.code.scorer',
+  'jaxrl_llm.rewards.verifier',
+  'math_verify',
+  'reasoning_gym',
+)
+"""What the fork server imports; a worker then has it for nothing."""
+
+START_DEADLINE_S = 120.0
+"""Of the fork server with its imports, and of a worker, on a busy machine."""
+
+CHECK_S = 1.0
+"""Seconds between looks at whether the pool still lives while a call is out."""
+
+MAX_BREAKS = 5
+"""Breaks of the whole pool, without an outcome in between, after which the run stops."""
+
+
+class Workers:
+  """Calls scorers in `count` processes; none at all where there are no scorers.
+
+  Attributes:
+    count: processes.
+  """
+
+  def __init__(
+    self,
+    scorers: Mapping[str, Scorer | PerGroup],
+    *,
+    count: int,
+    memory_limit_bytes: int,
+    longest_s: float,
+    counts: collections.Counter[str],
+  ):
+    """
+    Args:
+      longest_s: the longest deadline of a call.
+      counts: its `breaks` are how often all processes had to be started again.
+    """
+    self._scorers, self._memory_limit_bytes, self._longest_s = dict(scorers), memory_limit_bytes, longest_s
+    self.count, self._counts = count, counts
+    # Twice the workers: each has its next call waiting while the event loop is busy elsewhere.
+    self._slots = asyncio.Semaphore(2 * count)
+    self._changing = asyncio.Lock()
+    self._breaks_in_a_row = 0
+    self._pool: pebble.ProcessPool | None = None
+    self._old: dict[asyncio.Task, pebble.ProcessPool] = {}
+    """Pools that end their last calls, by the task that waits for it."""
+
+  async def start(self) -> None:
+    """Starts them, and returns when they answer."""
+    if not self._scorers:
+      return
+    self._pool = self._new_pool(self.count)
+    waits_for = 'scorer workers to start (do their modules import?)'
+    try:
+      future = await asyncio.to_thread(_first_call, self._pool)
+      wait = bounded(
+        self._settled(self._pool, asyncio.wrap_future(future)),
+        name='scorers_start',
+        owner='scorer pool',
+        waits_for=waits_for,
+        deadline_s=START_DEADLINE_S,
+      )
+      heavy = (await wait).result()
+    except BrokenProcessPool:
+      await self.close()
+      raise RunError(f'scorer pool: waited for {waits_for}, but they died; their errors are in the log above') from None
+    if heavy:
+      logging.warning(
+        'Scorer workers import %s: each new one costs that time and memory. Keep the heavy imports of the launch '
+        "script under `if __name__ == '__main__':`.",
+        ', '.join(heavy),
+      )
+
+  async def close(self) -> None:
+    """Kills them; a call that is still out raises RunError."""
+    for pool in self._old.values():
+      pool.stop()
+    await asyncio.gather(*self._old)
+    if self._pool is not None:
+      pool, self._pool = self._pool, None
+      await asyncio.to_thread(_stop, pool)
+
+  async def resize(self, count: int) -> None:
+    """From the next call on there are `count`; calls that are out end on the processes that they are on.
+
+    Raises:
+      RunError: they do not start; it stays with those that there are.
+    """
+    async with self._changing:
+      if count == self.count:
+        return
+      if self._pool is not None:
+        new = self._new_pool(count)
+        try:
+          await asyncio.to_thread(_first_call, new)
+        except BrokenProcessPool as error:
+          await asyncio.to_thread(_stop, new)
+          raise RunError(f'scorer pool: {count} workers do not start ({error}); it keeps {self.count}') from None
+        old, self._pool = self._pool, new
+        ending = asyncio.create_task(asyncio.to_thread(_end, old))
+        self._old[ending] = old
+        ending.add_done_callback(self._old.pop)
+      full, self._slots, self.count = self._slots, asyncio.Semaphore(2 * count), count
+      full.release()  # One by one, those that wait for it go over to the new one.
+
+  async def call(
+    self, config: ScorerConfig, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]
+  ) -> Outcome:
+    """One call of scorer `config.name`; of a group where the scorer is `PerGroup`, with the scores of each."""
+    outcome = None
+    while outcome is None:
+      slots = self._slots
+      async with slots:
+        if slots is self._slots:
+          outcome = await self._try(config, attempts, scores)
+    self._breaks_in_a_row = 0
+    return outcome
+
+  async def _try(self, config, attempts, scores) -> Outcome | None:
+    """None if the whole pool broke under the call: it has been replaced, and the call may be repeated."""
+    pool = self._pool
+    if pool is None:
+      raise RunError('scorer pool: score() was called before start() or after close()')
+    try:
+      future = asyncio.wrap_future(_schedule(pool, config, attempts, scores))
+      settled = await bounded(
+        self._settled(pool, future),
+        name='score',
+        owner=f'sample {attempts[0].uid}',
+        waits_for=f'scorer {config.name}',
+        deadline_s=START_DEADLINE_S + 2 * self._longest_s,
+      )
+      return settled.result()
+    except concurrent.futures.TimeoutError:
+      return timed_out(config.deadline_s)
+    except pebble.ProcessExpired as expired:
+      evidence = {'error': 'the worker process died', 'exit_code': expired.exitcode}
+      return Outcome(status=Status.CRASHED, evidence=evidence)
+    except BrokenProcessPool as error:
+      await self._mend(pool, error)
+      return None
+
+  async def _settled(self, pool: pebble.ProcessPool, future: asyncio.Future) -> asyncio.Future:
+    """The future once it is done. Raises BrokenProcessPool if the pool died and forgot it."""
+    try:
+      while True:
+        await asyncio.wait({future}, timeout=CHECK_S)
+        alive = pool.active
+        if future.done():
+          return future
+        if not alive:
+          raise BrokenProcessPool('the pool ended without an answer')
+    finally:
+      if not future.done():
+        future.cancel()
+
+  async def _mend(self, broken: pebble.ProcessPool, error: BrokenProcessPool) -> None:
+    """Replaces a broken pool, once however many calls met the break."""
+    async with self._changing:
+      if self._pool is not broken:
+        return
+      self._counts['breaks'] += 1
+      self._breaks_in_a_row += 1
+      if self._breaks_in_a_row > MAX_BREAKS:
+        raise RunError(
+          f'scorer pool: broke {self._breaks_in_a_row} times without a score in between (last: {error}); '
+          'are workers killed from outside, or is memory short? Lower rewards.workers'
+        )
+      logging.warning('Scorer pool broke (%s): starting new workers', error)
+      self._pool = self._new_pool(self.count)
+      await asyncio.to_thread(_stop, broken)
+
+  def _new_pool(self, count: int) -> pebble.ProcessPool:
+    context = multiprocessing.get_context('forkserver')
+    context.set_forkserver_preload(list(PRELOAD))
+    return pebble.ProcessPool(
+      max_workers=count,
+      initializer=worker.initialise,
+      initargs=(self._scorers, self._memory_limit_bytes),
+      context=context,
+    )
+
+
+def _first_call(pool: pebble.ProcessPool) -> concurrent.futures.Future:
+  """Starts the pool; SIGINT is blocked in all its processes: Ctrl-C reaches the whole group, amid their imports too."""
+  signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+  try:
+    return pool.schedule(worker.heavy_modules)
+  finally:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _schedule(
+  pool: pebble.ProcessPool,
+  config: ScorerConfig,
+  attempts: tuple[Attempt, ...],
+  scores: tuple[tuple[Score, ...], ...],
+) -> concurrent.futures.Future:
+  try:
+    return pool.schedule(worker.call, args=(config.name, attempts, scores), timeout=config.deadline_s)
+  except RuntimeError as error:  # How pebble says that the pool is not running.
+    raise BrokenProcessPool(str(error)) from error
+
+
+def _end(pool: pebble.ProcessPool) -> None:
+  """Lets it answer what it was asked."""
+  pool.close()
+  pool.join()
+
+
+def _stop(pool: pebble.ProcessPool) -> None:
+  pool.stop()
+  pool.join()

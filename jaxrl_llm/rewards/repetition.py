@@ -1,0 +1,53 @@
+"""A penalty for repeating oneself.
+
+penalty = −max · (1 − distinct n-grams / n-grams), over the completion's words in small letters.
+
+Source: "Demystifying Long Chain-of-Thought Reasoning in LLMs" (arXiv:2502.03373) penalises repeated n-grams; the
+formula for a whole answer is that of Open-R1's `get_repetition_penalty_reward`. 0 for fewer words than n. Linear time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+from jaxrl_llm.rewards.api import Attempt, Scorer, Verdict, read_options
+
+_SINGLE = r'\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff'
+_WORD = re.compile(rf'[{_SINGLE}]|[^\s{_SINGLE}]+')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RepetitionOptions:
+  ngram: int = 3
+  """Words; a Han character or a kana is one, as these are written without spaces."""
+  max_penalty: float = 1.0
+  """What a completion of one n-gram over and over comes near to."""
+
+  def __post_init__(self):
+    if self.ngram < 1:
+      raise ValueError(f'option ngram is {self.ngram}, wanted at least 1')
+    if not 0 < self.max_penalty < float('inf'):
+      raise ValueError(f'option max_penalty is {self.max_penalty}, wanted a positive finite number')
+
+
+def repeated(text: str, ngram: int) -> float:
+  """1 − distinct / all n-grams of the text's words; 0 where it has none."""
+  words = _WORD.findall(text.casefold())
+  count = len(words) - ngram + 1
+  if count < 1:
+    return 0.0
+  return 1.0 - len(set(zip(*(words[i : i + count] for i in range(ngram))))) / count
+
+
+def score_repetition(attempt: Attempt, *, options: RepetitionOptions) -> Verdict:
+  """The penalty, in (−max, 0]."""
+  rate = repeated(attempt.completion, options.ngram)
+  return Verdict(value=-options.max_penalty * rate if rate else 0.0, evidence={'repeated': rate})
+
+
+def repetition_scorer(**options: Any) -> Scorer:
+  """Penalty in [-max, 0] for repeated n-grams; options: `RepetitionOptions`."""
+  return functools.partial(score_repetition, options=read_options(RepetitionOptions, options, 'repetition'))

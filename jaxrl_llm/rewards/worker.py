@@ -1,0 +1,77 @@
+"""What runs in a scorer process: its scorers, limits of its own, and an end with the process that owns the pool."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import multiprocessing.connection
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+
+from jaxrl_llm.experience.score import Score
+from jaxrl_llm.rewards.api import Attempt, PerGroup, Scorer
+from jaxrl_llm.rewards.outcome import Outcome, checked, failed
+
+HEAVY = ('jax', 'torch')
+
+_scorers: dict[str, Scorer | PerGroup] = {}
+"""By name."""
+
+
+def _die_with_owner() -> None:
+  """The kernel kills this worker when the pool's owner is gone, even if the owner was SIGKILLed.
+
+  The worker's parent is the fork server, so PR_SET_PDEATHSIG would watch the wrong process. The sentinel is a pipe
+  whose other end only the owner holds: its hang-up raises a signal, also under C code that never gives back the GIL.
+  """
+  parent = multiprocessing.parent_process()
+  if sys.platform == 'linux':
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+    if multiprocessing.connection.wait([parent.sentinel], timeout=0):  # Gone before the signal was set.
+      os._exit(1)
+  else:
+
+    def watch() -> None:
+      parent.join()
+      os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def initialise(scorers: Mapping[str, Scorer | PerGroup], memory_limit_bytes: int) -> None:
+  """Makes this process a scorer process."""
+  _die_with_owner()
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the owner decides.
+  # A Python handler would wait for C code to return, with all workers held up meanwhile.
+  signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+  if memory_limit_bytes:
+    resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))
+  _scorers.update(scorers)
+
+
+def heavy_modules() -> list[str]:
+  return [name for name in HEAVY if name in sys.modules]
+
+
+def call(name: str, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]) -> Outcome:
+  """One call. What the scorer raises comes back as data: SystemExit too, which would end the owner.
+
+  Args:
+    attempts: a group where the scorer is `PerGroup`, else one.
+    scores: what else was said of each; of a group only.
+  """
+  start, scorer = time.perf_counter(), _scorers[name]
+  try:
+    verdicts = scorer.scorer(attempts, scores) if isinstance(scorer, PerGroup) else [scorer(a) for a in attempts]
+    verdicts = checked(verdicts, len(attempts))
+    return Outcome(verdicts=verdicts, seconds=time.perf_counter() - start)
+  except BaseException as raised:
+    return failed(raised, time.perf_counter() - start)

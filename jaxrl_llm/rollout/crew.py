@@ -1,0 +1,352 @@
+"""The explorer processes of a run, as one workflow: whoever is free takes the next group, and hands its samples in.
+
+An explorer runs workflows and holds no model, no scorer and no file of the run: what its workflow asks for (tokens, a
+score, an auxiliary model) and what it makes (samples) goes to the master, which alone writes the index.
+
+Invariant: what a message says is either done whole or refused to its sender; it harms nobody else.
+
+Explorers of other hosts come through a `Front`, which asks for its token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from absl import logging
+from aiohttp import web
+
+from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.experience.sample import Sample, decode
+from jaxrl_llm.experience.task import Task
+from jaxrl_llm.rollout.api import Sampling
+from jaxrl_llm.rollout.explorer_process import ExplorerProcess
+from jaxrl_llm.rollout.front import FrontConfig
+from jaxrl_llm.rollout.hub import Hub
+from jaxrl_llm.rollout.leases import Gone, Group, Leases
+from jaxrl_llm.rollout.listener import listening
+from jaxrl_llm.rollout.wire import (
+  completion_row,
+  pack,
+  read_attempt,
+  read_request,
+  reward_row,
+  sampling_row,
+  task_row,
+  unpack,
+)
+
+HELLO, TAKE, ALIVE, LEAVE = '/hello', '/take', '/alive', '/leave'
+GENERATE, SCORE, ASK, SAMPLE, DONE, FAILED = '/generate', '/score', '/ask', '/sample', '/done', '/failed'
+ROUTES = tuple(('POST', path) for path in (HELLO, TAKE, ALIVE, LEAVE, GENERATE, SCORE, ASK, SAMPLE, DONE, FAILED))
+ALIVE_S = 1.0
+"""Seconds between two signs of life of an explorer."""
+BEAT_S = 10.0
+"""A stream in which nothing comes for so long says that it is still there."""
+_CHECK_S = 0.25
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExplorersConfig:
+  """Processes that run the workflow, instead of the master itself."""
+
+  processes: int = 1
+  """Started by the run on its own machine; 0: only others', who come through `listen`."""
+  groups: int = 4
+  """Groups that one explorer has under way at once."""
+  listen: FrontConfig | None = None
+  """Where explorers of other machines may come (`launch/serve.py --role=explorer`); None: none do."""
+  silent_s: float = 15.0
+  """Seconds after which an explorer that says nothing is given up, and its groups go to others."""
+  nobody_s: float = 300.0
+  """Seconds for which groups may wait while there is no explorer, before the run ends."""
+
+  def __post_init__(self):
+    if self.processes < 0 or self.groups < 1:
+      raise UserError(
+        f'rollout.explorers: processes {self.processes} and groups {self.groups}, wanted at least 0 and at least 1'
+      )
+    if not self.processes and self.listen is None:
+      raise UserError(
+        'rollout.explorers.processes: 0, and nobody else can come; raise it, or set rollout.explorers.listen'
+      )
+    if not (self.silent_s >= 3 * ALIVE_S and self.nobody_s > 0):
+      raise UserError(
+        f'rollout.explorers: silent_s {self.silent_s} and nobody_s {self.nobody_s}, wanted at least {3 * ALIVE_S:g} '
+        'and more than 0'
+      )
+
+
+class Crew:
+  """Implements `Workflow` by the explorers that come.
+
+  Attributes:
+    counts: those of `Leases`, and `repeated` samples.
+    address: for explorers of this machine, once it has started.
+    front: for those of others; None: they may not come.
+  """
+
+  def __init__(
+    self,
+    hub: Hub,
+    config: ExplorersConfig,
+    *,
+    welcome: Mapping[str, Any],
+    text: Callable[[Sample], str],
+    logs: pathlib.Path,
+  ):
+    """
+    Args:
+      hub: whom workflows ask.
+      config: how many explorers, and who else may come.
+      welcome: what an explorer needs to build the workflow (`exploring.Welcome`), for msgpack.
+      text: `Workflow.text`.
+      logs: directory of the logs of the explorers that are started here.
+    """
+    self._leases = Leases(silent_s=config.silent_s)
+    self.counts = self._leases.counts
+    self.text, self.address, self.front = text, '', None
+    self._hub, self._config, self._welcome, self._logs = hub, config, {**welcome, 'groups': config.groups}, logs
+    self._nobody_since, self._told = time.monotonic(), 0
+    self._failure: Exception | None = None
+    self._opened = contextlib.AsyncExitStack()
+    self._processes: list[ExplorerProcess] = []
+
+  @property
+  def explorers(self) -> int:
+    """How many there are."""
+    return len(self._leases.explorers)
+
+  async def start(self) -> None:
+    """Listens, starts this machine's explorers, and returns when the first one asked for work.
+
+    Raises:
+      UserError: where it cannot listen.
+      RunError: when an explorer ends at once, or none comes in time.
+    """
+    listener = listening(self._application(), name='crew', front=self._config.listen, routes=ROUTES)
+    self.address, self.front = await self._opened.enter_async_context(listener)
+    if self.front is not None:
+      logging.info('explorers: others may come to %s', self.front)
+    for number in range(self._config.processes):
+      explorer = ExplorerProcess(f'explorer-{number}', self.address, self._logs)
+      self._processes.append(explorer)
+      explorer.start()
+    self._opened.push_async_callback(self._stop_processes)
+    watch = asyncio.create_task(self._watch())
+    self._opened.push_async_callback(_cancelled, watch)
+    self._nobody_since = time.monotonic()
+    while not self._leases.explorers:
+      self._check()
+      await asyncio.sleep(_CHECK_S / 5)
+
+  async def close(self) -> None:
+    """Ends the explorers that were started here; others find nobody."""
+    await self._opened.aclose()
+
+  async def _stop_processes(self) -> None:
+    await asyncio.gather(*(process.stop() for process in self._processes))
+
+  async def run(
+    self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
+  ) -> AsyncIterator[tuple[Sample, str]]:
+    """See `Workflow.run`. Raises RunError for what the workflow raised in its explorer."""
+    how = {'visit': visit, 'stage': stage, 'samples': samples, 'sampling': sampling_row(sampling)}
+    group = Group(order={'task': task_row(task), **how}, samples=samples)
+    await self._leases.offer(group)
+    try:
+      for _ in range(samples):
+        self._check()
+        found = await group.handed_in.get()
+        if isinstance(found, Exception):
+          raise found
+        yield found
+    finally:
+      self._leases.end(group)
+
+  def take_metrics(self) -> dict[str, float]:
+    lost, self._told = self.counts['lost'] - self._told, self.counts['lost']
+    return {'perf/explorers': float(self.explorers), 'perf/explorers_lost_groups': float(lost)}
+
+  def _application(self) -> web.Application:
+    application = web.Application(client_max_size=256 << 20)
+    answers: Mapping[str, Callable] = {
+      HELLO: self._hello,
+      TAKE: self._take,
+      ALIVE: self._alive,
+      LEAVE: self._leave,
+      SAMPLE: self._sample,
+      DONE: self._done,
+      FAILED: self._failed,
+    }
+    for path, answer in answers.items():
+      application.router.add_post(path, _refusing(_packed(answer)))
+    for path, frames in ((GENERATE, self._generate), (SCORE, self._score), (ASK, self._ask)):
+      application.router.add_post(path, _refusing(functools.partial(self._stream, frames)))
+    return application
+
+  async def _hello(self, body: dict[str, Any]) -> Any:
+    logging.info('explorers: %s has come', body['name'])
+    return self._welcome
+
+  async def _take(self, body: dict[str, Any]) -> Any:
+    group = await self._leases.take(body['name'])
+    return None if group is None else {**group.order, 'lease': group.lease}
+
+  async def _alive(self, body: dict[str, Any]) -> Any:
+    """Which of its leases an explorer has lost."""
+    return await self._leases.reconcile(body['name'], body['leases'])
+
+  async def _leave(self, body: dict[str, Any]) -> Any:
+    await self._leases.give_up(body['name'], 'left')
+
+  async def _sample(self, body: dict[str, Any]) -> Any:
+    if not self._leases.held(body['lease']).hand_in(decode(body['sample']), body['text']):
+      self.counts['repeated'] += 1
+
+  async def _done(self, body: dict[str, Any]) -> Any:
+    if not self._leases.is_held(body['lease']):  # The last sample has ended it.
+      return
+    group = self._leases.held(body['lease'])
+    missing = sorted({*range(group.samples)} - group.seen)
+    if missing:
+      what = f'its workflow ended without sample {missing[0]} of {group.samples}'
+      group.fail(RunError(f'explorer {group.holder}: {what}'))
+    self._leases.end(group)
+
+  async def _failed(self, body: dict[str, Any]) -> Any:
+    group = self._leases.held(body['lease'])
+    group.fail(RunError(f'explorer {group.holder}: its workflow failed: {body["error"]}'))
+    self._leases.end(group)
+
+  async def _stream(self, frames: Callable[[Any], AsyncIterator[Any]], request: web.Request) -> web.StreamResponse:
+    """The frames as they come, True where none does for a while, and None at their end; or the error that ended it."""
+    body, response = unpack(await request.read()), web.StreamResponse()
+
+    async def send(value: Any) -> None:
+      # Where its explorer is gone, the end of the connection is about to cancel this call.
+      with contextlib.suppress(ConnectionError):
+        await response.write(pack(value))
+
+    with self._leases.called(body['lease']) as group:
+      found = frames(body)
+      await response.prepare(request)
+      try:
+        async with contextlib.aclosing(_beating(found)) as beating:
+          async for value in beating:
+            await send(value)
+        await send(None)
+      except UserError as error:
+        await send(str(error))
+      except Exception as error:  # No workflow's affair: it ends the run where that waits for the sample.
+        group.fail(error)
+    return response
+
+  def _generate(self, body: dict[str, Any]) -> AsyncIterator[Any]:
+    asked = read_request(body['request'])
+
+    async def frames() -> AsyncIterator[Any]:
+      async with contextlib.aclosing(self._hub.generate(asked)) as completions:
+        async for index, completion in completions:
+          yield [index, completion_row(completion)]
+
+    return frames()
+
+  def _score(self, body: dict[str, Any]) -> AsyncIterator[Any]:
+    attempt = read_attempt(body['attempt'])
+
+    async def frames() -> AsyncIterator[Any]:
+      yield [0, reward_row(await self._hub.score(attempt))]
+
+    return frames()
+
+  def _ask(self, body: dict[str, Any]) -> AsyncIterator[Any]:
+    how = {'max_tokens': body['max_tokens'], 'temperature': body['temperature']}
+    model, messages = body['model'], body['messages']
+
+    async def frames() -> AsyncIterator[Any]:
+      yield [0, await self._hub.ask(model, messages, **how)]
+
+    return frames()
+
+  async def _watch(self) -> None:
+    """Misses explorers that fall silent, and starts those of this machine again."""
+    try:
+      while True:
+        await asyncio.sleep(_CHECK_S)
+        await self._leases.give_up_silent()
+        for explorer in self._processes:
+          if not explorer.is_running():
+            for name in self._leases.explorers:
+              if name.startswith(f'{explorer.name}/'):
+                await self._leases.give_up(name, 'ended')
+            logging.warning('explorers: %s ended: %s', explorer.name, explorer.last_line())
+            explorer.start_again()
+        if self._leases.explorers or not self._leases.groups:
+          self._nobody_since = time.monotonic()
+        self._check()
+    except Exception as error:  # Ends the run where it waits for samples.
+      self._failure = error
+      for group in self._leases.groups:
+        group.fail(error)
+
+  def _check(self) -> None:
+    if self._failure is not None:
+      raise self._failure
+    if not self._leases.explorers and time.monotonic() - self._nobody_since > self._config.nobody_s:
+      raise RunError(
+        f'explorers: none has been there for {self._config.nobody_s:g} s (rollout.explorers.nobody_s); start one with '
+        'launch/serve.py --role=explorer, or raise rollout.explorers.processes'
+      )
+
+
+def _packed(answer: Callable) -> Callable:
+  async def handle(request: web.Request) -> web.Response:
+    return web.Response(body=pack(await answer(unpack(await request.read()))))
+
+  return handle
+
+
+def _refusing(handle: Callable) -> Callable:
+  """What is wrong with a message is said to its sender, and is nobody else's trouble."""
+
+  async def checked(request: web.Request) -> web.StreamResponse:
+    try:
+      return await handle(request)
+    except Gone as gone:
+      return web.Response(status=410, text=str(gone))
+    except (KeyError, TypeError, ValueError) as error:
+      return web.Response(status=400, text=f'{request.path}: {type(error).__name__}: {error}')
+    except UserError as error:
+      return web.Response(status=422, text=str(error))
+
+  return checked
+
+
+async def _beating(frames: AsyncIterator[Any]) -> AsyncIterator[Any]:
+  """The frames, and True whenever none has come for `BEAT_S`."""
+  pending = asyncio.ensure_future(anext(frames))
+  try:
+    while True:
+      if not (await asyncio.wait({pending}, timeout=BEAT_S))[0]:
+        yield True
+        continue
+      try:
+        value = pending.result()
+      except StopAsyncIteration:
+        return
+      yield value
+      pending = asyncio.ensure_future(anext(frames))
+  finally:
+    await _cancelled(pending)
+
+
+async def _cancelled(task: asyncio.Task) -> None:
+  task.cancel()
+  await asyncio.gather(task, return_exceptions=True)

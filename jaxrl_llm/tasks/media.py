@@ -1,0 +1,83 @@
+"""Media in the rows of a taskset: read once when it is loaded, so that a run never starts with a picture that is not
+there, is not the one that was meant, or is none.
+
+A row's `media` is a list of `{kind: 'image', path | bytes, digest?}`; `path` is relative to the taskset's file, `bytes`
+is base64 (in Parquet: bytes), `digest` the xxh3-128 of the bytes in hex. `images`, as verl's data have it, is a list of
+paths or of `{bytes | path}`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import pathlib
+from collections.abc import Mapping
+
+import xxhash
+
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.experience.task import Media
+
+KINDS = ('image',)
+_SIGNATURES = (b'\x89PNG\r\n\x1a\n', b'\xff\xd8\xff', b'GIF87a', b'GIF89a', b'BM', b'II*\x00', b'MM\x00*')
+_DATA = 'data:;base64,'
+
+
+def media_bytes(reference: str, root: pathlib.Path | None) -> bytes:
+  """What a `Media.reference` stands for, under the directory of the taskset's file. Raises ValueError in one line."""
+  if reference.startswith(_DATA):
+    try:
+      return base64.b64decode(reference.removeprefix(_DATA), validate=True)
+    except binascii.Error as error:
+      raise ValueError(f'bytes are no base64: {error}') from None
+  if root is None:
+    raise ValueError(f'path {reference!r}, but the source is no file that it could be relative to; wanted bytes')
+  if pathlib.Path(reference).is_absolute():
+    raise ValueError(f"path {reference!r} is absolute, wanted one relative to the taskset's file")
+  try:
+    return (root / reference).read_bytes()
+  except OSError as error:
+    raise ValueError(f'{root / reference}: {error.strerror or error}') from None
+
+
+def read_media(fields: Mapping[str, Json], root: pathlib.Path | None) -> tuple[Media, ...]:
+  """The media of a row, each read and checked. Raises ValueError in one line for one that is not as it should be."""
+  if 'media' in fields and fields['media'] is not None:
+    listed, key = fields['media'], 'media'
+  else:
+    listed, key = fields.get('images') or [], 'images'
+  if not isinstance(listed, list):
+    raise ValueError(f'{key} is {json.dumps(listed)[:80]}, wanted a list')
+  found = []
+  for number, item in enumerate(listed):
+    try:
+      found.append(
+        _one({'path': item} if isinstance(item, str) else item, root, kind=None if key == 'media' else 'image')
+      )
+    except ValueError as error:
+      raise ValueError(f'{key}[{number}]: {error}') from None
+  return tuple(found)
+
+
+def _one(item: Json, root: pathlib.Path | None, *, kind: str | None) -> Media:
+  if not isinstance(item, Mapping):
+    raise ValueError(f'is {json.dumps(item)[:80]}, wanted {{kind, path or bytes, digest?}}')
+  kind = item.get('kind', kind)
+  if kind not in KINDS:
+    raise ValueError(f'kind is {kind!r}, wanted {" or ".join(map(repr, KINDS))}')
+  data, path = item.get('bytes'), item.get('path')
+  if isinstance(data, str) and data:
+    reference = f'{_DATA}{data}'
+  elif isinstance(path, str) and path:
+    reference = path
+  else:
+    raise ValueError('has no path and no bytes')
+  content = media_bytes(reference, root)
+  where = 'bytes' if reference.startswith(_DATA) else reference
+  if not (content.startswith(_SIGNATURES) or (content[:4] == b'RIFF' and content[8:12] == b'WEBP')):
+    raise ValueError(f'{where}: {len(content)} bytes that are no PNG, JPEG, GIF, WebP, BMP or TIFF')
+  digest = xxhash.xxh3_128_hexdigest(content)
+  if item.get('digest') not in (None, digest):
+    raise ValueError(f'{where}: digest is {digest}, the row says {item["digest"]}; another file, or a changed one')
+  return Media(kind=kind, digest=digest, reference=reference)

@@ -1,0 +1,44 @@
+"""Coming back to a run: what of its configuration is used."""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+from jaxrl_llm.app.reopen import config_to_serve
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.app.workdir import Workdir
+from jaxrl_llm.config.load import load_file
+from jaxrl_llm.rollout.crew import ExplorersConfig
+from jaxrl_llm.rollout.front import FrontConfig
+
+ROOT = pathlib.Path(__file__).parents[1]
+LISTEN = FrontConfig(port=8500, token_file='token')
+GIVEN = ExplorersConfig(processes=3, silent_s=7.0)
+
+
+def run_with(path, explorers):
+  config = load_file(str(ROOT / 'configs' / 'quickstart.py'), Config)
+  Workdir(path).adopt(dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, explorers=explorers)))
+  return path
+
+
+@pytest.mark.parametrize(
+  ('explorers', 'used'),
+  [
+    (None, None),
+    (GIVEN, GIVEN),
+    (dataclasses.replace(GIVEN, listen=LISTEN), GIVEN),
+    (ExplorersConfig(processes=0, listen=LISTEN), None),
+  ],
+)
+def test_explorers_of_other_machines_stay_with_the_run(tmp_path, explorers, used):
+  run = run_with(tmp_path / 'run', explorers)
+  assert config_to_serve(run, None, {}).rollout.explorers == used
+
+
+def test_a_command_that_names_explorers_has_them(tmp_path):
+  run, named = run_with(tmp_path / 'run', GIVEN), {'processes': 0, 'listen': {'token_file': 'other'}}
+  used = config_to_serve(run, None, {'rollout.explorers': json.dumps(named)}).rollout.explorers
+  assert used == ExplorersConfig(processes=0, listen=FrontConfig(token_file='other'))

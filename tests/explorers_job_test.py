@@ -1,0 +1,160 @@
+"""Runs whose workflow is run by explorer processes, and workflows that ask the master in mid-episode."""
+
+import asyncio
+import collections
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import job
+import numpy as np
+import pytest
+from aiohttp import web
+
+from jaxrl_llm.experience.sample import Role
+from jaxrl_llm.replay.audit import audit
+from jaxrl_llm.replay.browse import open_copy
+
+pytestmark = pytest.mark.full
+FIXTURES = pathlib.Path(__file__).parent / 'fixtures'
+TWO = '--config.rollout.explorers={"processes":2,"groups":3}'
+
+
+def explorers(run):
+  """Processes that explore for the run, by name; a guard's command line holds that of its explorer."""
+  found = {}
+  for entry in pathlib.Path('/proc').iterdir():
+    if entry.name.isdecimal():
+      try:
+        words = (entry / 'cmdline').read_bytes().decode().split('\0')
+        log = os.readlink(entry / 'fd' / '1')
+      except OSError:
+        continue
+      names = [word.removeprefix('--name=') for word in words if word.startswith('--name=explorer-')]
+      own = 'jaxrl_llm.app.explore' in words and not any('guard.py' in word for word in words)
+      if names and own and pathlib.Path(log).is_relative_to(run):
+        found[names[0]] = int(entry.name)
+  return found
+
+
+def test_explorers_make_what_the_master_would_through_kills_of_theirs_and_of_the_run(tmp_path):
+  whole, run = tmp_path / 'whole', tmp_path / 'run'
+  job.train(whole)
+  process = job.start(run, TWO)
+  job.wait_for_rows(run, 12 + 1, process)
+  first = explorers(run)
+  assert set(first) == {'explorer-0', 'explorer-1'}
+  os.kill(first['explorer-0'], signal.SIGKILL)
+  job.wait_for_rows(run, 12 + 4, process)
+  job.kill(process)
+  deadline = time.monotonic() + 30
+  while explorers(run) and time.monotonic() < deadline:
+    time.sleep(0.1)
+  assert not explorers(run), 'they end with the run'
+  job.train(run, TWO)
+  assert not explorers(run)
+  job.assert_equal_runs(run, whole)
+  assert audit(run / 'replay').ok
+
+
+def test_an_explorer_of_another_machine_comes_over_tcp_with_the_token(tmp_path):
+  run, token, wrong = tmp_path / 'run', tmp_path / 'token', tmp_path / 'wrong'
+  for file in (token, wrong):
+    file.write_text(f'{file.name}-of-this-test-0123456789')
+    file.chmod(0o600)
+  with socket.create_server(('127.0.0.1', 0)) as free:
+    port = free.getsockname()[1]
+  listen = {'processes': 0, 'listen': {'port': port, 'token_file': str(token)}}
+  explore = [sys.executable, 'launch/serve.py', '--role=explorer', f'--master=http://127.0.0.1:{port}']
+  start = lambda key: subprocess.Popen(
+    [*explore, f'--key_file={key}'], cwd=job.ROOT, env=job.environment(), stderr=subprocess.PIPE, text=True
+  )
+  helper, stranger = start(token), None
+  try:
+    process = job.start(run, f'--config.rollout.explorers={json.dumps(listen)}', '--config.stages.grpo.steps=2')
+    job.wait_for_rows(run, 1, process)
+    stranger = start(wrong)
+    _, said = stranger.communicate(timeout=120)
+    assert stranger.returncode == 2 and said.count('\n') == 1 and 'refuses the token' in said
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+  finally:
+    helper.terminate()
+    helper.communicate()
+  assert len([row for row in job.rows(run) if 'actor/pg_loss' in row and row['stage'] == 'grpo']) == 2
+
+
+class Helper:
+  """An OpenAI-compatible server on loopback, in a thread of its own."""
+
+  def __init__(self):
+    self.asked = []
+    self._loop, self._ready = asyncio.new_event_loop(), threading.Event()
+    threading.Thread(target=self._serve, daemon=True).start()
+    self._ready.wait(30)
+
+  def _serve(self):
+    asyncio.set_event_loop(self._loop)
+    application = web.Application()
+    application.router.add_post('/v1/chat/completions', self._answer)
+    runner = web.AppRunner(application)
+    self._loop.run_until_complete(runner.setup())
+    self._loop.run_until_complete(web.TCPSite(runner, '127.0.0.1', 0).start())
+    self.address = f'http://127.0.0.1:{runner.addresses[0][1]}'
+    self._ready.set()
+    self._loop.run_forever()
+
+  async def _answer(self, request):
+    self.asked.append(await request.json())
+    if len(self.asked) == 1:
+      return web.Response(status=503)
+    return web.json_response({'choices': [{'message': {'role': 'assistant', 'content': 'count again'}}]})
+
+
+def events(run, edge):
+  return [row for line in (run / 'events.jsonl').open() if (row := json.loads(line))['edge'] == edge]
+
+
+@pytest.mark.parametrize('processes', [0, 1])
+def test_a_workflow_of_ones_own_asks_for_scores_and_another_model_through_the_master(tmp_path, processes, monkeypatch):
+  """Two turns: the environment's tokens are in the sample and not trained on; what was asked for is in the events."""
+  monkeypatch.setenv('PYTHONPATH', f'{job.ROOT}{os.pathsep}{FIXTURES}')
+  run, helper = tmp_path / 'run', Helper()
+  auxiliary = [{'name': 'helper', 'addresses': [helper.address], 'model': 'some'}]
+  flags = [
+    '--config.rollout.workflow={"kind":"second_try:SecondTry","options":{"helper":"helper"}}',
+    f'--config.rollout.auxiliary={json.dumps(auxiliary)}',
+    '--config.rollout.max_prompt_length=32',
+    '--config.rollout.max_response_length=24',
+    '--config.rollout.embedded.prefill_buckets=[8,32]',
+    '--config.stages.grpo.steps=2',
+    '--config.evaluation=()',
+    *([TWO] if processes else []),
+  ]
+  environment = job.environment(PYTHONPATH=os.environ['PYTHONPATH'])
+  done = subprocess.run(job.command(run, *flags), cwd=job.ROOT, env=environment, capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
+  scores, models = events(run, 'auxiliary_score'), events(run, 'auxiliary_model')
+  for rows in (scores, models):
+    asked = {row['id'] for row in rows if row['kind'] == 'request'}
+    assert asked and asked == {row['of'] for row in rows if row['kind'] == 'reply'}
+    assert {(row['from'], row['kind']) for row in rows} >= {('rollout', 'request')}
+  assert len(scores) == 2 * 2 * 24, 'each of two batches of 24 samples'
+  # One request met a server that had trouble, and was made again.
+  assert len(helper.asked) == len(models) / 2 + 1 and {body['model'] for body in helper.asked} == {'some'}
+  store = open_copy(run / 'replay', tmp_path / 'copy')
+  samples = store.read([uid for group in store.sealed() for uid in group])
+  store.close()
+  tools = [sample for sample in samples if (sample.role == Role.TOOL).any()]
+  kinds = collections.Counter(bool((sample.role == Role.TOOL).any()) for sample in samples)
+  assert len(samples) == 48 and kinds[True] == len(models) / 2
+  for sample in tools:
+    told = sample.role == Role.TOOL
+    assert not sample.loss_mask[told].any() and not sample.behaviour_logprobs[told].any()
+    assert sample.loss_mask[np.flatnonzero(told).max() + 1 :].all() and len(sample.segments) == 2

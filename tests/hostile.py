@@ -1,0 +1,174 @@
+"""Programs that try to break out of a sandbox or to harm its host, and what is left of them on the host."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import subprocess
+import threading
+import time
+
+import pytest
+
+LINGER = f'sleep {10_000_000 + os.getpid()}'
+"""What programs leave running: a name that nothing else on the machine has, other processes of these tests included."""
+MARK = f'left-by-a-hostile-program-{os.getpid()}'
+
+SPIN = 'while True: pass'
+SLEEP = 'import time\ntime.sleep(1000)'
+FORK_BOMB = 'import os\nwhile True:\n  try: os.fork()\n  except OSError: pass'
+THREAD_BOMB = 'import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(1000,)).start()'
+ALLOCATE = 'x = bytearray(4 << 30)'
+ALLOCATE_IN_MANY = """
+import os, time
+for _ in range(20):
+  if os.fork() == 0:
+    x = b'x' * (100 << 20)
+    time.sleep(1000)
+time.sleep(1000)
+"""
+OUTPUT = "import os\nchunk = b'x' * (1 << 20)\nfor _ in range(1024): os.write(1, chunk)"
+ERROR_OUTPUT = OUTPUT.replace('write(1', 'write(2')
+DAEMONS = f"""
+import os, subprocess
+for _ in range(3):
+  if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+      os.execvp('sleep', {LINGER.split()!r})
+    os._exit(0)
+subprocess.Popen({LINGER.split()!r}, start_new_session=True)
+print('done')
+"""
+OPEN_FILES = "files = [open('/dev/null') for _ in range(10_000)]\nprint('done')"
+DELETE_CWD = """
+import os, shutil
+for path in ('/tmp', '.', '/dev', '/etc', '/home'):
+  shutil.rmtree(path, ignore_errors=True)
+try: os.rmdir(os.getcwd())
+except OSError: pass
+print('done')
+"""
+IGNORE_SIGNALS = """
+import signal, time
+for number in range(1, 65):
+  try: signal.signal(number, signal.SIG_IGN)
+  except (OSError, ValueError): pass
+"""
+KILL_PARENT = """
+import os, signal
+for _ in range(3):
+  for pid in {1, os.getppid(), *map(int, filter(str.isdecimal, os.listdir('/proc')))} - {os.getpid()}:
+    try: os.kill(pid, signal.SIGKILL)
+    except OSError: pass
+try: os.killpg(0, 0)
+except OSError: pass
+print('done')
+"""
+FILL_DISK = """
+import os
+for directory in ('/tmp', '/dev/shm', '/dev', '/', '/usr', '/var', '/proc', os.getcwd()):
+  for number in range(100):
+    try:
+      with open(f'{directory}/MARK-{number}', 'wb') as file:
+        for _ in range(32): file.write(b'x' * (1 << 20))
+    except OSError: pass
+print(sum(os.stat(f'{place}/{name}').st_size for place in {os.path.realpath(p) for p in ('/tmp', '/dev/shm')}
+          for name in os.listdir(place)))
+""".replace('MARK', MARK)
+UNCOUNTED_MEMORY = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+try: print(os.memfd_create('x'))
+except OSError as error: print(error.errno)
+print(libc.shmget(0, 1 << 30, 0o1600), ctypes.get_errno())
+"""
+PRIVILEGES = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+for flag in (0x10000000, 0x20000, 0x40000000, 0x20000000):
+  print(libc.unshare(flag))
+print(libc.mount(b'none', b'/tmp', b'tmpfs', 0, None), libc.chroot(b'/tmp'), libc.ptrace(16, os.getppid(), 0, 0))
+try: os.setuid(0); print('root')
+except OSError: print(-1)
+print(open('/proc/self/status').read().split('CapEff:')[1].split()[0])
+"""
+
+EVERY = {
+  name: text
+  for name, text in list(globals().items())
+  if name.isupper() and isinstance(text, str) and name not in ('LINGER', 'MARK')
+}
+
+
+def processes(*needles: str) -> list[str]:
+  """The command lines of processes that hold one of the needles."""
+  found = []
+  for path in pathlib.Path('/proc').glob('[0-9]*/cmdline'):
+    try:
+      line = path.read_bytes().replace(b'\0', b' ').decode(errors='replace')
+    except OSError:
+      continue
+    if any(needle in line for needle in needles):
+      found.append(f'{path.parent.name} {line}')
+  return found
+
+
+def descendants(pid: int) -> set[int]:
+  """Also those whose parents have ended, where they are known by their place."""
+  parents: dict[int, int] = {}
+  for path in pathlib.Path('/proc').glob('[0-9]*/stat'):
+    try:
+      parents[int(path.parent.name)] = int(path.read_text().rpartition(')')[2].split()[1])
+    except OSError:
+      continue
+  found = {pid}
+  while more := {child for child, parent in parents.items() if parent in found} - found:
+    found |= more
+  return found - {pid}
+
+
+def until(holds, patience_s: float = 30.0) -> bool:
+  """Waits until something holds; False if it does not come to it."""
+  deadline = time.monotonic() + patience_s
+  while not holds():
+    if time.monotonic() > deadline:
+      return False
+    time.sleep(0.01)
+  return True
+
+
+class Host:
+  """What of a host may not change for a program: mounts, descriptors, threads, processes, files."""
+
+  def __init__(self, *directories: str):
+    self._directories = directories
+    self.before = self.state()
+
+  def state(self) -> dict[str, object]:
+    return {
+      'mounts': pathlib.Path('/proc/self/mountinfo').read_text(),
+      'descriptors': len(os.listdir('/proc/self/fd')),
+      'threads': threading.active_count(),
+      'files': sorted(name for directory in self._directories for name in os.listdir(directory)),
+      'marked': [d for d in ('/tmp', '/dev/shm', '/', '/usr', '/var') if any(MARK in n for n in os.listdir(d))],
+      'lingering': processes(LINGER),
+    }
+
+  def is_as_before(self) -> bool:
+    return self.state() == self.before
+
+
+_PROBES = {
+  'namespaces': ['unshare', '--user', '--map-root-user', '--net', '--pid', '--mount', '--fork', 'true'],
+  'bubblewrap': ['bwrap', '--unshare-all', '--ro-bind', '/', '/', 'true'],
+}
+
+
+def skip_where_this_machine_forbids(error, isolation='auto'):
+  """Skips if nothing else can isolate here either; else raises the error: it is the sandbox's own."""
+  for name, probe in _PROBES.items():
+    if isolation in (name, 'auto') and shutil.which(probe[0]) and not subprocess.run(probe, check=False).returncode:
+      raise error
+  pytest.skip(str(error))

@@ -1,0 +1,131 @@
+"""A reward model as a service: what it says of many sequences at once is what the model says of each alone."""
+
+import asyncio
+import itertools
+import json
+
+import aiohttp
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.app.reward_server import ROUTES, application, load
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.learner.state import place_params
+from jaxrl_llm.master.reward_model import Batcher, RewardModel
+from jaxrl_llm.models.api import build_model
+from jaxrl_llm.models.families import tiny
+from jaxrl_llm.models.heads import with_head
+from jaxrl_llm.models.spec import ModelOptions
+from jaxrl_llm.parallel.device import DeviceThread
+from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
+from jaxrl_llm.rollout.listener import listening
+from jaxrl_llm.tasks.tokenizer import build_character_tokenizer
+from jaxrl_llm.weights.hf import export
+
+SPEC = with_head(tiny('llama', 32, tie_word_embeddings=True), 'scalar')
+SEQUENCES = [[int(t) for t in np.random.default_rng(n).integers(1, 32, n)] for n in (1, 7, 24, 3, 23, 12, 1, 9, 16, 5)]
+
+
+@pytest.fixture(scope='module')
+def params():
+  return jax.tree.map(np.asarray, build_model(SPEC, ModelOptions()).init(jax.random.key(1)))
+
+
+@pytest.fixture(scope='module')
+def alone(params):
+  """Of each sequence by itself, unpadded."""
+  model, found = build_model(SPEC, ModelOptions()), []
+  for sequence in SEQUENCES:
+    tokens = jnp.array([sequence], jnp.int32)
+    hidden = model.apply(
+      jax.tree.map(jnp.asarray, params), tokens, jnp.arange(len(sequence))[None], jnp.ones_like(tokens)
+    )
+    found.append(float(np.asarray(hidden)[0, -1].astype(np.float64) @ np.asarray(params['head']['kernel'])[0]))
+  return found
+
+
+def on_mesh(params, sequences=16, **mesh):
+  built = build_mesh(MeshConfig(**mesh))
+  model = build_model(SPEC, ModelOptions(), built)
+  return RewardModel(model, place_params(model, built, params), built, max_length=24, sequences=sequences)
+
+
+@pytest.mark.parametrize('mesh', [dict(fsdp=8), dict(data=2, fsdp=2, tensor=2)])
+def test_packed_on_a_mesh_each_sequence_gets_what_it_gets_alone(params, alone, mesh):
+  model = on_mesh(params, **mesh)
+  np.testing.assert_allclose(model(SEQUENCES), alone, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(model(SEQUENCES[3:4]), alone[3:4], rtol=1e-5, atol=1e-6)
+
+
+def test_callers_that_come_together_share_passes_and_one_that_leaves_disturbs_nobody(params, alone):
+  async def check():
+    device = DeviceThread()
+    batcher = Batcher(on_mesh(params, sequences=4), device)
+    asked = [asyncio.create_task(batcher.score(sequence)) for sequence in SEQUENCES]
+    await asyncio.sleep(0)
+    asked[1].cancel()
+    running = asyncio.create_task(batcher.run())
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    assert isinstance(found[1], asyncio.CancelledError) and batcher.passes == 3
+    np.testing.assert_allclose(
+      [f for i, f in enumerate(found) if i != 1], [*alone[:1], *alone[2:]], rtol=1e-5, atol=1e-6
+    )
+    with pytest.raises(UserError, match='25 tokens with the prompt, the reward model takes up to 24'):
+      await batcher.score([1] * 25)
+    running.cancel()
+    device.close()
+
+  asyncio.run(check())
+
+
+def test_what_is_no_reward_model_is_refused(params):
+  spec = tiny('llama', 32, tie_word_embeddings=True)
+  with pytest.raises(UserError, match="has head 'lm'"):
+    RewardModel(build_model(spec), {}, build_mesh(MeshConfig()), max_length=8)
+
+
+@pytest.fixture(scope='module')
+def exported(params, tmp_path_factory):
+  directory = tmp_path_factory.mktemp('reward')
+  tokenizer = build_character_tokenizer(['abcdefghijklmnopqrstuvwxyz>. '], directory / 'tokenizer', template='plain')
+  assert tokenizer.vocab_size <= 32
+  how = dict(tokenizer_dir=directory / 'tokenizer', eos_ids=tokenizer.stop_ids, pad_id=tokenizer.pad_id)
+  export(directory / 'hf', params, SPEC, **how)
+  return directory / 'hf'
+
+
+def test_over_http_prompt_and_answer_are_rendered_as_for_training_and_scored(exported, params):
+  async def check():
+    model, tokenizer = load(str(exported), dtype='float32', max_length=40, sequences=8, tensor=2)
+    device = DeviceThread()
+    batcher = Batcher(model, device)
+    running = asyncio.create_task(batcher.run())
+    async with listening(application(batcher, tokenizer), name='test', front=None, routes=ROUTES) as (address, _):
+      connector = aiohttp.UnixConnector(address.removeprefix('unix:'))
+      async with aiohttp.ClientSession(connector=connector) as session:
+
+        async def post(body):
+          async with session.post('http://service/score', data=body) as response:
+            return response.status, await response.text()
+
+        prompt = [{'role': 'user', 'content': 'spell it>'}]
+        asked = [json.dumps({'prompt': p, 'completion': c}) for p in (prompt, 'spell it>') for c in ('ti', 'it')]
+        answers = [json.loads(text)['value'] for _, text in await asyncio.gather(*map(post, asked))]
+        rendered = [[*itertools.chain(*tokenizer.render_answer(prompt, text))] for text in ('ti', 'it')]
+        np.testing.assert_allclose(answers, [*model(rendered)] * 2, rtol=1e-6)
+        assert answers[0] != answers[1]
+        for body, told in (
+          (b'{', 'wanted JSON with prompt'),
+          (b'[]', 'wanted JSON with prompt'),
+          (b'{"prompt": "a", "completion": 3}', 'no completion'),
+          (b'{"prompt": [], "completion": "a"}', 'empty prompt'),
+          (json.dumps({'prompt': 'a', 'completion': 'b' * 60}).encode(), 'the reward model takes up to 40'),
+        ):
+          status, text = await post(body)
+          assert status == 400 and told in text and '\n' not in text, text
+    running.cancel()
+    device.close()
+
+  asyncio.run(check())

@@ -1,0 +1,211 @@
+"""Scorers on the event loop: a hung, raising or stubborn one costs its own scores, and no worker is held for it."""
+
+import asyncio
+import contextlib
+import multiprocessing
+import sys
+
+import pytest
+from fixtures import rewards_scorers
+from fixtures.rewards_scorers import attempt
+from scoring import awaited, pool, started, using
+
+from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.experience.score import Status
+from jaxrl_llm.rewards.api import Awaited, Verdict
+
+
+async def length(a):
+  await asyncio.sleep(0)
+  return Verdict(value=float(len(a.completion)), parts={'half': len(a.completion) / 2})
+
+
+def scores_of(call, *, deadline_s=60.0, **fields):
+  """The score of one call, after showing that the next scorer still answers; and the counts."""
+
+  async def use(one):
+    bad, good = await one.score(attempt('12345'))
+    assert (good.status, good.value, good.parts) == (Status.OK, 5.0, {'half': 2.5})
+    return bad, one.counts
+
+  scorers = {'bad': (awaited(call, **fields), {'deadline_s': deadline_s}), 'good': (awaited(length), {})}
+  return using(pool(scorers), use)
+
+
+def test_awaited_scorers_need_no_process():
+  async def use(one):
+    assert multiprocessing.active_children() == []
+    return await one.score(attempt('123'))
+
+  (score,) = using(pool({'length': (awaited(length), {})}), use)
+  assert (score.value, score.scorer, score.uid) == (3.0, 'length', 'u')
+
+
+def test_it_is_opened_once_and_closed_by_the_task_that_opened_it():
+  told = []
+
+  @contextlib.asynccontextmanager
+  async def opened():
+    told.append(('opened', asyncio.current_task()))
+    yield length
+    told.append(('closed', asyncio.current_task()))
+
+  async def use(one):
+    assert [what for what, _ in told] == ['opened']
+    await asyncio.gather(*(one.score(attempt()) for _ in range(3)))
+
+  using(pool({'length': (Awaited(opened), {})}), use)
+  (first, opener), (last, closer) = told
+  assert (first, last) == ('opened', 'closed') and opener is closer
+
+
+def test_no_more_calls_are_under_way_than_it_permits():
+  under_way, most = 0, 0
+
+  async def call(a):
+    nonlocal under_way, most
+    under_way += 1
+    most = max(most, under_way)
+    await asyncio.sleep(0.001)
+    under_way -= 1
+    return Verdict(value=1.0)
+
+  async def use(one):
+    await asyncio.gather(*(one.score(attempt()) for _ in range(20)))
+
+  using(pool({'few': (awaited(call, concurrency=3), {})}), use)
+  assert (most, under_way) == (3, 0)
+
+
+async def hangs(a):
+  await asyncio.sleep(3600)
+
+
+async def swallows_its_cancellation(a):
+  for _ in range(5):
+    with contextlib.suppress(asyncio.CancelledError):
+      await asyncio.sleep(0.2)
+  return Verdict(value=1.0)
+
+
+@pytest.mark.parametrize('call', [hangs, swallows_its_cancellation])
+def test_one_that_is_still_at_it_at_its_deadline_is_given_up(call):
+  score, counts = scores_of(call, deadline_s=0.05)
+  assert (score.status, score.value, score.time) == (Status.TIMEOUT, None, 0.05)
+  assert score.evidence == {'error': 'ran past its deadline of 0.05 s', 'caused_by': 'scorer', 'calls': 1}
+  assert counts['timeout'] == counts['bad/timeout'] == counts['bad/unscorable'] == counts['unscorable'] == 1
+
+
+async def raises(a):
+  raise KeyError(a.completion)
+
+
+async def times_out_itself(a):
+  raise TimeoutError('of its own')
+
+
+async def exits(a):
+  raise SystemExit(0)
+
+
+async def cancels_itself(a):
+  asyncio.current_task().cancel()
+  await asyncio.sleep(1)
+
+
+async def infinite(a):
+  return Verdict(value=float('inf'))
+
+
+def is_no_coroutine(a):
+  return 1.0
+
+
+@pytest.mark.parametrize(
+  ('call', 'text'),
+  [
+    (raises, "KeyError: '12345'"),
+    (times_out_itself, 'TimeoutError: of its own'),
+    (exits, 'SystemExit: 0'),
+    (cancels_itself, 'CancelledError: '),
+    (infinite, 'ValueError: scorer returned value inf'),
+    (is_no_coroutine, "TypeError: object float can't be used in 'await' expression"),
+  ],
+)
+def test_what_it_raises_or_returns_wrongly_is_an_error_with_its_text(call, text):
+  score, counts = scores_of(call)
+  assert (score.status, score.value) == (Status.ERROR, None)
+  assert score.evidence['error'].startswith(text)
+  assert counts['bad/error'] == counts['error'] == 1
+
+
+def test_the_wait_for_a_free_place_does_not_count():
+  async def slow(a):
+    await asyncio.sleep(0.05)
+    return Verdict(value=1.0)
+
+  async def use(one):
+    return await asyncio.gather(*(one.score(attempt()) for _ in range(8)))
+
+  scores = using(pool({'slow': (awaited(slow, concurrency=1), {'deadline_s': 0.3})}), use)
+  assert [score.status for (score,) in scores] == [Status.OK] * 8
+
+
+def test_closing_ends_calls_that_are_out():
+  async def main():
+    one = pool({'hangs': (awaited(hangs), {})})
+    async with started(one):
+      call = asyncio.create_task(one.score(attempt()))
+      await asyncio.wait({call}, timeout=0.02)
+    with pytest.raises(RunError, match='was closed with a call under way'):
+      await call
+    with pytest.raises(RunError, match='after close'):
+      await one.score(attempt())
+    assert len(asyncio.all_tasks()) <= 2
+
+  asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_cancelling_a_call_cancels_the_scorers():
+  async def use(one):
+    call = asyncio.create_task(one.score(attempt()))
+    await asyncio.wait({call}, timeout=0.02)
+    call.cancel()
+    await asyncio.wait({call})
+    await asyncio.sleep(0)
+    return [task for task in asyncio.all_tasks() if 'hangs' in repr(task) or '_judge' in repr(task)]
+
+  assert using(pool({'hangs': (awaited(hangs), {})}), use) == []
+
+
+def test_one_that_cannot_be_opened_is_one_line():
+  @contextlib.asynccontextmanager
+  async def refused():
+    raise ConnectionRefusedError('nobody there')
+    yield
+
+  @contextlib.asynccontextmanager
+  async def misused():
+    raise UserError("scorer 'judge': no address")
+    yield
+
+  @contextlib.asynccontextmanager
+  async def leaves():
+    sys.exit('for good')
+    yield
+
+  for opened, line in [(refused, r'scorer judge: could not be opened \(ConnectionRefusedError: nobody there\)'),
+                       (leaves, r'scorer judge: could not be opened \(RuntimeError: SystemExit: for good\)'),
+                       (misused, "scorer 'judge': no address")]:  # fmt: skip
+    with pytest.raises(UserError, match=line):
+      using(pool({'judge': (Awaited(opened), {})}), lambda one: one.score(attempt()))
+
+
+def test_it_sits_among_those_in_workers_in_the_configurations_order():
+  async def use(one):
+    return await one.score(attempt('1234'))
+
+  scores = using(pool({'b': (awaited(length), {}), 'a': (rewards_scorers.length, {}), 'c': (awaited(raises), {})}), use)
+  assert [(s.scorer, s.status, s.value) for s in scores] == [
+    ('b', Status.OK, 4.0), ('a', Status.OK, 4.0), ('c', Status.ERROR, None)
+  ]  # fmt: skip

@@ -1,0 +1,667 @@
+"""What a program does in a sandbox stays there, is told truly, and never passes by anything but right answers."""
+
+import contextlib
+import os
+import pathlib
+import random
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+
+import hostile
+import pytest
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.rewards.code import isolation as isolation_module
+from jaxrl_llm.rewards.code.isolation import NoIsolation
+from jaxrl_llm.rewards.code.sandbox import Case, Ending, Limits, Sandboxes
+
+ROOT = pathlib.Path(__file__).parents[1]
+LIMITS = Limits(wall_s=60.0, cpu_s=1, memory_mib=512)
+BRIEF = Limits(wall_s=1.0, cpu_s=60, memory_mib=512)
+ANY = (Case(stdin='', stdout='done'),)
+
+
+def opened(isolation, limits=LIMITS):
+  try:
+    return Sandboxes(limits, isolation=isolation)
+  except NoIsolation as error:
+    hostile.skip_where_this_machine_forbids(error, isolation)
+
+
+@pytest.fixture(scope='module', params=['namespaces', pytest.param('bubblewrap', marks=pytest.mark.full)])
+def sandboxes(request):
+  with contextlib.closing(opened(request.param)) as made:
+    yield made
+
+
+@pytest.fixture(scope='module')
+def brief(sandboxes):
+  with contextlib.closing(opened(sandboxes.isolation, BRIEF)) as made:
+    yield made
+
+
+def said(sandboxes, program, stdin='') -> str:
+  """The program's output, by way of the detail of a test that fails."""
+  outcome = sandboxes.run_cases(textwrap.dedent(program), [Case(stdin=stdin, stdout='never this')])
+  assert outcome.ended == Ending.FAILED, outcome
+  return eval(outcome.detail.removeprefix('output ')).strip()
+
+
+def is_well(sandboxes) -> bool:
+  return sandboxes.run_tests('def f(x): return x + 1', ['assert f(1) == 2']).ended == Ending.PASSED
+
+
+# What programs and tests may expect.
+
+
+def test_cases_are_compared_up_to_white_space_at_line_ends(sandboxes):
+  program = 'n = int(input())\nfor i in range(n): print(i, end=" \\n")\nprint()'
+  cases = [Case(stdin='2\n', stdout='0\n1'), Case(stdin='3', stdout='0\n1\n2\n'), Case(stdin='1', stdout=' 0')]
+  outcome = sandboxes.run_cases(program, cases)
+  assert (outcome.passed, outcome.total, outcome.ended) == (2, 3, Ending.FAILED)
+  assert outcome.fraction == 2 / 3
+
+
+def test_programs_import_pythons_own_modules_and_none_of_ours(sandboxes):
+  program = """
+    import code, json, numbers
+    print(all(module.__file__.startswith(json.__file__.removesuffix('json/__init__.py')) for module in (code, numbers)))
+    for name in ('isolation', 'sandbox', 'extraction', 'jaxrl_llm'):
+      try: __import__(name); print(name)
+      except ModuleNotFoundError: pass
+  """
+  assert said(sandboxes, program) == 'True'
+
+
+def test_each_case_has_a_process_of_its_own(sandboxes):
+  program = 'import sys\ncount = globals().get("count", 0) + 1\nprint(count, sys.stdin.read())'
+  outcome = sandboxes.run_cases(program, [Case(stdin=f'{i}', stdout=f'1 {i}') for i in range(3)])
+  assert outcome.ended == Ending.PASSED
+
+
+def test_a_program_reads_and_writes_as_one_that_is_run_by_hand(sandboxes):
+  program = """
+    import sys, threading, atexit, dataclasses, subprocess
+    @dataclasses.dataclass
+    class Point:
+      x: int = 1
+    def main():
+      print(sys.stdin.readline().strip(), Point(), 'ü')
+    if __name__ == '__main__':
+      threading.Thread(target=lambda: print('thread')).start()
+      atexit.register(lambda: print('end'))
+      sys.setrecursionlimit(10000)
+      main()
+      open('note', 'w').write('kept')
+      print(open('/tmp/note').read(), subprocess.run(['echo', 'child'], capture_output=True, text=True).stdout, end='')
+      sys.exit(0)
+  """
+  got = said(sandboxes, program, stdin='hello\n').splitlines()
+  assert sorted(got) == sorted(['hello Point(x=1) ü', 'kept child', 'thread', 'end'])
+
+
+def test_statements_run_in_order_in_one_namespace(sandboxes):
+  program = 'class Stack(list):\n  def push(self, x): self.append(x)\n  def top(self): return self[-1]\n'
+  tests = ['s = [1]', 's.append(2)', 'assert s == [1, 2]', 'assert s == []', 'assert undefined', 'assert True']
+  outcome = sandboxes.run_tests(program, tests)
+  assert (outcome.passed, outcome.total, outcome.ended) == (4, 6, Ending.FAILED)
+  assert outcome.detail == 'test 3: AssertionError: '
+
+
+VALUES = [
+  *('None', 'True', '-7', '10**400', '1.5', "float('inf')", '2+3j', "'ü\\n'", "b'\\x00\\xff'", "bytearray(b'a')"),
+  *('[1, [2]]', '(1, (2,))', '{1, 2}', 'frozenset({3})', "{'a': [1], (1, 2): None}", 'range(1, 9, 2)', 'slice(1, 2)'),
+  *("__import__('fractions').Fraction(1, 3)", "__import__('decimal').Decimal('1.10')"),
+  *("__import__('collections').deque([1, 2], 5)", "__import__('collections').Counter('aab')"),
+  "__import__('datetime').datetime(2024, 1, 2, 3, 4, 5, 6)",
+]
+
+
+def test_values_go_to_the_program_and_back_as_they_are(sandboxes):
+  program = 'def same(x): return x\ndef name(x): return type(x).__name__'
+  tests = [f'v = {v}; assert same(v) == v and type(same(v)) is type(v) and name(v) == type(v).__name__' for v in VALUES]
+  outcome = sandboxes.run_tests(program, tests)
+  assert outcome.passed == len(VALUES), outcome
+
+
+def test_objects_of_the_program_behave_in_tests_as_they_do_in_the_program(sandboxes):
+  program = """
+    import math
+    from collections import namedtuple
+    class Vector:
+      def __init__(self, x, y): self.x, self.y = x, y
+      def __eq__(self, other): return (self.x, self.y) == (other.x, other.y)
+      def __add__(self, other): return Vector(self.x + other.x, self.y + other.y)
+      def __mul__(self, n): return Vector(self.x * n, self.y * n)
+      __rmul__ = __mul__
+      def __len__(self): return 2
+      def __repr__(self): return f'<{self.x} {self.y}>'
+      def __iter__(self): return iter((self.x, self.y))
+      def __getitem__(self, i): return (self.x, self.y)[i]
+      def __enter__(self): return 'in'
+      def __exit__(self, *error): self.x = 'out'
+      def norm(self): return math.hypot(self.x, self.y)
+      @property
+      def both(self): return [self.x, self.y]
+    class Empty(Exception): pass
+    class Worse(Empty): pass
+    Pair = namedtuple('Pair', 'a b')
+    LIMIT = 10
+    def numbers():
+      yield from range(3)
+    def forever():
+      while True: yield 1
+    def adder(n): return lambda x: x + n
+    def apply(f, items): return [f(x) for x in items]
+    def fail(x): raise Worse(f'no {x}')
+    def divide(a, b): return a / b
+    def sort(items): items.sort()
+    def fill(table, more): table['a'] = more; more.append(1)
+    def pair(): return Pair(1, 2)
+    def total(*items, scale=1): return scale * sum(items)
+    def consume(iterator): return next(iterator), list(iterator)
+  """
+  tests = """
+    v = Vector(3, 4); assert v.norm() == 5 and v.both == [3, 4] and v[1] == 4 and len(v) == 2 and repr(v) == '<3 4>'
+    assert v + Vector(1, 1) == Vector(4, 5) and v * 2 == 2 * v == Vector(6, 8) and v != Vector(0, 0)
+    assert list(v) == [3, 4] and isinstance(v, Vector) and not isinstance(3, Vector)
+    v.x = 7; assert v.x == 7 and str(v) == '<7 4>'
+    with v as inside: assert inside == 'in'
+    assert v.x == 'out'
+    assert list(numbers()) == [0, 1, 2] and next(forever()) == 1 and sum(numbers()) == 3
+    assert adder(2)(3) == 5 and apply(lambda x: x * 2, [1, 2]) == [2, 4] and apply(adder(1), [1]) == [2]
+    try: fail(1)
+    except Empty as error: assert str(error) == 'no 1'
+    try: divide(1, 0)
+    except ZeroDivisionError: pass
+    items = [3, 1, 2]; assert sort(items) is None and items == [1, 2, 3]
+    table, more = {}, []; fill(table, more); assert table == {'a': [1]} and more == [1]
+    assert pair() == (1, 2) and LIMIT == 10 and total(1, 2, scale=3) == 9 and math.isclose(math.pi, 3.1415926535898)
+    assert consume(iter([1, 2, 3])) == (1, [2, 3])
+  """
+  lines = textwrap.dedent(tests).strip().splitlines()
+  joined = []
+  for line in lines:
+    if line.startswith('except'):
+      joined[-1] += f'\n{line}'
+    else:
+      joined.append(line)
+  outcome = sandboxes.run_tests(textwrap.dedent(program), joined)
+  assert outcome.passed == len(joined), outcome
+
+
+def test_the_program_gets_its_builtin_names_only_where_it_is_to_define_them(sandboxes):
+  program = 'def abs(x): return 0\ndef sorted(x): return 7\nclass math:\n  isclose = staticmethod(lambda a, b: True)'
+  outcome = sandboxes.run_tests(
+    program, ['assert abs(-1) == 1', 'assert sorted([2, 1]) == 7', 'assert not math.isclose(1, 2)'], 'sorted'
+  )
+  assert outcome.ended == Ending.PASSED, outcome
+
+
+def test_an_object_that_was_told_a_value_says_no_number(sandboxes):
+  lie = """
+    class Lie:
+      def __sub__(self, other): return self
+      __rsub__ = __sub__
+      def __abs__(self): return 0
+      __neg__ = lambda self: self
+      __round__ = lambda self, digits=0: 0
+      __float__ = lambda self: 0.0
+      __bool__ = lambda self: False
+    Lie.__name__ = '{}'
+    def f(x): return Lie()
+  """
+  distances = ['abs(f(2) - 3.5) < 1e-6', 'abs(-(3.5 - f(2))) < 1e-6', 'round(f(2) - 3.5, 6) == 0', 'not f(2) - 3.5']
+  distances += ['float(f(2) - 3.5) == 0', 'abs(f(2) - 3.5 - f(3)) < 1e-6']
+  for name in ('f', 'abs', 'Lie'):
+    outcome = sandboxes.run_tests(textwrap.dedent(lie).format(name), [f'assert {test}' for test in distances])
+    assert outcome.passed == 0, outcome
+  check = 'def check(candidate):\n  assert abs(candidate(2) - 3.5) < 1e-6\ncheck(f)'
+  assert sandboxes.run_tests(textwrap.dedent(lie).format('candidate'), [check], 'f').passed == 0
+  assert sandboxes.run_tests('def f(x): return 3.5', [check, *map('assert {}'.format, distances[:4])]).passed == 5
+
+
+ENDINGS = {
+  'x = 1 / 0': (Ending.EXCEPTION, 'ZeroDivisionError: division by zero'),
+  'def f(:': (Ending.EXCEPTION, 'SyntaxError: invalid syntax'),
+  'import os; os._exit(3)': (Ending.EXIT, 'exit 3'),
+  'import sys; sys.exit(4)': (Ending.EXIT, 'exit 4'),
+  'import os; os.abort()': (Ending.SIGNAL, 'signal 6'),
+  'import ctypes; ctypes.string_at(0)': (Ending.SIGNAL, 'signal 11'),
+  hostile.ALLOCATE: (Ending.MEMORY, 'MemoryError'),
+  hostile.SPIN: (Ending.CPU, ''),
+}
+
+
+@pytest.mark.parametrize('program', ENDINGS)
+def test_the_outcome_says_how_the_program_ended(sandboxes, program):
+  outcomes = [sandboxes.run_cases(program, ANY)]
+  outcomes += [sandboxes.run_tests(program, ['assert True'])] if program != hostile.SPIN else []
+  for outcome in outcomes:
+    assert (outcome.ended, outcome.detail) == ENDINGS[program]
+    assert (outcome.passed, outcome.total) == (0, 1)
+
+
+def test_what_happens_inside_of_a_test_is_told_too(sandboxes):
+  program = 'import os, sys\ndef spin():\n  while True: pass\ndef hog(): return len(bytearray(4 << 30))\n'
+  program += 'def leave(): os._exit(0)\ndef stop(): sys.exit(0)\ndef one(): return 1\n'
+  tests = ['assert one() == 1', 'assert {}() == 1', 'assert one() == 1']
+  for name, ended, passed in (
+    ('spin', Ending.CPU, 1), ('hog', Ending.MEMORY, 2), ('leave', Ending.EXIT, 1), ('stop', Ending.FAILED, 2),
+    ('one', Ending.PASSED, 3),
+  ):  # fmt: skip
+    outcome = sandboxes.run_tests(program, [test.format(name) for test in tests])
+    assert (outcome.ended, outcome.passed) == (ended, passed), (name, outcome)
+
+
+# Containment.
+
+
+def test_a_program_that_sleeps_is_ended_by_the_clock(brief):
+  assert brief.run_cases(hostile.SLEEP, ANY).ended == Ending.WALL
+  outcome = brief.run_tests(f'def f():\n  {hostile.SLEEP.replace(chr(10), ";")}', ['assert True', 'f()', 'assert True'])
+  assert (outcome.ended, outcome.passed, outcome.total) == (Ending.WALL, 1, 3)
+
+
+@pytest.mark.full
+def test_a_fork_bomb_is_bounded_and_gone(brief):
+  for bomb in (hostile.FORK_BOMB, hostile.THREAD_BOMB):
+    outcome = brief.run_cases(bomb, ANY)
+    assert outcome.ended in (Ending.PROCESSES, Ending.WALL, Ending.EXCEPTION), outcome
+    assert is_well(brief)
+
+
+def test_memory_of_many_processes_counts_together(sandboxes):
+  assert sandboxes.run_cases(hostile.ALLOCATE_IN_MANY, ANY).ended == Ending.MEMORY
+
+
+def test_a_gigabyte_of_output_is_cut(sandboxes):
+  for program in (hostile.OUTPUT, hostile.ERROR_OUTPUT):
+    assert sandboxes.run_cases(program, ANY).ended == Ending.OUTPUT
+    assert sandboxes.run_tests(program, ['assert True']).ended == Ending.OUTPUT
+
+
+def test_files_of_the_host_can_neither_be_seen_nor_written(sandboxes, tmp_path):
+  secret = tmp_path / 'secret'
+  secret.write_text('of the host')
+  home = pathlib.Path.home()
+  reads = [
+    *(str(secret), __file__, '/etc/shadow', '/etc/hostname', f'{home}/.ssh', f'/tmp/../..{secret}', '/run', '/var'),
+    *(f'/proc/1/root{secret}', '/proc/1/environ', '/proc/1/mem', '/proc/1/fd/0', '/proc/1/cwd/x', '/sys/kernel'),
+    *('/dev/sda', '/dev/vda', '/dev/kmsg', '/dev/mem', '/proc/kcore'),
+  ]
+  writes = [
+    *('/x', '/usr/x', '/usr/bin/x', '/etc/passwd', '/etc/x', '/dev/x', f'{home}/x', str(secret), os.__file__),
+    *('/proc/sys/kernel/hostname', '/proc/sys/user/max_user_namespaces', '/proc/sysrq-trigger'),
+  ]
+  usual = {'bin', 'dev', 'etc', 'home', 'jaxrl', 'lib', 'lib32', 'lib64', 'opt', 'proc', 'root', 'sbin', 'tmp', 'usr'}
+  program = f"""
+    import glob, os
+    for mode, paths in (('rb', {reads}), ('wb', {writes})):
+      for path in paths:
+        try:
+          open(path, mode).read(1)
+          print('opened', path)
+        except OSError as error: pass
+        except ValueError: print('opened', path)
+    print([name for name in os.listdir('/') if name not in {usual}])
+    print([path for home in ('/root', '/home', '/opt') for path in glob.glob(home + '/*')])
+    print(os.getuid(), len(glob.glob('/proc/[0-9]*')) < 4)
+  """
+  assert said(sandboxes, program) == '[]\n[]\n1000 True'
+  assert secret.read_text() == 'of the host'
+
+
+def test_privileges_and_uncounted_memory_are_refused(sandboxes):
+  assert said(sandboxes, hostile.UNCOUNTED_MEMORY) == '1\n-1 1'
+  got = said(sandboxes, hostile.PRIVILEGES).split()
+  assert got == ['-1'] * 8 + ['0000000000000000']
+
+
+def test_the_disk_is_memory_of_a_fixed_size(sandboxes):
+  written = int(said(sandboxes, hostile.FILL_DISK))
+  assert 32 << 20 < written <= 2 * (64 << 20)  # /tmp and, under bubblewrap, /dev/shm.
+
+
+@pytest.mark.parametrize('family', ['loopback', 'abstract', 'outside', 'name'])
+def test_there_is_no_network(sandboxes, family):
+  with socket.socket() as tcp, socket.socket(socket.AF_UNIX) as unix:
+    tcp.bind(('127.0.0.1', 0))
+    tcp.listen()
+    name = f'\0sandbox-test-{os.getpid()}'
+    unix.bind(name)
+    unix.listen()
+    connect = {
+      'loopback': f"socket.create_connection(('127.0.0.1', {tcp.getsockname()[1]}), 2)",
+      'abstract': f'socket.socket(socket.AF_UNIX).connect({name!r})',
+      'outside': "socket.create_connection(('192.0.2.1', 80), 1)",
+      'name': "socket.getaddrinfo('example.org', 80)",
+    }[family]
+    program = f'import socket\ntry: {connect}; print("connected")\nexcept OSError as error: print("refused")'
+    assert said(sandboxes, program) == 'refused'
+
+
+def test_a_program_cannot_kill_its_parent(sandboxes):
+  outcome = sandboxes.run_cases(hostile.KILL_PARENT, ANY)
+  assert outcome.ended in (Ending.PASSED, Ending.SIGNAL)
+  tests = sandboxes.run_tests(f'{hostile.KILL_PARENT}\ndef f(): return 1', ['assert f() == 1', 'assert f() == 2'])
+  assert tests.ended != Ending.PASSED
+  assert is_well(sandboxes)
+
+
+def test_a_program_that_kills_its_tests_passes_none(sandboxes):
+  program = f'def f():\n{textwrap.indent(hostile.KILL_PARENT, "  ")}\n  return 1'
+  outcome = sandboxes.run_tests(program, ['assert f() == 1', 'assert f() == 1'])
+  assert (outcome.ended, outcome.passed) == (Ending.SIGNAL, 0)
+
+
+def test_no_daemon_is_left(sandboxes):
+  assert sandboxes.run_cases(hostile.DAEMONS, ANY).ended == Ending.PASSED
+  assert hostile.until(lambda: not hostile.processes(hostile.LINGER))
+  program = f'{hostile.DAEMONS}\ndef f(): return 1'
+  assert sandboxes.run_tests(program, ['assert f() == 1']).ended == Ending.PASSED
+  assert hostile.until(lambda: not hostile.processes(hostile.LINGER))
+
+
+def test_nothing_of_one_case_lives_on_in_the_next(sandboxes):
+  program = f"""
+import os
+print(sum(name.isdecimal() for name in os.listdir('/proc')))
+if os.fork() == 0:
+  os.setsid()
+  os.execvp('sleep', {hostile.LINGER.split()!r})
+"""
+  # The supervisor and the program.
+  assert sandboxes.run_cases(program, [Case(stdin='', stdout='2')] * 3).ended == Ending.PASSED
+
+
+def test_ten_thousand_open_files_are_refused(sandboxes):
+  outcome = sandboxes.run_cases(hostile.OPEN_FILES, ANY)
+  assert outcome.ended == Ending.EXCEPTION and 'Too many open files' in outcome.detail
+
+
+def test_deleting_the_working_directory_harms_nobody(sandboxes):
+  assert sandboxes.run_cases(hostile.DELETE_CWD, ANY).ended == Ending.PASSED
+  assert is_well(sandboxes)
+
+
+def test_ignored_signals_do_not_help(sandboxes, brief):
+  assert sandboxes.run_cases(hostile.IGNORE_SIGNALS + hostile.SPIN, ANY).ended == Ending.CPU
+  assert brief.run_cases(hostile.IGNORE_SIGNALS + 'time.sleep(1000)', ANY).ended == Ending.WALL
+
+
+SEARCH = """
+def search(pattern):
+  'Whether the process can find a text in its memory, in that of others, in files, or in its frames.'
+  import gc, glob, os, re, sys
+  found = set()
+  for path in [*glob.glob('/proc/[0-9]*/mem')]:
+    try:
+      maps = open(path[:-3] + 'maps').read().splitlines()
+      memory = open(path, 'rb', buffering=0)
+    except OSError: continue
+    for line in maps:
+      start, end = (int(x, 16) for x in line.split()[0].split('-'))
+      try:
+        memory.seek(start)
+        while start < end:
+          part = memory.read(min(1 << 20, end - start))
+          if not part: break
+          found.update(re.findall(pattern, part)); start += len(part)
+      except (OSError, ValueError, OverflowError): pass
+  for path in [*glob.glob('/tmp/**', recursive=True), *glob.glob('/proc/[0-9]*/[ce][mn]*')]:
+    try: found.update(re.findall(pattern, open(path, 'rb').read()))
+    except OSError: pass
+  return found
+"""
+
+
+def test_the_answers_are_not_to_be_found(sandboxes):
+  """The program looks through all memory that it may read; that the search finds what is there is shown as well."""
+  find = SEARCH + '\nhidden = "".join(["need", "le-", "0417"])\n'
+  find += 'def f(x):\n  found = search(rb"needle-[0-9]{4}")\n  return sorted(found)\n'
+  own = sandboxes.run_tests(find, ['assert f(1) == [b"need" + b"le-0417"]'])
+  assert own.ended == Ending.PASSED, own
+  search = (
+    SEARCH + '\ndef f(x):\n  found = search(rb"needle-[0-9]{4}")\n  return found.pop().decode() if found else None\n'
+  )
+  outcome = sandboxes.run_tests(search, ['assert f(1) == "needle-2931"'])
+  assert (outcome.ended, outcome.detail[:22]) == (Ending.FAILED, 'test 0: AssertionError')
+  program = SEARCH + '\nprint(sorted(search(rb"needle-[0-9]{4}")))'
+  assert said(sandboxes, program) == '[]'
+  outcome = sandboxes.run_cases(
+    program, [Case(stdin='', stdout='needle-5555'), Case(stdin='', stdout="[b'needle-5555']")]
+  )
+  assert (outcome.ended, outcome.passed) == (Ending.FAILED, 0)
+
+
+CHEATS = {
+  'equals everything': 'class A:\n  def __eq__(s, o): return True\ndef f(x): return A()',
+  'is itself the function': """
+    class f:
+      def __init__(s, x): pass
+      def __eq__(s, o): return True
+      __ne__ = __lt__ = __gt__ = __le__ = __ge__ = lambda s, o: True
+      __sub__ = __rsub__ = lambda s, o: 0.0
+      __abs__ = lambda s: 0.0
+  """,
+  'is an integer that equals everything': """
+    class A(int):
+      def __eq__(s, o): return True
+      __hash__ = int.__hash__
+    def f(x): return A(99)
+  """,
+  'is a list that equals everything': """
+    class A(list):
+      def __eq__(s, o): return True
+    def f(x): return A()
+  """,
+  'leaves': 'import os\ndef f(x): os._exit(0)',
+  'leaves at once': 'import os\nos._exit(0)',
+  'exits': 'import sys\ndef f(x): sys.exit(0)',
+  'exits at once': 'raise SystemExit(0)',
+  'hangs up and stays': 'import os, time\ndef f(x):\n  os.closerange(3, 256)\n  time.sleep(1000)',
+  'patches builtins': 'import builtins\nbuiltins.exec = builtins.abs = lambda *a: 0\ndef f(x): return 0',
+  'patches the harness': """
+    import sys
+    for name, module in list(sys.modules.items()):
+      if name.startswith('inside'):
+        for attribute in dir(module):
+          if not attribute.startswith('__'): setattr(module, attribute, lambda *a, **k: True)
+    def f(x): return 0
+  """,
+  'patches the harness later': """
+    import gc, sys
+    def f(x):
+      for frame in sys._current_frames().values():
+        while frame:
+          for value in list(frame.f_locals.values()):
+            if type(value).__name__ in ('Candidate', 'Peer', 'Channel'):
+              try: value._answer = lambda m: {'value': True, 'passed': [True, True]}
+              except Exception: pass
+          frame = frame.f_back
+      return 0
+  """,
+  'writes to every descriptor': """
+    import json, os, struct
+    def f(x):
+      for message in ({'passed': [True, True], 'error': None}, {'ended': 'ok', 'passed': [True, True], 'error': None},
+                      {'value': True}, {'value': {'tuple': []}}, {'ready': True}):
+        body = json.dumps(message).encode()
+        for number in range(256):
+          for data in (struct.pack('!I', len(body)) + body, body):
+            try: os.write(number, data)
+            except OSError: pass
+      os._exit(0)
+  """,
+  'prints what passes': "print('passed: [true, true]')\ndef f(x): print('{\"passed\": [true, true]}'); return 0",
+  'answers what is no value': """
+    import os, struct
+    def f(x):
+      for number in range(3, 64):
+        try: os.write(number, struct.pack('!I', 4) + b'}}}}')
+        except OSError: pass
+  """,
+  'answers without end': """
+    import os, struct
+    def f(x):
+      for number in range(3, 64):
+        try:
+          os.write(number, struct.pack('!I', 200 << 20))
+          while True: os.write(number, b'[' * 65536)
+        except OSError: pass
+  """,
+  'calls back into the tests': """
+    def f(x):
+      try: return x.__globals__
+      except AttributeError: return 0
+  """,
+}
+"""Of the tests `f(1) == 4` and `abs(f(2) - 5) < 1e-6`, which none of them can answer."""
+
+
+@pytest.mark.parametrize('cheat', CHEATS)
+def test_a_pass_cannot_be_faked(sandboxes, cheat):
+  tests = ['assert f(1) == 4', 'assert abs(f(2) - 5) < 1e-6', 'assert f(3) > 7 and f(3) in [9]']
+  outcome = sandboxes.run_tests(textwrap.dedent(CHEATS[cheat]), tests)
+  assert outcome.passed == 0 and outcome.ended != Ending.PASSED, outcome
+
+
+def test_what_is_asked_of_plain_values_no_object_answers_as_it_likes(sandboxes):
+  program = """
+    class Yes:
+      startswith = endswith = isdigit = count = get = lambda s, *a: True
+      __contains__ = lambda s, item: True
+      __iter__ = lambda s: iter(())
+    Yes.__name__ = Yes.__qualname__ = 'f'
+    def f(x): return Yes()
+  """
+  tests = ['assert f(1).startswith("q")', 'assert f(1).isdigit()', 'assert f(1).get("q")', 'assert "z" in f(1)']
+  assert sandboxes.run_tests(textwrap.dedent(program), tests).passed == 0
+  named = 'class Bag:\n  def count(s, x): return 2\n  def __contains__(s, x): return x == 1'
+  outcome = sandboxes.run_tests(
+    named, ['bag = Bag()\nassert bag.count(7) == 2', 'assert 1 in Bag() and 3 not in Bag()']
+  )
+  assert outcome.ended == Ending.PASSED, outcome
+
+
+def test_a_function_of_the_tests_gives_nothing_but_its_results(sandboxes):
+  program = """
+    def f(key):
+      got = []
+      for name in ('__globals__', '__code__', '__closure__'):
+        try: got.append(getattr(key, name)['answer'])
+        except Exception: pass
+      return key(20), got
+  """
+  test = 'answer = 41\nassert f(lambda x: x + 1) == (21, [])'
+  assert sandboxes.run_tests(textwrap.dedent(program), [test]).ended == Ending.PASSED
+
+
+def test_a_case_passes_only_with_exit_code_zero(sandboxes):
+  for program in (
+    "print('done')\n1 / 0",
+    "import os\nprint('done', flush=True)\nos._exit(1)",
+    "print('done')\nraise SystemExit(2)",
+  ):
+    assert sandboxes.run_cases(program, ANY).passed == 0
+
+
+# The host.
+
+
+OWNER = """
+import sys
+from jaxrl_llm.rewards.code.sandbox import *
+sandboxes = Sandboxes(Limits(wall_s=600, cpu_s=600, tmp_mib=37), isolation=sys.argv[1])
+sandboxes.run_cases(sys.argv[2], [Case(stdin='', stdout='')])
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('program', [hostile.SPIN, hostile.DAEMONS + hostile.IGNORE_SIGNALS + 'time.sleep(1000)'])
+def test_no_sandbox_outlives_the_process_that_opened_it(sandboxes, program):
+  command = [sys.executable, '-c', OWNER, sandboxes.isolation, f'print("begun")\n{program}']
+  size = str(37 << 20)  # Stands in the command lines of this owner's sandboxes only.
+  with subprocess.Popen(command, env={**os.environ, 'PYTHONPATH': str(ROOT)}) as owner:
+
+    def started() -> set[int]:
+      return hostile.descendants(owner.pid) | {int(line.split()[0]) for line in hostile.processes(size)}
+
+    # A starter or a bwrap, a waiting sandbox, and the supervisor and its program.
+    assert hostile.until(lambda: len(started()) >= 4)
+    known = started()
+    owner.send_signal(signal.SIGKILL)
+  assert hostile.until(lambda: not any(pathlib.Path(f'/proc/{pid}').exists() for pid in known))
+  assert hostile.until(lambda: not hostile.processes(hostile.LINGER, size))
+
+
+def test_a_starter_that_was_killed_is_replaced(sandboxes):
+  lines = hostile.processes('inside.zygote')
+  killed = {int(line.split()[0]) for line in lines} & hostile.descendants(os.getpid())
+  for pid in killed:
+    os.kill(pid, signal.SIGKILL)
+  assert killed and hostile.until(lambda: not killed & {int(l.split()[0]) for l in hostile.processes('inside.zygote')})
+  assert is_well(sandboxes)
+
+
+@pytest.mark.parametrize(
+  'count', [pytest.param(50, marks=pytest.mark.full), pytest.param(1000, marks=pytest.mark.acceptance)]
+)
+def test_the_host_stays_healthy(sandboxes, count, tmp_path, monkeypatch):
+  monkeypatch.setenv('TMPDIR', str(tmp_path))
+  limits = Limits(wall_s=1.0, cpu_s=1, memory_mib=256)
+  with contextlib.closing(opened(sandboxes.isolation, limits)) as brief:
+    programs = [*hostile.EVERY.values(), *map(textwrap.dedent, CHEATS.values())]
+    is_well(brief)
+    host, own = hostile.Host(str(tmp_path)), len(hostile.descendants(os.getpid()))
+    draws = random.Random(0)
+    for number in range(count):
+      program = programs[number] if number < len(programs) else draws.choice(programs)
+      if number % 2:
+        brief.run_cases(program, ANY)
+      else:
+        brief.run_tests(program, ['assert f(1) == 4', 'assert abs(f(2) - 5) < 1e-6'])
+    assert is_well(brief)
+    assert hostile.until(host.is_as_before), (host.before, host.state())
+    assert hostile.until(lambda: len(hostile.descendants(os.getpid())) <= own)
+
+
+# Without isolation.
+
+
+def test_where_nothing_isolates_it_is_refused_in_one_line(monkeypatch):
+  def refuse(**options):
+    raise NoIsolation('unshare: Operation not permitted')
+
+  monkeypatch.setattr(isolation_module, 'Zygote', refuse)
+  monkeypatch.setattr(isolation_module.shutil, 'which', lambda name: None)
+  with pytest.raises(UserError) as refused:
+    Sandboxes(LIMITS)
+  assert str(refused.value) == (
+    'sandbox: this machine does not isolate programs (namespaces: unshare: Operation not permitted; '
+    'bubblewrap: bwrap is not installed); permit unprivileged user namespaces, name sandbox hosts (addresses), '
+    "or accept that programs can do what this user can with isolation='none'"
+  )
+
+
+@pytest.mark.full
+def test_limits_alone_hold_where_that_is_asked_for(tmp_path):
+  with contextlib.closing(Sandboxes(LIMITS, isolation='none')) as sandboxes:
+    outcome = sandboxes.run_tests('def f(x): return x + 1', ['assert f(1) == 2', 'assert f(1) == 3'])
+    assert (outcome.passed, outcome.isolation) == (1, 'none')
+    assert sandboxes.run_cases(hostile.SPIN, ANY).ended == Ending.CPU
+    assert sandboxes.run_cases(hostile.ALLOCATE, ANY).ended == Ending.MEMORY
+    assert sandboxes.run_cases(hostile.OUTPUT, ANY).ended == Ending.OUTPUT
+    assert sandboxes.run_cases(hostile.DAEMONS, ANY).ended == Ending.PASSED
+    assert hostile.until(lambda: not hostile.processes(hostile.LINGER))
+    for cheat in ('equals everything', 'leaves', 'writes to every descriptor'):
+      assert sandboxes.run_tests(textwrap.dedent(CHEATS[cheat]), ['assert f(1) == 4']).passed == 0
+
+
+def test_limits_must_be_positive():
+  with pytest.raises(UserError, match='limit cpu_s is 0, wanted a positive number'):
+    Limits(cpu_s=0)

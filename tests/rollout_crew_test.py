@@ -1,0 +1,486 @@
+"""Explorers that come and go: what the master gets of them is what it would have made itself."""
+
+import asyncio
+import contextlib
+import dataclasses
+import re
+import socket
+
+import aiohttp
+import pytest
+from exploring import FakeEngine, make_tasks, make_tokenizer
+
+from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.experience.sample import encode
+from jaxrl_llm.experience.task import Media
+from jaxrl_llm.rewards.api import Attempt, Reward
+from jaxrl_llm.rollout import crew as crew_module
+from jaxrl_llm.rollout import exploring
+from jaxrl_llm.rollout.api import Request, Sampling
+from jaxrl_llm.rollout.crew import Crew, ExplorersConfig
+from jaxrl_llm.rollout.exploring import Link, Lost, Welcome, explore
+from jaxrl_llm.rollout.front import FrontConfig
+from jaxrl_llm.rollout.wire import pack, request_row
+from jaxrl_llm.rollout.workflow import SingleTurn, WorkflowConfig
+
+TOKEN = 'token-of-this-test-0123456789'
+PATIENCE_S = 60
+REQUEST = Request(uid='g', prompt=(1,), max_tokens=4, stop_ids=(0,), samples=1, key=(1,), sampling=Sampling())
+
+
+class FakeHub:
+  """What `MasterHub` is, around the fake engine."""
+
+  def __init__(self, engine):
+    self._engine, self.scored, self.asked = engine, [], []
+
+  def generate(self, request):
+    return self._engine.generate(request)
+
+  async def score(self, attempt: Attempt) -> Reward:
+    self.scored.append(attempt)
+    return Reward(value=0.5, parts={'judge': 0.5}, correct=False, turn_values=(1.0, 2.0))
+
+  async def ask(self, model, messages, *, max_tokens, temperature=0.0):
+    self.asked.append((model, [*messages], max_tokens, temperature))
+    return 'an answer'
+
+
+class Setting:
+  """A crew whose explorers are tasks of this event loop, over its real socket."""
+
+  def __init__(self, directory, build=None, workflow=None, **config):
+    self.tokenizer = make_tokenizer(directory / 'tokenizer')
+    self.engine = FakeEngine(self.tokenizer)
+    self.hub = FakeHub(self.engine)
+    self.build = build or (lambda config, hub, tokenizer, most: SingleTurn(hub, tokenizer, max_tokens=most))
+    welcome = Welcome(workflow=workflow or WorkflowConfig(), max_tokens=4, tokenizer=self.tokenizer.files)
+    self.crew = Crew(
+      self.hub,
+      ExplorersConfig(**{'processes': 0, 'listen': listen(directory), 'silent_s': 3.0, **config}),
+      welcome=welcome.row(),
+      text=lambda sample: '',
+      logs=directory / 'logs',
+    )
+    self.explorers = {}
+
+  def come(self, name, address=None, key=None):
+    link = Link(address or self.crew.address, key=key, ca_file=None, name=name)
+    self.explorers[name] = asyncio.create_task(explore(link, self.build))
+
+  async def dismiss(self, name):
+    """It says that it leaves, and was the last one."""
+    self.explorers.pop(name).cancel()
+    while self.crew.explorers:
+      await asyncio.sleep(0.01)
+
+  @contextlib.asynccontextmanager
+  async def running(self, *names):
+    try:
+      async with asyncio.timeout(PATIENCE_S):
+        started = asyncio.create_task(self.crew.start())
+        while not (self.crew.address or started.done()):
+          await asyncio.sleep(0.01)
+        for name in names:
+          self.come(name)
+        await started
+        yield self
+    finally:
+      for task in self.explorers.values():
+        task.cancel()
+      await asyncio.gather(*self.explorers.values(), return_exceptions=True)
+      await self.crew.close()
+
+  async def samples(self, workflow, task, visit=0, samples=3):
+    runs = workflow.run(task, visit, stage='grpo', samples=samples, sampling=Sampling(temperature=1.0))
+    return {sample.uid: (encode(sample), text) async for sample, text in runs}
+
+
+def listen(directory):
+  file = directory / 'token'
+  file.write_text(TOKEN)
+  file.chmod(0o600)
+  return FrontConfig(token_file=str(file))
+
+
+def test_the_samples_are_those_of_the_workflow_in_the_master(tmp_path):
+  async def check():
+    async with Setting(tmp_path, groups=2).running('a', 'b') as setting:
+      own = SingleTurn(setting.engine, setting.tokenizer, max_tokens=4)
+      tasks = make_tasks(7)
+      found = await asyncio.gather(*(setting.samples(setting.crew, task, visit=3) for task in tasks))
+      wanted = [await setting.samples(own, task, visit=3) for task in tasks]
+      assert found == wanted and all(len(group) == 3 for group in found)
+      assert setting.crew.explorers == 2 and not any(setting.crew.counts.values())
+
+  asyncio.run(check())
+
+
+def test_groups_of_an_explorer_that_falls_silent_go_to_another_and_no_sample_comes_twice(tmp_path):
+  async def check():
+    async with Setting(tmp_path, groups=1).running('a') as setting:
+      own = SingleTurn(setting.engine, setting.tokenizer, max_tokens=4)
+      (task,) = make_tasks(1)
+      theirs = await setting.samples(own, task)
+      await setting.dismiss('a')
+      quiet = Link(setting.crew.address, key=None, ca_file=None, name='quiet')
+      wanted = asyncio.create_task(setting.samples(setting.crew, task))
+      order = await quiet.call(crew_module.TAKE, name='quiet')
+      first, *_ = theirs.values()
+      hand_in = lambda: quiet.call(crew_module.SAMPLE, lease=order['lease'], sample=first[0], text='of the quiet one')
+      await hand_in()
+      await hand_in()
+      setting.come('b')
+      found = await wanted
+      with pytest.raises(Lost, match='is not held any more'):
+        await hand_in()
+      await quiet.close()
+      # Of the two that made this sample, the first that came counts.
+      assert found == {**theirs, next(iter(theirs)): (first[0], 'of the quiet one')}
+      assert setting.crew.counts == {'lost': 1, 'repeated': 2, 'late': 1}
+
+  asyncio.run(check())
+
+
+def test_what_a_silent_explorer_was_asking_for_is_cancelled(tmp_path):
+  async def check():
+    async with Setting(tmp_path, groups=1).running('a') as setting:
+      await setting.dismiss('a')
+      quiet = Link(setting.crew.address, key=None, ca_file=None, name='quiet')
+      (task,) = make_tasks(1)
+      wanted = asyncio.create_task(setting.samples(setting.crew, task))
+      order = await quiet.call(crew_module.TAKE, name='quiet')
+      setting.engine.hold = lambda request: len(setting.engine.requests) == 1
+      asked = {'lease': order['lease'], 'request': request_row(REQUEST)}
+
+      async def ask():
+        return [frame async for frame in quiet.stream(crew_module.GENERATE, **asked)]
+
+      # It asks, and its connection stays; but it says no more that it is alive.
+      asking = asyncio.create_task(ask())
+      while not setting.engine.requests:
+        await asyncio.sleep(0.01)
+      while setting.crew.explorers:
+        await asyncio.sleep(0.01)
+      with pytest.raises(Lost):
+        await asking
+      assert setting.engine.cancelled == 1
+      setting.come('b')
+      assert len(await wanted) == 3
+      await quiet.close()
+
+  asyncio.run(check())
+
+
+def test_an_explorer_that_leaves_gives_its_groups_back_at_once(tmp_path):
+  async def check():
+    async with Setting(tmp_path, groups=1).running('first') as setting:
+      setting.engine.hold = lambda request: len(setting.engine.requests) < 2
+      (task,) = make_tasks(1)
+      wanted = asyncio.create_task(setting.samples(setting.crew, task))
+      while not setting.engine.requests:
+        await asyncio.sleep(0.01)
+      setting.explorers['first'].cancel()  # It says that it leaves.
+      setting.come('second')
+      assert len(await wanted) == 3
+      assert setting.crew.counts['lost'] == 1 and setting.crew.explorers == 1
+
+  asyncio.run(check())
+
+
+def test_what_a_workflow_asks_for_reaches_the_hub_and_comes_back_whole(tmp_path):
+  answers = []
+
+  class Asking(SingleTurn):
+    def __init__(self, hub, tokenizer, max_tokens):
+      super().__init__(hub, tokenizer, max_tokens=max_tokens)
+      self._hub = hub
+
+    async def run(self, task, visit, **how):
+      async for sample, text in super().run(task, visit, **how):
+        attempt = Attempt(uid=sample.uid, task=task, completion=text, finish_reason='stop', response_len=2)
+        answers.append(await self._hub.score(attempt))
+        answers.append(await self._hub.ask('helper', task.prompt, max_tokens=7, temperature=0.5))
+        yield sample, text
+
+  async def check():
+    build = lambda config, hub, tokenizer, most: Asking(hub, tokenizer, most)
+    async with Setting(tmp_path, build).running('a') as setting:
+      (task,) = make_tasks(1)
+      shown = (Media(kind='image', digest='0' * 32, reference='a.png'),)
+      task = dataclasses.replace(task, fields={'large': 10**30, 'deep': [{'a': None}]}, media=shown)
+      assert len(await setting.samples(setting.crew, task, samples=1)) == 1
+      assert answers == [Reward(value=0.5, parts={'judge': 0.5}, correct=False, turn_values=(1.0, 2.0)), 'an answer']
+      assert [attempt.task for attempt in setting.hub.scored] == [task]
+      assert setting.hub.asked == [('helper', [dict(m) for m in task.prompt], 7, 0.5)]
+
+  asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+  ('error', 'line'),
+  [
+    (RunError('no engine is left'), ': its workflow failed: no engine is left'),
+    (ZeroDivisionError('by zero'), ': its workflow failed: ZeroDivisionError: by zero'),
+  ],
+)
+def test_a_workflow_that_fails_ends_the_wait_with_its_error(tmp_path, error, line):
+  class Failing(SingleTurn):
+    async def run(self, task, visit, **how):
+      raise error
+      yield
+
+  async def check():
+    build = lambda config, hub, tokenizer, most: Failing(hub, tokenizer, max_tokens=most)
+    async with Setting(tmp_path, build).running('a') as setting:
+      with pytest.raises(RunError) as raised:
+        await setting.samples(setting.crew, make_tasks(1)[0])
+      assert re.fullmatch(f'explorer a/[0-9a-f]{{8}}{line}', str(raised.value))
+
+  asyncio.run(check())
+
+
+def test_what_the_engine_raises_is_told(tmp_path):
+  async def check():
+    async with Setting(tmp_path).running('a') as setting:
+      setting.engine.fail_at, setting.engine.error = 0, UserError('prompt is too long')
+      with pytest.raises(RunError, match=r'explorer a/\w+: its workflow failed: prompt is too long'):
+        await setting.samples(setting.crew, make_tasks(1)[0])
+
+  asyncio.run(check())
+
+
+def test_what_breaks_the_engine_ends_the_wait_as_itself(tmp_path):
+  async def check():
+    async with Setting(tmp_path).running('a') as setting:
+      setting.engine.fail_at, setting.engine.error = 0, ZeroDivisionError('in the engine')
+      with pytest.raises(ZeroDivisionError, match='in the engine'):
+        await setting.samples(setting.crew, make_tasks(1)[0])
+
+  asyncio.run(check())
+
+
+def test_a_group_that_its_explorer_lost_goes_to_another(tmp_path):
+  async def check():
+    async with Setting(tmp_path, groups=1).running('a') as setting:
+      await setting.dismiss('a')
+      forgetful = Link(setting.crew.address, key=None, ca_file=None, name='forgetful')
+      wanted = asyncio.create_task(setting.samples(setting.crew, make_tasks(1)[0]))
+      await forgetful.call(crew_module.TAKE, name='forgetful')
+      setting.come('b')
+      while not wanted.done():
+        await forgetful.call(crew_module.ALIVE, name='forgetful', leases=[])
+        await asyncio.sleep(0.1)
+      assert len(await wanted) == 3 and setting.crew.counts['lost'] == 1
+      await forgetful.close()
+
+  asyncio.run(check())
+
+
+def test_an_explorer_that_dies_while_it_is_answered_harms_nobody_else(tmp_path):
+  """Its connection is closed, and the engine's next completions come before the event loop has seen that."""
+
+  async def check():
+    async with Setting(tmp_path, groups=1).running('a') as setting:
+      await setting.dismiss('a')
+      answered = asyncio.Event()
+      plain = setting.engine.generate
+
+      async def together(request):
+        await answered.wait()
+        async for completion in plain(request):
+          yield completion
+
+      setting.engine.prompt, setting.hub.generate = True, together
+      dying = Link(setting.crew.address, key=None, ca_file=None, name='dying')
+      wanted = asyncio.create_task(setting.samples(setting.crew, make_tasks(1)[0]))
+      order = await dying.call(crew_module.TAKE, name='dying')
+      request = Request(uid='x', prompt=(3,), max_tokens=4, stop_ids=(1,), samples=3, key=(1,))
+      body = pack({'lease': order['lease'], 'request': request_row(request)})
+      with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(setting.crew.address.removeprefix('unix:'))
+        head = f'POST {crew_module.GENERATE} HTTP/1.1\r\nHost: master\r\nContent-Length: {len(body)}\r\n\r\n'
+        connection.sendall(head.encode() + body)
+        await asyncio.sleep(0.2)
+      answered.set()
+      await asyncio.sleep(0.2)
+      setting.come('b')
+      assert len(await wanted) == 3 and setting.crew.counts['lost'] == 1
+      await dying.close()
+
+  asyncio.run(check())
+
+
+def test_a_workflow_that_forgets_a_sample_is_told(tmp_path):
+  class Short(SingleTurn):
+    async def run(self, task, visit, *, samples, **how):
+      async for run in super().run(task, visit, samples=samples - 1, **how):
+        yield run
+
+  async def check():
+    build = lambda config, hub, tokenizer, most: Short(hub, tokenizer, max_tokens=most)
+    async with Setting(tmp_path, build).running('a') as setting:
+      with pytest.raises(RunError, match='ended without sample 2 of 3'):
+        await setting.samples(setting.crew, make_tasks(1)[0])
+
+  asyncio.run(check())
+
+
+def test_a_group_that_is_lost_again_and_again_ends_the_run_with_the_reason(tmp_path):
+  async def check():
+    async with Setting(tmp_path, groups=1).running('a') as setting:
+      await setting.dismiss('a')
+      wanted = asyncio.create_task(setting.samples(setting.crew, make_tasks(1)[0]))
+      deadly = Link(setting.crew.address, key=None, ca_file=None, name='deadly')
+      for _ in range(5):
+        assert await deadly.call(crew_module.TAKE, name=deadly.name)
+        await deadly.call(crew_module.LEAVE, name=deadly.name)
+      with pytest.raises(RunError, match=r'a group of taskset train was lost 5 times, at last because deadly/\w+ left'):
+        await wanted
+      await deadly.close()
+
+  asyncio.run(check())
+
+
+def test_a_slow_answer_says_that_it_is_still_to_come(tmp_path, monkeypatch):
+  monkeypatch.setattr(crew_module, 'BEAT_S', 0.02)
+  monkeypatch.setattr(exploring, '_SILENCE_S', 2.0)
+
+  async def check():
+    async with Setting(tmp_path).running('a') as setting:
+      until = asyncio.get_running_loop().time() + 3.0
+      setting.engine.hold = lambda request: asyncio.get_running_loop().time() < until
+      assert len(await setting.samples(setting.crew, make_tasks(1)[0])) == 3
+      assert setting.crew.counts['lost'] == 0
+
+  asyncio.run(check())
+
+
+def test_a_group_that_is_given_up_ends_in_its_explorer_and_at_the_engine(tmp_path):
+  async def check():
+    async with Setting(tmp_path, groups=1).running('a') as setting:
+      setting.engine.hold = lambda request: len(setting.engine.requests) == 1
+      first, second = make_tasks(2)
+      with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+          await setting.samples(setting.crew, first)
+      # Its only explorer is free again.
+      assert len(await setting.samples(setting.crew, second)) == 3
+      assert setting.engine.cancelled == 1
+
+  asyncio.run(check())
+
+
+def test_nobody_gets_in_without_the_token(tmp_path):
+  async def check():
+    async with Setting(tmp_path).running('a') as setting:
+      address = setting.crew.front
+      for key in (None, 'another-token-0123456789'):
+        link = Link(address, key=key, ca_file=None, name='stranger')
+        with pytest.raises(UserError, match='refuses the token'):
+          await link.call(crew_module.TAKE, name='stranger')
+        await link.close()
+      setting.come('guest', address, TOKEN)
+      while setting.crew.explorers < 2:
+        await asyncio.sleep(0.01)
+      setting.explorers.pop('a').cancel()
+      assert len(await setting.samples(setting.crew, make_tasks(1)[0])) == 3
+      good = {'Authorization': f'Bearer {TOKEN}'}
+      async with (
+        aiohttp.ClientSession(headers=good) as session,
+        session.post(f'{address}/inference/v1/generate') as response,
+      ):
+        assert response.status == 403, 'what a front of vLLM lets through is not for explorers'
+
+  asyncio.run(check())
+
+
+@pytest.mark.parametrize('body', [b'', b'\xc1', b'\x81\xa4name', b'\x90'])
+def test_a_malformed_message_is_refused_and_harms_nothing(tmp_path, body):
+  async def check():
+    async with Setting(tmp_path).running('a') as setting:
+      connector = aiohttp.UnixConnector(setting.crew.address.removeprefix('unix:'))
+      async with aiohttp.ClientSession(connector=connector) as session:
+        for _, path in crew_module.ROUTES:
+          async with session.post(f'http://master{path}', data=body) as response:
+            assert response.status == 400, path
+      assert len(await setting.samples(setting.crew, make_tasks(1)[0])) == 3
+
+  asyncio.run(check())
+
+
+def test_a_lease_that_was_lost_is_worth_nothing(tmp_path):
+  async def check():
+    async with Setting(tmp_path).running('a') as setting:
+      link = Link(setting.crew.address, key=None, ca_file=None, name='late')
+      for path in (crew_module.SAMPLE, crew_module.SCORE, crew_module.ASK, crew_module.FAILED, crew_module.GENERATE):
+        with pytest.raises(Lost, match='lease 99 is not held'):
+          await link.call(path, lease=99, sample=b'', text='', error='')
+      assert await link.call(crew_module.ALIVE, name='late', leases=[99]) == [99]
+      await link.close()
+
+  asyncio.run(check())
+
+
+def test_without_explorers_the_run_ends_with_a_line(tmp_path):
+  async def check():
+    setting = Setting(tmp_path, nobody_s=0.1)
+    with pytest.raises(RunError, match='none has been there for'):
+      async with setting.running():
+        pass
+
+  asyncio.run(check())
+
+
+def test_an_explorer_ends_when_the_master_stays_away(tmp_path, monkeypatch):
+  monkeypatch.setattr(exploring, '_PATIENCE_S', 0.2)
+
+  async def check():
+    link = Link(f'unix:{tmp_path}/nobody.sock', key=None, ca_file=None, name='a')
+    with pytest.raises(RunError, match='the master has been away for'):
+      await explore(link, lambda *parts: None)
+
+  asyncio.run(check())
+
+
+def test_configurations_that_nobody_could_work_for_are_refused():
+  with pytest.raises(UserError, match='processes: 0, and nobody else can come'):
+    ExplorersConfig(processes=0)
+  with pytest.raises(UserError, match='groups 0'):
+    ExplorersConfig(groups=0)
+  with pytest.raises(UserError, match='silent_s 1'):
+    ExplorersConfig(silent_s=1.0)
+
+
+@pytest.mark.parametrize('address', ['10.0.0.5:8500', 'unix:master.sock', ''])
+def test_an_address_that_is_none_is_refused_at_once(address):
+  async def check():
+    with pytest.raises(UserError, match='wanted http://HOST:PORT'):
+      Link(address, key=None, ca_file=None, name='a')
+
+  asyncio.run(check())
+
+
+@pytest.mark.parametrize('text', [None, 'no certificate'])
+def test_a_ca_file_that_cannot_be_used_is_refused(tmp_path, text):
+  async def check():
+    if text is not None:
+      (tmp_path / 'ca.pem').write_text(text)
+    with pytest.raises(UserError, match='no certificates that can be read'):
+      Link('https://127.0.0.1:1', key=None, ca_file=str(tmp_path / 'ca.pem'), name='a')
+
+  asyncio.run(check())
+
+
+@pytest.mark.full
+def test_an_explorer_finds_the_modules_that_the_run_finds(tmp_path, monkeypatch):
+  (tmp_path / 'own').mkdir()
+  (tmp_path / 'own' / 'beside.py').write_text('from jaxrl_llm.rollout.workflow import SingleTurn as Own')
+  monkeypatch.syspath_prepend(tmp_path / 'own')
+  workflow = WorkflowConfig(kind='beside:Own')
+
+  async def check():
+    async with Setting(tmp_path, workflow=workflow, processes=1).running() as setting:
+      assert len(await setting.samples(setting.crew, make_tasks(1)[0])) == 3
+
+  asyncio.run(check())

@@ -1,0 +1,49 @@
+"""A started scorer pool around scorers that judge everything, unless their configuration says otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import TypeVar
+
+from jaxrl_llm.rewards.api import AnyScorer, Attempt, Awaited, RewardsConfig, ScorerConfig, Verdict
+from jaxrl_llm.rewards.pool import ScorerPool
+
+T = TypeVar('T')
+
+
+def awaited(call: Callable[[Attempt], Awaitable[Verdict]], **fields) -> Awaited:
+  """A scorer that has nothing to open."""
+
+  @contextlib.asynccontextmanager
+  async def opened() -> AsyncIterator[Callable[[Attempt], Awaitable[Verdict]]]:
+    yield call
+
+  return Awaited(opened, **fields)
+
+
+def pool(scorers: Mapping[str, tuple[AnyScorer, Mapping]], *, live=None, **config) -> ScorerPool:
+  """Of scorers by name, each with the other fields of its ScorerConfig."""
+  configs = tuple(ScorerConfig(name=name, **{'deadline_s': 60.0, **fields}) for name, (_, fields) in scorers.items())
+  built = {name: scorer for name, (scorer, _) in scorers.items()}
+  return ScorerPool(built, RewardsConfig(scorers=configs, **config), live=live)
+
+
+@contextlib.asynccontextmanager
+async def started(one: ScorerPool) -> AsyncIterator[ScorerPool]:
+  try:
+    await one.start()
+    yield one
+  finally:
+    await one.close()
+
+
+def using(one: ScorerPool, use: Callable[[ScorerPool], Awaitable[T]]) -> T:
+  """What `use` makes of the started pool, in at most 60 s: a hang is a failure."""
+
+  async def main():
+    async with started(one):
+      return await use(one)
+
+  return asyncio.run(asyncio.wait_for(main(), 60))

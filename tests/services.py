@@ -1,0 +1,82 @@
+"""HTTP services for tests of the clients that score over them: real servers on loopback, with answers as told."""
+
+import asyncio
+import contextlib
+import json
+
+from aiohttp import web
+
+HANG = object()
+"""An answer that never comes."""
+CUT = object()
+"""A connection that is closed in the middle of an answer."""
+
+
+class Service:
+  """Answers each request as `answer(body)` says: JSON, a status, (status, JSON, headers), HANG or CUT.
+
+  Attributes:
+    seen: bodies, in the order in which they came.
+    headers: of each.
+    now: requests that are under way.
+    most: requests that were under way at once.
+  """
+
+  def __init__(self, answer):
+    self.answer, self.seen, self.headers = answer, [], []
+    self.most, self.now = 0, 0
+    self.address = ''
+
+  async def _handle(self, request):
+    self.seen.append(body := json.loads(await request.read()))
+    self.headers.append(dict(request.headers))
+    self.now += 1
+    self.most = max(self.most, self.now)
+    try:
+      said = self.answer(body)
+      if asyncio.iscoroutine(said):
+        said = await said
+      return await self._respond(request, said)
+    finally:
+      self.now -= 1
+
+  async def _respond(self, request, said):
+    if said is HANG:
+      await asyncio.Event().wait()
+    if said is CUT:
+      response = web.StreamResponse(headers={'Content-Length': '100'})
+      await response.prepare(request)
+      await response.write(b'{"value": 1')
+      request.transport.close()
+      return response
+    if isinstance(said, int):
+      return web.Response(status=said, text=f'status {said}')
+    if isinstance(said, str):
+      return web.Response(text=said)
+    status, value, headers = said if isinstance(said, tuple) else (200, said, {})
+    return web.Response(status=status, text=json.dumps(value), headers=headers, content_type='application/json')
+
+  @contextlib.asynccontextmanager
+  async def running(self, socket=None):
+    """Serves on a free port of loopback, or on a unix socket."""
+    server = web.Server(self._handle, handler_cancellation=True)
+    runner = web.ServerRunner(server, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, '127.0.0.1', 0) if socket is None else web.UnixSite(runner, str(socket))
+    await site.start()
+    self.address = f'unix:{socket}' if socket else 'http://{}:{}'.format(*runner.addresses[0][:2])
+    try:
+      yield self
+    finally:
+      await runner.cleanup()
+
+
+def chat(text, finish='stop'):
+  """A chat completion with this text."""
+  return {'choices': [{'index': 0, 'message': {'role': 'assistant', 'content': text}, 'finish_reason': finish}]}
+
+
+def one_after_another(*answers):
+  """Each once, in this order."""
+  left = iter(answers)
+  return lambda body: next(left)
