@@ -116,17 +116,29 @@ def processes(*needles: str) -> list[str]:
 
 
 def descendants(pid: int) -> set[int]:
-  """Also those whose parents have ended, where they are known by their place."""
+  """Of those that live: one that has ended and was not waited for yet is none."""
   parents: dict[int, int] = {}
   for path in pathlib.Path('/proc').glob('[0-9]*/stat'):
     try:
-      parents[int(path.parent.name)] = int(path.read_text().rpartition(')')[2].split()[1])
+      state, parent = path.read_text().rpartition(')')[2].split()[:2]
     except OSError:
       continue
+    if state != 'Z':
+      parents[int(path.parent.name)] = int(parent)
   found = {pid}
   while more := {child for child, parent in parents.items() if parent in found} - found:
     found |= more
   return found - {pid}
+
+
+def settled(count, still_s: float = 2.0) -> int:
+  """A count once it has stayed the same for a while: nothing is starting or ending any more."""
+  last, since = count(), time.monotonic()
+  while time.monotonic() < since + still_s:
+    time.sleep(0.05)
+    if (now := count()) != last:
+      last, since = now, time.monotonic()
+  return last
 
 
 def until(holds, patience_s: float = 30.0) -> bool:
