@@ -1,7 +1,6 @@
 """One run over four domains: code through the sandbox, math with a rule and a reward model, school questions with a
 judge, and places in pictures; pictures also from recorded answers."""
 
-import asyncio
 import base64
 import collections
 import contextlib
@@ -9,13 +8,13 @@ import json
 import string
 import subprocess
 import sys
-import threading
+import time
 
 import jax
 import job
 import numpy as np
 import pytest
-from aiohttp import web
+from services import Service, chat
 
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.families import tiny
@@ -50,34 +49,17 @@ ROWS = {
 SCORERS = {'code': {'code'}, 'math': {'answer', 'preference'}, 'k12': {'judge'}, 'vision': {'box_iou'}}
 
 
-class Judge:
-  """An OpenAI-compatible server with recorded verdicts: right answers, word for word. In a thread of its own."""
+def said_by(body):
+  """The text that a judge was sent."""
+  return '\n'.join(message['content'] for message in body['messages'])
 
-  def __init__(self):
-    self.asked, ready = [], threading.Event()
 
-    def serve():
-      loop = asyncio.new_event_loop()
-      asyncio.set_event_loop(loop)
-      application = web.Application()
-      application.router.add_post('/v1/chat/completions', self._answer)
-      runner = web.AppRunner(application)
-      loop.run_until_complete(runner.setup())
-      loop.run_until_complete(web.TCPSite(runner, '127.0.0.1', 0).start())
-      self.address = f'http://127.0.0.1:{runner.addresses[0][1]}'
-      ready.set()
-      loop.run_forever()
-
-    threading.Thread(target=serve, daemon=True).start()
-    ready.wait(30)
-
-  async def _answer(self, request):
-    text = '\n'.join(message['content'] for message in (await request.json())['messages'])
-    self.asked.append(text)
-    # The reference answer is in it once, and a right answer a second time.
-    right = any(text.count(row['answer']) > 1 and row['question'] in text for row in ROWS['k12'])
-    verdict = {'reasoning': 'recorded', 'score': 1.0 if right else 0.0}
-    return web.json_response({'choices': [{'message': {'content': json.dumps(verdict)}, 'finish_reason': 'stop'}]})
+def verdict(body):
+  """A judge with recorded verdicts: right answers, word for word."""
+  text = said_by(body)
+  # The reference answer is in it once, and a right answer a second time.
+  right = any(text.count(row['answer']) > 1 and row['question'] in text for row in ROWS['k12'])
+  return chat(json.dumps({'reasoning': 'recorded', 'score': 1.0 if right else 0.0}))
 
 
 @contextlib.contextmanager
@@ -94,7 +76,7 @@ def reward_service(directory):
   try:
     while not file.exists():
       assert process.poll() is None
-      threading.Event().wait(0.1)
+      time.sleep(0.1)
     yield json.loads(file.read_text())[0]
   finally:
     process.terminate()
@@ -102,12 +84,12 @@ def reward_service(directory):
 
 
 def test_each_domain_is_judged_by_its_own_scorers(tmp_path):
-  data, run, judge = tmp_path / 'data', tmp_path / 'run', Judge()
+  data, run, judge = tmp_path / 'data', tmp_path / 'run', Service(verdict)
   data.mkdir()
   assert base64.b64decode(PIXEL)
   for domain, rows in ROWS.items():
     (data / f'{domain}.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-  with reward_service(tmp_path) as address:
+  with reward_service(tmp_path) as address, judge.in_thread():
     job.train(run, config=(f'--config=configs/domains.py:{data},{address},{judge.address},recorded',))
   report = audit(run / 'replay')
   assert report.ok and report.states['trained'] == 3 * 12 * 4, report.lines
@@ -130,7 +112,7 @@ def test_each_domain_is_judged_by_its_own_scorers(tmp_path):
     main = 'answer' if domain == 'math' else next(iter(SCORERS[domain]))
     best[domain] = max(best[domain], value[main])
   assert best == dict.fromkeys(ROWS, 1.0), 'in each domain the policy was right at least once'
-  assert judge.asked and all(any(row['question'] in text for row in ROWS['k12']) for text in judge.asked)
+  assert judge.seen and all(any(row['question'] in said_by(body) for row in ROWS['k12']) for body in judge.seen)
 
 
 def test_pictures_are_scored_from_recorded_answers(tmp_path):

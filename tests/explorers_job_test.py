@@ -1,6 +1,5 @@
 """Runs whose workflow is run by explorer processes, and workflows that ask the master in mid-episode."""
 
-import asyncio
 import collections
 import json
 import os
@@ -9,13 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import job
 import numpy as np
 import pytest
-from aiohttp import web
+from services import Service, chat
 
 from jaxrl_llm.experience.sample import Role
 from jaxrl_llm.replay.audit import audit
@@ -90,43 +88,13 @@ def test_an_explorer_of_another_machine_comes_over_tcp_with_the_token(tmp_path):
   assert len([row for row in job.rows(run) if 'actor/pg_loss' in row and row['stage'] == 'grpo']) == 2
 
 
-class Helper:
-  """An OpenAI-compatible server on loopback, in a thread of its own."""
-
-  def __init__(self):
-    self.asked = []
-    self._loop, self._ready = asyncio.new_event_loop(), threading.Event()
-    threading.Thread(target=self._serve, daemon=True).start()
-    self._ready.wait(30)
-
-  def _serve(self):
-    asyncio.set_event_loop(self._loop)
-    application = web.Application()
-    application.router.add_post('/v1/chat/completions', self._answer)
-    runner = web.AppRunner(application)
-    self._loop.run_until_complete(runner.setup())
-    self._loop.run_until_complete(web.TCPSite(runner, '127.0.0.1', 0).start())
-    self.address = f'http://127.0.0.1:{runner.addresses[0][1]}'
-    self._ready.set()
-    self._loop.run_forever()
-
-  async def _answer(self, request):
-    self.asked.append(await request.json())
-    if len(self.asked) == 1:
-      return web.Response(status=503)
-    return web.json_response({'choices': [{'message': {'role': 'assistant', 'content': 'count again'}}]})
-
-
 def events(run, edge):
   return [row for line in (run / 'events.jsonl').open() if (row := json.loads(line))['edge'] == edge]
 
 
-@pytest.mark.parametrize('processes', [0, 1])
-def test_a_workflow_of_ones_own_asks_for_scores_and_another_model_through_the_master(tmp_path, processes, monkeypatch):
-  """Two turns: the environment's tokens are in the sample and not trained on; what was asked for is in the events."""
-  monkeypatch.setenv('PYTHONPATH', f'{job.ROOT}{os.pathsep}{FIXTURES}')
-  run, helper = tmp_path / 'run', Helper()
-  auxiliary = [{'name': 'helper', 'addresses': [helper.address], 'model': 'some'}]
+def finish(run, helper, *flags):
+  """A run of a workflow that asks for scores, and for another model at this address."""
+  auxiliary = [{'name': 'helper', 'addresses': [helper], 'model': 'some'}]
   flags = [
     '--config.rollout.workflow={"kind":"second_try:SecondTry","options":{"helper":"helper"}}',
     f'--config.rollout.auxiliary={json.dumps(auxiliary)}',
@@ -135,11 +103,20 @@ def test_a_workflow_of_ones_own_asks_for_scores_and_another_model_through_the_ma
     '--config.rollout.embedded.prefill_buckets=[8,32]',
     '--config.stages.grpo.steps=2',
     '--config.evaluation=()',
-    *([TWO] if processes else []),
+    *flags,
   ]
   environment = job.environment(PYTHONPATH=os.environ['PYTHONPATH'])
   done = subprocess.run(job.command(run, *flags), cwd=job.ROOT, env=environment, capture_output=True, text=True)
   assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize('processes', [0, 1])
+def test_a_workflow_of_ones_own_asks_for_scores_and_another_model_through_the_master(tmp_path, processes, monkeypatch):
+  """Two turns: the environment's tokens are in the sample and not trained on; what was asked for is in the events."""
+  monkeypatch.setenv('PYTHONPATH', f'{job.ROOT}{os.pathsep}{FIXTURES}')
+  run, helper = tmp_path / 'run', Service(lambda body: chat('count again') if len(helper.seen) > 1 else 503)
+  with helper.in_thread():
+    finish(run, helper.address, *([TWO] if processes else []))
   scores, models = events(run, 'auxiliary_score'), events(run, 'auxiliary_model')
   for rows in (scores, models):
     asked = {row['id'] for row in rows if row['kind'] == 'request'}
@@ -147,7 +124,7 @@ def test_a_workflow_of_ones_own_asks_for_scores_and_another_model_through_the_ma
     assert {(row['from'], row['kind']) for row in rows} >= {('rollout', 'request')}
   assert len(scores) == 2 * 2 * 24, 'each of two batches of 24 samples'
   # One request met a server that had trouble, and was made again.
-  assert len(helper.asked) == len(models) / 2 + 1 and {body['model'] for body in helper.asked} == {'some'}
+  assert len(helper.seen) == len(models) / 2 + 1 and {body['model'] for body in helper.seen} == {'some'}
   store = open_copy(run / 'replay', tmp_path / 'copy')
   samples = store.read([uid for group in store.sealed() for uid in group])
   store.close()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import threading
 
 from aiohttp import web
 
@@ -69,6 +70,26 @@ class Service:
       yield self
     finally:
       await runner.cleanup()
+
+  @contextlib.contextmanager
+  def in_thread(self):
+    """Serves from a thread of its own, beside a run that this one waits for."""
+    loop, ended, ready = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
+
+    async def serve():
+      async with self.running():
+        ready.set()
+        await ended.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+      assert ready.wait(30)
+      yield self
+    finally:
+      loop.call_soon_threadsafe(ended.set)
+      thread.join()
+      loop.close()
 
 
 def chat(text, finish='stop'):
