@@ -64,18 +64,18 @@ class Rollouts:
   auxiliary: tuple[AuxiliaryModel, ...]
   crew: Crew | None
   """The workflow, where explorer processes run it."""
+  _started: contextlib.AsyncExitStack = dataclasses.field(default_factory=contextlib.AsyncExitStack)
 
   async def start(self) -> None:
     for model in self.auxiliary:
-      await model.__aenter__()
+      await self._started.enter_async_context(model)
     if self.crew is not None:
+      self._started.push_async_callback(self.crew.close)
       await self.crew.start()
 
   async def close(self) -> None:
-    if self.crew is not None:
-      await self.crew.close()
-    for model in self.auxiliary:
-      await model.__aexit__()
+    """Ends what was started, also where `start` failed half-way."""
+    await self._started.aclose()
 
   def take_metrics(self) -> dict[str, float]:
     return self.crew.take_metrics() if self.crew is not None else {}

@@ -41,8 +41,9 @@ class AuxiliaryModel:
     body = {'model': self._model, 'messages': [dict(message) for message in messages]}
     try:
       answer = await self._remote.post({**body, 'max_tokens': max_tokens, 'temperature': temperature})
-      return str(answer['choices'][0]['message']['content'])
     except RemoteError as error:
       raise RunError(f'auxiliary model {self.name}: {error}') from None
-    except (KeyError, IndexError, TypeError):
-      raise RunError(f'auxiliary model {self.name}: answered {answer!r:.200}, wanted a chat completion') from None
+    match answer:
+      case {'choices': [{'message': {'content': str(text)}}, *_]}:
+        return text
+    raise RunError(f'auxiliary model {self.name}: answered {answer!r:.200}, wanted a chat completion with a text')
