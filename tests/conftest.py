@@ -7,6 +7,7 @@ os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_p
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 import jax
+import job
 import pytest
 from jaxtyping import install_import_hook
 
@@ -38,6 +39,14 @@ _LONGEST = (
 def pytest_collection_modifyitems(items):
   place = {name: number for number, name in enumerate(_LONGEST)}
   items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+@pytest.fixture(scope='session', autouse=True)
+def _shared_programs(tmp_path_factory):
+  """What a job compiles, the next one reads; with several workers their base directories lie in one of the session."""
+  base = tmp_path_factory.getbasetemp()
+  session = base.parent if 'PYTEST_XDIST_WORKER' in os.environ else base
+  os.environ[job.PROGRAMS] = str(session / 'programs')
 
 
 @pytest.fixture(scope='module', autouse=True)

@@ -36,6 +36,8 @@ QUICK = (
 """The quickstart's job in seconds: same code, smaller numbers."""
 UNTIMED = ('timing_s/', 'timing_per_token_ms/', 'perf/')
 """Metrics that may differ between two equal runs."""
+PROGRAMS = 'JAXRL_TEST_PROGRAMS'
+"""Environment variable with the directory of compiled programs that all jobs of a test session share."""
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -45,7 +47,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def command(workdir: pathlib.Path, *flags: str, config: tuple[str, ...] = QUICK, processes: int = 1) -> list[str]:
-  cache = f'--config.compilation_cache={workdir.parent / "cache"}'
+  cache = f'--config.compilation_cache={os.environ.get(PROGRAMS, workdir.parent / "cache")}'
   train = [sys.executable, 'launch/train.py', *config, cache, f'--workdir={workdir}', *flags]
   if processes == 1:
     return train
