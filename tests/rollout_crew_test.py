@@ -14,8 +14,7 @@ from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.experience.sample import encode
 from jaxrl_llm.experience.task import Media
 from jaxrl_llm.rewards.api import Attempt, Reward
-from jaxrl_llm.rollout import crew as crew_module
-from jaxrl_llm.rollout import exploring
+from jaxrl_llm.rollout import exploring, wire
 from jaxrl_llm.rollout.api import Request, Sampling
 from jaxrl_llm.rollout.crew import Crew, ExplorersConfig
 from jaxrl_llm.rollout.exploring import Link, Lost, Welcome, explore
@@ -125,9 +124,9 @@ def test_groups_of_an_explorer_that_falls_silent_go_to_another_and_no_sample_com
       await setting.dismiss('a')
       quiet = Link(setting.crew.address, key=None, ca_file=None, name='quiet')
       wanted = asyncio.create_task(setting.samples(setting.crew, task))
-      order = await quiet.call(crew_module.TAKE, name='quiet')
+      order = await quiet.call(wire.TAKE, name='quiet')
       first, *_ = theirs.values()
-      hand_in = lambda: quiet.call(crew_module.SAMPLE, lease=order['lease'], sample=first[0], text='of the quiet one')
+      hand_in = lambda: quiet.call(wire.SAMPLE, lease=order['lease'], sample=first[0], text='of the quiet one')
       await hand_in()
       await hand_in()
       setting.come('b')
@@ -149,12 +148,12 @@ def test_what_a_silent_explorer_was_asking_for_is_cancelled(tmp_path):
       quiet = Link(setting.crew.address, key=None, ca_file=None, name='quiet')
       (task,) = make_tasks(1)
       wanted = asyncio.create_task(setting.samples(setting.crew, task))
-      order = await quiet.call(crew_module.TAKE, name='quiet')
+      order = await quiet.call(wire.TAKE, name='quiet')
       setting.engine.hold = lambda request: len(setting.engine.requests) == 1
       asked = {'lease': order['lease'], 'request': request_row(REQUEST)}
 
       async def ask():
-        return [frame async for frame in quiet.stream(crew_module.GENERATE, **asked)]
+        return [frame async for frame in quiet.stream(wire.GENERATE, **asked)]
 
       # It asks, and its connection stays; but it says no more that it is alive.
       asking = asyncio.create_task(ask())
@@ -266,10 +265,10 @@ def test_a_group_that_its_explorer_lost_goes_to_another(tmp_path):
       await setting.dismiss('a')
       forgetful = Link(setting.crew.address, key=None, ca_file=None, name='forgetful')
       wanted = asyncio.create_task(setting.samples(setting.crew, make_tasks(1)[0]))
-      await forgetful.call(crew_module.TAKE, name='forgetful')
+      await forgetful.call(wire.TAKE, name='forgetful')
       setting.come('b')
       while not wanted.done():
-        await forgetful.call(crew_module.ALIVE, name='forgetful', leases=[])
+        await forgetful.call(wire.ALIVE, name='forgetful', leases=[])
         await asyncio.sleep(0.1)
       assert len(await wanted) == 3 and setting.crew.counts['lost'] == 1
       await forgetful.close()
@@ -294,12 +293,12 @@ def test_an_explorer_that_dies_while_it_is_answered_harms_nobody_else(tmp_path):
       setting.engine.prompt, setting.hub.generate = True, together
       dying = Link(setting.crew.address, key=None, ca_file=None, name='dying')
       wanted = asyncio.create_task(setting.samples(setting.crew, make_tasks(1)[0]))
-      order = await dying.call(crew_module.TAKE, name='dying')
+      order = await dying.call(wire.TAKE, name='dying')
       request = Request(uid='x', prompt=(3,), max_tokens=4, stop_ids=(1,), samples=3, key=(1,))
       body = pack({'lease': order['lease'], 'request': request_row(request)})
       with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(setting.crew.address.removeprefix('unix:'))
-        head = f'POST {crew_module.GENERATE} HTTP/1.1\r\nHost: master\r\nContent-Length: {len(body)}\r\n\r\n'
+        head = f'POST {wire.GENERATE} HTTP/1.1\r\nHost: master\r\nContent-Length: {len(body)}\r\n\r\n'
         connection.sendall(head.encode() + body)
         await asyncio.sleep(0.2)
       answered.set()
@@ -333,8 +332,8 @@ def test_a_group_that_is_lost_again_and_again_ends_the_run_with_the_reason(tmp_p
       wanted = asyncio.create_task(setting.samples(setting.crew, make_tasks(1)[0]))
       deadly = Link(setting.crew.address, key=None, ca_file=None, name='deadly')
       for _ in range(5):
-        assert await deadly.call(crew_module.TAKE, name=deadly.name)
-        await deadly.call(crew_module.LEAVE, name=deadly.name)
+        assert await deadly.call(wire.TAKE, name=deadly.name)
+        await deadly.call(wire.LEAVE, name=deadly.name)
       with pytest.raises(RunError, match=r'a group of taskset train was lost 5 times, at last because deadly/\w+ left'):
         await wanted
       await deadly.close()
@@ -343,7 +342,7 @@ def test_a_group_that_is_lost_again_and_again_ends_the_run_with_the_reason(tmp_p
 
 
 def test_a_slow_answer_says_that_it_is_still_to_come(tmp_path, monkeypatch):
-  monkeypatch.setattr(crew_module, 'BEAT_S', 0.02)
+  monkeypatch.setattr(wire, 'BEAT_S', 0.02)
   monkeypatch.setattr(exploring, '_SILENCE_S', 2.0)
 
   async def check():
@@ -378,7 +377,7 @@ def test_nobody_gets_in_without_the_token(tmp_path):
       for key in (None, 'another-token-0123456789'):
         link = Link(address, key=key, ca_file=None, name='stranger')
         with pytest.raises(UserError, match='refuses the token'):
-          await link.call(crew_module.TAKE, name='stranger')
+          await link.call(wire.TAKE, name='stranger')
         await link.close()
       setting.come('guest', address, TOKEN)
       while setting.crew.explorers < 2:
@@ -401,7 +400,7 @@ def test_a_malformed_message_is_refused_and_harms_nothing(tmp_path, body):
     async with Setting(tmp_path).running('a') as setting:
       connector = aiohttp.UnixConnector(setting.crew.address.removeprefix('unix:'))
       async with aiohttp.ClientSession(connector=connector) as session:
-        for _, path in crew_module.ROUTES:
+        for path in wire.PATHS:
           async with session.post(f'http://master{path}', data=body) as response:
             assert response.status == 400, path
       assert len(await setting.samples(setting.crew, make_tasks(1)[0])) == 3
@@ -413,10 +412,10 @@ def test_a_lease_that_was_lost_is_worth_nothing(tmp_path):
   async def check():
     async with Setting(tmp_path).running('a') as setting:
       link = Link(setting.crew.address, key=None, ca_file=None, name='late')
-      for path in (crew_module.SAMPLE, crew_module.SCORE, crew_module.ASK, crew_module.FAILED, crew_module.GENERATE):
+      for path in (wire.SAMPLE, wire.SCORE, wire.ASK, wire.FAILED, wire.GENERATE):
         with pytest.raises(Lost, match='lease 99 is not held'):
           await link.call(path, lease=99, sample=b'', text='', error='')
-      assert await link.call(crew_module.ALIVE, name='late', leases=[99]) == [99]
+      assert await link.call(wire.ALIVE, name='late', leases=[99]) == [99]
       await link.close()
 
   asyncio.run(check())

@@ -25,6 +25,7 @@ from aiohttp import web
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.experience.sample import Sample, decode
 from jaxrl_llm.experience.task import Task
+from jaxrl_llm.rollout import wire
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.explorer_process import ExplorerProcess
 from jaxrl_llm.rollout.front import FrontConfig
@@ -42,13 +43,7 @@ from jaxrl_llm.rollout.wire import (
   unpack,
 )
 
-HELLO, TAKE, ALIVE, LEAVE = '/hello', '/take', '/alive', '/leave'
-GENERATE, SCORE, ASK, SAMPLE, DONE, FAILED = '/generate', '/score', '/ask', '/sample', '/done', '/failed'
-ROUTES = tuple(('POST', path) for path in (HELLO, TAKE, ALIVE, LEAVE, GENERATE, SCORE, ASK, SAMPLE, DONE, FAILED))
-ALIVE_S = 1.0
-"""Seconds between two signs of life of an explorer."""
-BEAT_S = 10.0
-"""A stream in which nothing comes for so long says that it is still there."""
+ROUTES = tuple(('POST', path) for path in wire.PATHS)
 _CHECK_S = 0.25
 
 
@@ -76,10 +71,10 @@ class ExplorersConfig:
       raise UserError(
         'rollout.explorers.processes: 0, and nobody else can come; raise it, or set rollout.explorers.listen'
       )
-    if not (self.silent_s >= 3 * ALIVE_S and self.nobody_s > 0):
+    if not (self.silent_s >= 3 * wire.ALIVE_S and self.nobody_s > 0):
       raise UserError(
-        f'rollout.explorers: silent_s {self.silent_s} and nobody_s {self.nobody_s}, wanted at least {3 * ALIVE_S:g} '
-        'and more than 0'
+        f'rollout.explorers: silent_s {self.silent_s} and nobody_s {self.nobody_s}, wanted at least '
+        f'{3 * wire.ALIVE_S:g} and more than 0'
       )
 
 
@@ -177,17 +172,17 @@ class Crew:
   def _application(self) -> web.Application:
     application = web.Application(client_max_size=256 << 20)
     answers: Mapping[str, Callable] = {
-      HELLO: self._hello,
-      TAKE: self._take,
-      ALIVE: self._alive,
-      LEAVE: self._leave,
-      SAMPLE: self._sample,
-      DONE: self._done,
-      FAILED: self._failed,
+      wire.HELLO: self._hello,
+      wire.TAKE: self._take,
+      wire.ALIVE: self._alive,
+      wire.LEAVE: self._leave,
+      wire.SAMPLE: self._sample,
+      wire.DONE: self._done,
+      wire.FAILED: self._failed,
     }
     for path, answer in answers.items():
       application.router.add_post(path, _refusing(_packed(answer)))
-    for path, frames in ((GENERATE, self._generate), (SCORE, self._score), (ASK, self._ask)):
+    for path, frames in ((wire.GENERATE, self._generate), (wire.SCORE, self._score), (wire.ASK, self._ask)):
       application.router.add_post(path, _refusing(functools.partial(self._stream, frames)))
     return application
 
@@ -330,11 +325,11 @@ def _refusing(handle: Callable) -> Callable:
 
 
 async def _beating(frames: AsyncIterator[Any]) -> AsyncIterator[Any]:
-  """The frames, and True whenever none has come for `BEAT_S`."""
+  """The frames, and True whenever none has come for `wire.BEAT_S`."""
   pending = asyncio.ensure_future(anext(frames))
   try:
     while True:
-      if not (await asyncio.wait({pending}, timeout=BEAT_S))[0]:
+      if not (await asyncio.wait({pending}, timeout=wire.BEAT_S))[0]:
         yield True
         continue
       try:

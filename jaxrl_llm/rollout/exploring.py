@@ -26,10 +26,9 @@ from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.experience.sample import encode
 from jaxrl_llm.experience.task import Message
 from jaxrl_llm.rewards.api import Attempt, Reward
-from jaxrl_llm.rollout import crew
+from jaxrl_llm.rollout import wire
 from jaxrl_llm.rollout.api import Completion, Request, Sampling
 from jaxrl_llm.rollout.hub import Hub
-from jaxrl_llm.rollout.leases import TAKE_S
 from jaxrl_llm.rollout.wire import (
   attempt_row,
   pack,
@@ -45,7 +44,7 @@ from jaxrl_llm.tasks.tokenizer import Tokenizer
 _PATIENCE_S = 60.0
 """How long a master may be away before an explorer ends."""
 _AGAIN_S = 0.5
-_SILENCE_S = 6 * crew.BEAT_S
+_SILENCE_S = 6 * wire.BEAT_S
 """After which a master is away that was answering."""
 
 
@@ -148,15 +147,15 @@ class _LeasedHub:
     self._link, self._lease = link, lease
 
   async def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
-    async for index, row in self._link.stream(crew.GENERATE, lease=self._lease, request=request_row(request)):
+    async for index, row in self._link.stream(wire.GENERATE, lease=self._lease, request=request_row(request)):
       yield index, read_completion(row)
 
   async def score(self, attempt: Attempt) -> Reward:
-    return read_reward(await self._one(crew.SCORE, attempt=attempt_row(attempt)))
+    return read_reward(await self._one(wire.SCORE, attempt=attempt_row(attempt)))
 
   async def ask(self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float = 0.0) -> str:
     asked = {'messages': [dict(message) for message in messages], 'max_tokens': max_tokens, 'temperature': temperature}
-    return await self._one(crew.ASK, model=model, **asked)
+    return await self._one(wire.ASK, model=model, **asked)
 
   async def _one(self, path: str, **body: Any) -> Any:
     ((_, value),) = [frame async for frame in self._link.stream(path, lease=self._lease, **body)]
@@ -175,7 +174,7 @@ async def explore(link: Link, build: BuildWorkflow) -> None:
     RunError: it is away.
   """
   try:
-    welcome = await _patiently(lambda: link.call(crew.HELLO, name=link.name))
+    welcome = await _patiently(lambda: link.call(wire.HELLO, name=link.name))
     tokenizer, config = _tokenizer(welcome['tokenizer']), _workflow(welcome['workflow'])
     under_way: dict[int, asyncio.Task] = {}
     make = lambda lease: build(config, _LeasedHub(link, lease), tokenizer, welcome['max_tokens'])
@@ -185,13 +184,13 @@ async def explore(link: Link, build: BuildWorkflow) -> None:
         tasks.create_task(_take_groups(link, make, under_way))
   finally:
     with contextlib.suppress(Lost, UserError):
-      await link.call(crew.LEAVE, deadline_s=2.0, name=link.name)
+      await link.call(wire.LEAVE, deadline_s=2.0, name=link.name)
     await link.close()
 
 
 async def _take_groups(link: Link, make: Callable[[int], Workflow], under_way: dict[int, asyncio.Task]) -> None:
   while True:
-    order = await _patiently(lambda: link.call(crew.TAKE, deadline_s=TAKE_S + 20.0, name=link.name))
+    order = await _patiently(lambda: link.call(wire.TAKE, deadline_s=wire.TAKE_S + 20.0, name=link.name))
     if order is None:
       continue
     lease = order.pop('lease')
@@ -213,23 +212,23 @@ async def _run(link: Link, lease: int, workflow: Workflow, order: dict[str, Any]
     async with contextlib.aclosing(workflow.run(read_task(order['task']), order['visit'], **how)) as runs:
       async for sample, text in runs:
         handed_in = {'lease': lease, 'sample': encode(sample), 'text': text}
-        await _patiently(functools.partial(link.call, crew.SAMPLE, **handed_in))  # Twice does no harm.
-    await _patiently(lambda: link.call(crew.DONE, lease=lease))
+        await _patiently(functools.partial(link.call, wire.SAMPLE, **handed_in))  # Twice does no harm.
+    await _patiently(lambda: link.call(wire.DONE, lease=lease))
   except Lost as lost:
     logging.info('group of lease %d is lost: %s', lease, lost)
   except Exception as error:
     logging.exception('group of lease %d: its workflow failed', lease)
     with contextlib.suppress(Lost):
-      await link.call(crew.FAILED, lease=lease, error=_line(error))
+      await link.call(wire.FAILED, lease=lease, error=_line(error))
 
 
 async def _say_alive(link: Link, under_way: dict[int, asyncio.Task]) -> None:
   while True:
-    gone = await _patiently(lambda: link.call(crew.ALIVE, name=link.name, leases=[*under_way]))
+    gone = await _patiently(lambda: link.call(wire.ALIVE, name=link.name, leases=[*under_way]))
     for lease in gone:
       if lease in under_way:
         under_way[lease].cancel()
-    await asyncio.sleep(crew.ALIVE_S)
+    await asyncio.sleep(wire.ALIVE_S)
 
 
 async def _patiently(call: Callable[[], Any]) -> Any:

@@ -19,9 +19,8 @@ from absl import logging
 
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.experience.sample import Sample
+from jaxrl_llm.rollout.wire import TAKE_S
 
-TAKE_S = 10.0
-"""Longest that a request for work waits."""
 _MAX_LOSSES = 5
 """Of one group, after which it is held for what its explorers end of."""
 

@@ -1,4 +1,4 @@
-"""The records that explorer processes and the master exchange, as msgpack.
+"""What explorer processes and the master say to each other: where, how often, and the records, as msgpack.
 
 Invariant: `read_x(x_row(value))` is the value, arrays bit for bit. No pickle: a peer can make no code run.
 """
@@ -17,6 +17,17 @@ from jaxrl_llm.experience.sample import Finish, Segment
 from jaxrl_llm.experience.task import Media, Task
 from jaxrl_llm.rewards.api import Attempt, Reward
 from jaxrl_llm.rollout.api import Completion, Request, Sampling
+
+HELLO, TAKE, ALIVE, LEAVE = '/hello', '/take', '/alive', '/leave'
+GENERATE, SCORE, ASK, SAMPLE, DONE, FAILED = '/generate', '/score', '/ask', '/sample', '/done', '/failed'
+PATHS = (HELLO, TAKE, ALIVE, LEAVE, GENERATE, SCORE, ASK, SAMPLE, DONE, FAILED)
+"""Of the master; all take POST."""
+ALIVE_S = 1.0
+"""Seconds between two signs of life of an explorer."""
+BEAT_S = 10.0
+"""A stream in which nothing comes for so long says that it is still there."""
+TAKE_S = 10.0
+"""Longest that a request for work waits."""
 
 Row = dict[str, Any]
 """What msgpack takes: JSON, and bytes."""
