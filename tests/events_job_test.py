@@ -25,13 +25,14 @@ FLAGS = (
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
   workdir = tmp_path_factory.mktemp('events') / 'run'
-  process = job.start(workdir, *FLAGS)
+  flags = (*FLAGS, job.own_programs(workdir))
+  process = job.start(workdir, *flags)
   # Four steps and two evaluations; the next step has everything to compile. Committed are three steps, or four.
   job.wait_for_rows(workdir, 6, process)
   job.kill(process)
   file = workdir / events.FILE
   file.write_bytes(file.read_bytes()[:-9])
-  job.train(workdir, *FLAGS)
+  job.train(workdir, *flags)
   return workdir
 
 

@@ -47,11 +47,16 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def command(workdir: pathlib.Path, *flags: str, config: tuple[str, ...] = QUICK, processes: int = 1) -> list[str]:
-  cache = f'--config.compilation_cache={os.environ.get(PROGRAMS, workdir.parent / "cache")}'
-  train = [sys.executable, 'launch/train.py', *config, cache, f'--workdir={workdir}', *flags]
+  programs = f'--config.compilation_cache={os.environ[PROGRAMS]}'
+  train = [sys.executable, 'launch/train.py', *config, programs, f'--workdir={workdir}', *flags]
   if processes == 1:
     return train
   return [sys.executable, 'launch/cluster/local.py', f'--processes={processes}', '--', *train]
+
+
+def own_programs(workdir: pathlib.Path) -> str:
+  """A flag for a job that shall compile what it runs: to one that is to be killed on its way, that gives time."""
+  return f'--config.compilation_cache={workdir.parent / "programs"}'
 
 
 def start(workdir: pathlib.Path, *flags: str, **options) -> subprocess.Popen:
@@ -149,7 +154,7 @@ def kill_at_random(workdir: pathlib.Path, *flags: str, kills: int, seed: int, **
   """
   from jaxrl_llm.replay.audit import audit
 
-  rng, at = random.Random(seed), []
+  rng, at, flags = random.Random(seed), [], (*flags, own_programs(workdir))
   for _ in range(kills):
     process = start(workdir, *flags, **options)
     wait_for_rows(workdir, len(rows(workdir)) + rng.randrange(1, 4), process)

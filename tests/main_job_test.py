@@ -136,6 +136,7 @@ def test_signals_commit_say_how_to_resume_and_exit_128_plus_signal(tmp_path, sig
 def test_a_run_directory_in_use_is_refused(tmp_path):
   process = job.start(tmp_path / 'run')
   job.wait_for_rows(tmp_path / 'run', 2, process)
+  process.send_signal(signal.SIGSTOP)  # Or it might end before the other one looks.
   result = job.train(tmp_path / 'run', expect=2)
   assert str(process.pid) in result.stderr and 'in use' in result.stderr
   job.kill(process)
