@@ -113,6 +113,18 @@ async def cancels_itself(a):
   await asyncio.sleep(1)
 
 
+class Panic(BaseException):
+  """As libraries in Rust have it."""
+
+
+async def panics(a):
+  raise Panic('in Rust')
+
+
+async def raises_mutely(a):
+  raise rewards_scorers.Mute
+
+
 async def infinite(a):
   return Verdict(value=float('inf'))
 
@@ -128,6 +140,8 @@ def is_no_coroutine(a):
     (times_out_itself, 'TimeoutError: of its own'),
     (exits, 'SystemExit: 0'),
     (cancels_itself, 'CancelledError: '),
+    (panics, 'Panic: in Rust'),
+    (raises_mutely, 'Mute, whose text cannot be had (AttributeError)'),
     (infinite, 'ValueError: scorer returned value inf'),
     (is_no_coroutine, "TypeError: object float can't be used in 'await' expression"),
   ],
@@ -194,11 +208,44 @@ def test_one_that_cannot_be_opened_is_one_line():
     sys.exit('for good')
     yield
 
+  @contextlib.asynccontextmanager
+  async def gives_up():
+    raise asyncio.CancelledError('its own')
+    yield
+
+  @contextlib.asynccontextmanager
+  async def panics():
+    raise Panic('in Rust')
+    yield
+
   for opened, line in [(refused, r'scorer judge: could not be opened \(ConnectionRefusedError: nobody there\)'),
+                       (gives_up, r'scorer judge: could not be opened \(RuntimeError: CancelledError: its own\)'),
+                       (panics, r'scorer judge: could not be opened \(RuntimeError: Panic: in Rust\)'),
                        (leaves, r'scorer judge: could not be opened \(RuntimeError: SystemExit: for good\)'),
                        (misused, "scorer 'judge': no address")]:  # fmt: skip
     with pytest.raises(UserError, match=line):
       using(pool({'judge': (Awaited(opened), {})}), lambda one: one.score(attempt()))
+
+
+def test_one_that_opens_when_nobody_waits_for_it_any_more_is_closed_in_silence(caplog):
+  told = []
+
+  @contextlib.asynccontextmanager
+  async def slow():
+    await asyncio.sleep(0.1)
+    yield length
+    told.append('closed')
+
+  async def main():
+    one = pool({'slow': (Awaited(slow), {})})
+    starting = asyncio.create_task(one.start())
+    await asyncio.wait({starting}, timeout=0.02)
+    starting.cancel()
+    await asyncio.wait({starting})
+    await one.close()
+
+  asyncio.run(asyncio.wait_for(main(), 60))
+  assert told == ['closed'] and [record.getMessage() for record in caplog.records] == []
 
 
 def test_it_sits_among_those_in_workers_in_the_configurations_order():

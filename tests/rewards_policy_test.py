@@ -87,6 +87,17 @@ def test_memory_and_stack_that_a_completion_uses_up_are_its_own_doing(overruns):
   assert scored(OverrunIsZero(rewards_scorers.raises))[0].value is None, 'a bug of the scorer is not'
 
 
+@pytest.mark.parametrize('limit', [600, 700])
+def test_a_completion_that_leaves_no_memory_at_all_is_to_blame_and_not_the_death_of_its_worker(limit):
+  async def use(one):
+    return (await one.score(attempt()))[0]
+
+  scorer = OverrunIsZero(rewards_scorers.allocates_bit_by_bit)
+  score = using(pool({'s': (scorer, {})}, memory_limit_mib=limit), use)
+  assert (score.status, score.value, score.evidence['caused_by']) == (Status.ERROR, 0.0, 'completion')
+  assert score.evidence['error'] == 'MemoryError: ' and 'rewards_scorers.py:' in score.evidence['where']
+
+
 def test_a_value_of_none_is_no_failure():
   async def unsure(a):
     return Verdict(value=None, evidence={'reason': 'the task has no truth'})

@@ -60,14 +60,20 @@ class AwaitedScorer:
     """Enters and leaves the scorer's context in one task, as scopes of cancellation want it."""
     try:
       async with self._scorer.open() as call:
-        ready.set_result(call)
+        if not ready.done():  # Else nobody waits for it any more.
+          ready.set_result(call)
         await self._closing.wait()
-    except (Exception, SystemExit) as error:
-      if ready.done():
-        logging.warning('Scorer %s did not close well: %s: %s', self._name, type(error).__name__, error)
+    except (KeyboardInterrupt, GeneratorExit):
+      raise
+    except BaseException as error:
+      if not ready.done():
+        # A SystemExit would end the loop where it is awaited, a cancellation would look like that of who awaits.
+        told = RuntimeError(f'{type(error).__name__}: {error}')
+        ready.set_exception(error if isinstance(error, Exception) else told)
+      elif isinstance(error, asyncio.CancelledError):
+        raise
       else:
-        # A SystemExit would end the loop where it is awaited.
-        ready.set_exception(error if isinstance(error, Exception) else RuntimeError(f'SystemExit: {error}'))
+        logging.warning('Scorer %s did not close well: %s: %s', self._name, type(error).__name__, error)
 
   async def close(self) -> None:
     """Ends it; a call that is still out raises RunError."""
@@ -125,11 +131,13 @@ async def _judge(
   *,
   per_group: bool,
 ) -> Outcome:
-  """What the scorer raises is data: SystemExit too, which would end the loop, and a cancellation of its own."""
+  """What the scorer raises is data: SystemExit too, which would end the loop, a cancellation of its own, a panic."""
   start = time.perf_counter()
   try:
     said = await call(attempts, scores) if per_group else [await call(attempts[0])]
     verdicts = checked(said, len(attempts))
     return Outcome(verdicts=verdicts, seconds=time.perf_counter() - start)
-  except (Exception, asyncio.CancelledError, SystemExit) as raised:
+  except (KeyboardInterrupt, GeneratorExit):
+    raise
+  except BaseException as raised:
     return failed(raised, time.perf_counter() - start)

@@ -50,10 +50,17 @@ def _checked(verdict: Verdict) -> Verdict:
 
 def failed(raised: BaseException, seconds: float) -> Outcome:
   """Of a scorer that raised."""
-  last = traceback.extract_tb(raised.__traceback__)[-1]
-  evidence = {'error': f'{type(raised).__name__}: {raised}'[:500], 'where': f'{last.filename}:{last.lineno}'}
+  *_, (frame, line) = traceback.walk_tb(raised.__traceback__)
+  evidence = {'error': _text(raised), 'where': f'{frame.f_code.co_filename}:{line}'}
   overran = isinstance(raised, MemoryError | RecursionError)
   return Outcome(status=Status.ERROR, evidence=evidence, seconds=seconds, overran=overran)
+
+
+def _text(raised: BaseException) -> str:
+  try:
+    return f'{type(raised).__name__}: {raised}'[:500]
+  except Exception as error:  # Its `__str__` is the scorer's own too.
+    return f'{type(raised).__name__}, whose text cannot be had ({type(error).__name__})'
 
 
 def timed_out(deadline_s: float) -> Outcome:

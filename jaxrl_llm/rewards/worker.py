@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 
 from jaxrl_llm.experience.score import Score
@@ -74,4 +75,7 @@ def call(name: str, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ..
     verdicts = checked(verdicts, len(attempts))
     return Outcome(verdicts=verdicts, seconds=time.perf_counter() - start)
   except BaseException as raised:
+    # The frames hold what the memory is full of, and the answer needs some.
+    raised.__cause__ = raised.__context__ = None
+    traceback.clear_frames(raised.__traceback__)
     return failed(raised, time.perf_counter() - start)
