@@ -3,8 +3,11 @@
 import asyncio
 import contextlib
 import json
+import threading
+import time
 from collections import Counter
 
+import pebble
 import pytest
 from fixtures import rewards_scorers
 from fixtures.rewards_scorers import attempt
@@ -167,6 +170,30 @@ def test_a_file_that_is_none_changes_nothing_and_is_one_line(tmp_path, caplog, t
   using(pool(scorers(), live=file), use)
   (told,) = [record.getMessage() for record in caplog.records if record.levelname == 'WARNING']
   assert told.startswith(f'{file}: ') and told.endswith('; nothing is changed') and line in told and '\n' not in told
+
+
+def test_a_call_that_ends_with_its_old_process_while_the_loop_is_busy_is_not_made_again(tmp_path, monkeypatch):
+  monkeypatch.setattr('jaxrl_llm.rewards.processes.CHECK_S', 0.01)
+  log, active = tmp_path / 'log', pebble.ProcessPool.active.fget
+
+  def held_up(self):
+    """What the loop finds that was busy from its wake-up until the call was answered and its pool had ended."""
+    if threading.current_thread() is threading.main_thread():
+      monkeypatch.setattr(pebble.ProcessPool, 'active', property(active))
+      while active(self):
+        time.sleep(0.01)
+    return active(self)
+
+  async def use(one):
+    call = asyncio.create_task(one.score(attempt('0.5', fields={'log': str(log)})))
+    while not log.exists():
+      await asyncio.sleep(0.01)
+    await one.resize(2)
+    monkeypatch.setattr(pebble.ProcessPool, 'active', property(held_up))
+    return await call
+
+  (score,) = using(pool({'log': (rewards_scorers.log_and_sleep, {})}, workers=1), use)
+  assert (score.status, log.read_text().split()) == (Status.OK, ['u'])
 
 
 def test_a_file_is_applied_once_for_each_time_it_changes(tmp_path):

@@ -2,10 +2,12 @@
 
 import asyncio
 import concurrent.futures
+import functools
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -17,7 +19,7 @@ from fixtures.rewards_scorers import attempt
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.experience.score import Status
 from jaxrl_llm.rewards.answers.answer import answer_scorer
-from jaxrl_llm.rewards.api import Attempt, OverrunIsZero, RewardsConfig, ScorerConfig, Verdict, combine
+from jaxrl_llm.rewards.api import Attempt, OverrunIsZero, PerGroup, RewardsConfig, ScorerConfig, Verdict, combine
 from jaxrl_llm.rewards.pool import ScorerPool
 
 OWNER = Path(__file__).parent / 'fixtures' / 'rewards_owner.py'
@@ -148,6 +150,7 @@ def test_what_a_scorer_raises_or_returns_wrongly_is_an_error_with_its_text():
     'raises': "KeyError: 'x'",
     'exits': 'SystemExit: 0',
     'raises_timeout': 'TimeoutError: of its own',
+    'raises_mutely': 'Mute, whose text cannot be had (AttributeError)',
     'allocates': 'MemoryError: ',
     'not_a_number': 'ValueError: scorer returned value nan',
     'not_a_verdict': 'TypeError: scorer returned float, wanted Verdict',
@@ -205,6 +208,20 @@ def test_cancelling_a_call_frees_its_worker():
 
   (score,) = with_pool({'spin': rewards_scorers.spin_in_python}, use)
   assert score.value == 3.0
+
+
+@pytest.mark.parametrize(
+  'scorer',
+  [
+    lambda a: Verdict(value=1.0),
+    functools.partial(rewards_scorers.length, threading.Lock()),
+    PerGroup(lambda attempts, scores: ()),
+  ],
+)
+def test_a_scorer_that_no_process_could_get_is_one_line(scorer):
+  with pytest.raises(UserError, match="scorer 'bad': cannot be pickled for its worker process") as raised:
+    with_pool({'bad': scorer}, None)
+  assert '\n' not in str(raised.value)
 
 
 def test_misuse_is_one_clear_line():

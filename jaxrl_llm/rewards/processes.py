@@ -14,14 +14,16 @@ import asyncio
 import collections
 import concurrent.futures
 import multiprocessing
+import pickle
 import signal
 from collections.abc import Mapping
 from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
 import pebble
 from absl import logging
 
-from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.waits import bounded
 from jaxrl_llm.experience.score import Score, Status
 from jaxrl_llm.rewards import worker
@@ -83,18 +85,19 @@ class Workers:
     """Starts them, and returns when they answer."""
     if not self._scorers:
       return
+    for name, scorer in self._scorers.items():
+      _check_travels(name, scorer)
     self._pool = self._new_pool(self.count)
     waits_for = 'scorer workers to start (do their modules import?)'
     try:
       future = await asyncio.to_thread(_first_call, self._pool)
-      wait = bounded(
-        self._settled(self._pool, asyncio.wrap_future(future)),
+      heavy = await bounded(
+        self._answer(self._pool, future),
         name='scorers_start',
         owner='scorer pool',
         waits_for=waits_for,
         deadline_s=START_DEADLINE_S,
       )
-      heavy = (await wait).result()
     except BrokenProcessPool:
       await self.close()
       raise RunError(f'scorer pool: waited for {waits_for}, but they died; their errors are in the log above') from None
@@ -156,15 +159,13 @@ class Workers:
     if pool is None:
       raise RunError('scorer pool: score() was called before start() or after close()')
     try:
-      future = asyncio.wrap_future(_schedule(pool, config, attempts, scores))
-      settled = await bounded(
-        self._settled(pool, future),
+      return await bounded(
+        self._answer(pool, _schedule(pool, config, attempts, scores)),
         name='score',
         owner=f'sample {attempts[0].uid}',
         waits_for=f'scorer {config.name}',
         deadline_s=START_DEADLINE_S + 2 * self._longest_s,
       )
-      return settled.result()
     except concurrent.futures.TimeoutError:
       return timed_out(config.deadline_s)
     except pebble.ProcessExpired as expired:
@@ -174,19 +175,19 @@ class Workers:
       await self._mend(pool, error)
       return None
 
-  async def _settled(self, pool: pebble.ProcessPool, future: asyncio.Future) -> asyncio.Future:
-    """The future once it is done. Raises BrokenProcessPool if the pool died and forgot it."""
+  async def _answer(self, pool: pebble.ProcessPool, answer: concurrent.futures.Future) -> Any:
+    """What a call gives. Raises BrokenProcessPool if the pool died and forgot it."""
+    future = asyncio.wrap_future(answer)
     try:
       while True:
         await asyncio.wait({future}, timeout=CHECK_S)
         alive = pool.active
-        if future.done():
-          return future
+        if answer.done():  # `future` may not be yet: it follows when the loop comes to it.
+          return await future
         if not alive:
           raise BrokenProcessPool('the pool ended without an answer')
     finally:
-      if not future.done():
-        future.cancel()
+      future.cancel()  # without effect on one that is done
 
   async def _mend(self, broken: pebble.ProcessPool, error: BrokenProcessPool) -> None:
     """Replaces a broken pool, once however many calls met the break."""
@@ -213,6 +214,17 @@ class Workers:
       initargs=(self._scorers, self._memory_limit_bytes),
       context=context,
     )
+
+
+def _check_travels(name: str, scorer: Scorer | PerGroup) -> None:
+  """Raises UserError for a scorer that cannot be sent to a process."""
+  try:
+    pickle.dumps(scorer)
+  except (AttributeError, TypeError, pickle.PicklingError) as error:  # All three are pickle's own words for it.
+    raise UserError(
+      f'scorer {name!r}: cannot be pickled for its worker process ({error}); '
+      'wanted a top-level function, or a functools.partial of one'
+    ) from None
 
 
 def _first_call(pool: pebble.ProcessPool) -> concurrent.futures.Future:
