@@ -148,6 +148,7 @@ def test_the_file_counts_from_the_start(tmp_path):
   [
     ('{"workers": 4', 'no JSON'),
     ('[4]', 'wanted an object'),
+    ('[' * 100_000, 'no JSON'),
     ('{"wrokers": 4}', 'wanted an object with "workers", "addresses" or both'),
     ('{"workers": 0}', 'workers is 0, wanted'),
     ('{"workers": true}', 'workers is True, wanted'),
@@ -170,6 +171,19 @@ def test_a_file_that_is_none_changes_nothing_and_is_one_line(tmp_path, caplog, t
   using(pool(scorers(), live=file), use)
   (told,) = [record.getMessage() for record in caplog.records if record.levelname == 'WARNING']
   assert told.startswith(f'{file}: ') and told.endswith('; nothing is changed') and line in told and '\n' not in told
+
+
+def test_a_file_of_which_a_part_is_refused_says_what_has_changed_all_the_same(tmp_path, caplog):
+  file = tmp_path / FILE
+  file.write_text('{"workers": 4, "addresses": {"judge": ["http://a"], "other": ["bad"], "last": ["http://a"]}}')
+
+  async def use(one):
+    return one.workers, [score.evidence['at'] for score in await one.score(attempt())]
+
+  judges = {name: (Awaited(a_judge), {}) for name in ('judge', 'other', 'last')}
+  assert using(pool(judges, live=file), use) == (1, ['http://a', 'http://first', 'http://first'])
+  (told,) = [record.getMessage() for record in caplog.records if record.levelname == 'WARNING']
+  assert "has a bad one; only the addresses of ['judge'] are changed" in told and 'nothing' not in told
 
 
 def test_a_call_that_ends_with_its_old_process_while_the_loop_is_busy_is_not_made_again(tmp_path, monkeypatch):

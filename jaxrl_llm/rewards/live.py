@@ -1,6 +1,7 @@
 """`scorers.json`: how many scorer processes a run has and where its judges and sandbox hosts are, while it goes on.
 
-Invariant: a file that cannot be read, or asks for what is not there, changes nothing and is one line of the log.
+Invariant: a file that cannot be read, or asks for what is not there, changes nothing and is one line of the log; so is
+one of which a part was refused when another was in force already, and the line says which.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def parse(text: str) -> Live:
   """Raises UserError for anything that is not such a file."""
   try:
     said = json.loads(text)
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise UserError(f'no JSON ({error})') from None
   example = '{"workers": 4, "addresses": {"judge": ["http://127.0.0.1:8000"]}}'
   if not isinstance(said, dict) or not set(said) <= {'workers', 'addresses'}:
@@ -53,13 +54,17 @@ def _is_list_of_addresses(value: Any) -> bool:
   return isinstance(value, list) and bool(value) and all(isinstance(one, str) and one for one in value)
 
 
+class Partly(UserError):
+  """A part of the file is in force, and the rest was refused; says which."""
+
+
 class LiveFile:
   """Looks at the file, and says what is new in it."""
 
   def __init__(self, path: pathlib.Path, apply: Callable[[Live], Awaitable[None]]):
     """
     Args:
-      apply: raises UserError for what it does not do.
+      apply: raises UserError for what it does not do; Partly where it did something before.
     """
     self._path, self._apply = path, apply
     self._seen: tuple[int, ...] | None = None
@@ -91,6 +96,8 @@ class LiveFile:
       if text is not None:
         await self._apply(parse(text))
         logging.info('%s: applied', self._path)
+    except Partly as error:
+      logging.warning('%s: %s', self._path, error)
     except (UserError, OSError, UnicodeDecodeError) as error:
       logging.warning('%s: %s; nothing is changed', self._path, error)
 

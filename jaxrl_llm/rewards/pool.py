@@ -29,7 +29,7 @@ from jaxrl_llm.rewards.api import (
   in_force,
 )
 from jaxrl_llm.rewards.awaited import AwaitedScorer
-from jaxrl_llm.rewards.live import Live, LiveFile
+from jaxrl_llm.rewards.live import Live, LiveFile, Partly
 from jaxrl_llm.rewards.outcome import Outcome
 from jaxrl_llm.rewards.processes import Workers
 
@@ -95,17 +95,24 @@ class ScorerPool:
     await self._workers.resize(workers)
 
   async def _apply(self, live: Live) -> None:
-    """Raises UserError, with nothing changed, for scorers that are not there or have no addresses."""
+    """Raises UserError, with nothing changed, or Partly."""
     addressed = sorted(name for name, awaited in self._awaited.items() if awaited.addressed)
     for name in live.addresses:
       if name not in addressed:
         raise UserError(f'addresses of {name!r}: scorers that have some are {addressed}')
-    for name, addresses in live.addresses.items():
-      self._awaited[name].set_addresses(addresses)
-      logging.info('Scorer %s: now at %s', name, ', '.join(addresses))
-    if live.workers is not None and live.workers != self.workers:
-      logging.info('Scorer processes: %d, now %d', self.workers, live.workers)
-      await self.resize(live.workers)
+    moved: list[str] = []
+    try:
+      for name, addresses in live.addresses.items():
+        self._awaited[name].set_addresses(addresses)
+        logging.info('Scorer %s: now at %s', name, ', '.join(addresses))
+        moved.append(name)
+      if live.workers is not None and live.workers != self.workers:
+        logging.info('Scorer processes: %d, now %d', self.workers, live.workers)
+        await self.resize(live.workers)
+    except UserError as error:
+      if not moved:
+        raise
+      raise Partly(f'{error}; only the addresses of {moved} are changed') from error
 
   async def score(self, attempt: Attempt) -> tuple[Score, ...]:
     """One Score for each scorer of single attempts in force for its task, in the configuration's order."""
