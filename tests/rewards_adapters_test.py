@@ -45,6 +45,12 @@ def test_verls_dict_has_its_score_as_value_numbers_as_parts_and_the_rest_as_evid
   assert said.evidence == {'pred': '5', 'source': 'school/sums', 'truth_type': 'int'}
 
 
+def test_what_is_no_single_number_is_evidence_too():
+  said = verl('compute_score_with_arrays', 'x')
+  assert (said.value, said.parts) == (0.5, {'acc': 1.0})
+  assert said.evidence == {'steps': 'array([0.5, 1. ])', 'count': 10**400, 'pairs': '{(1, 2): 3}'}
+
+
 def test_what_a_row_does_not_say_is_the_tasksets_name_and_an_empty_extra_info():
   said = verl('compute_score_with_details', '5', truth='5')
   assert said.evidence == {'pred': '5', 'source': 't', 'truth_type': 'str', 'level': None}
@@ -150,7 +156,11 @@ def test_what_names_no_function_is_one_line(make, options, told):
 
 @pytest.mark.parametrize(
   ('text', 'told'),
-  [('def f(:\n  pass\n', 'broken.py:1: SyntaxError'), ('x = 1\ny = x / 0\n', 'broken.py:2: ZeroDivisionError')],
+  [
+    ('def f(:\n  pass\n', 'broken.py:1: SyntaxError'),
+    ('x = 1\ny = x / 0\n', 'broken.py:2: ZeroDivisionError'),
+    ('import sys\nsys.exit(0)\n', 'broken.py:2: SystemExit: 0'),
+  ],
 )
 def test_a_file_that_does_not_run_is_one_line_that_names_the_line(tmp_path, text, told):
   (tmp_path / 'broken.py').write_text(text)

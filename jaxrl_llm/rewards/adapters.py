@@ -109,7 +109,7 @@ def _file_module(path: pathlib.Path, where: str) -> ModuleType:
   sys.modules[name] = module  # Dataclasses of the file find their annotations through it.
   try:
     spec.loader.exec_module(module)
-  except Exception as error:
+  except (Exception, SystemExit) as error:
     del sys.modules[name]
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(path) else (lines or [0])[-1]
@@ -147,11 +147,19 @@ def _number(value: Any, where: str) -> float:
 
 
 def _json(value: Any) -> Json:
-  return json.loads(json.dumps(value, default=repr), parse_constant=str)
+  try:
+    return json.loads(json.dumps(value, default=repr), parse_constant=str)
+  except (TypeError, ValueError, RecursionError):  # Keys that JSON has not; a value that holds itself.
+    return repr(value)
 
 
 def _is_part(value: Any) -> bool:
-  return not isinstance(value, str | bytes) and isinstance(value, SupportsFloat) and math.isfinite(float(value))
+  if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
+    return False
+  try:
+    return math.isfinite(float(value))
+  except (TypeError, ValueError, OverflowError):  # An array of several numbers; an integer without end.
+    return False
 
 
 def _verdict(result: Any, keys: Sequence[str]) -> Verdict:
