@@ -119,6 +119,8 @@ def test_over_http_prompt_and_answer_are_rendered_as_for_training_and_scored(exp
         for body, told in (
           (b'{', 'wanted JSON with prompt'),
           (b'[]', 'wanted JSON with prompt'),
+          (b'[' * 100_000, 'wanted JSON with prompt'),
+          (b'{"prompt": "a", "completion": "\\ud800"}', 'text that UTF-8 cannot write'),
           (b'{"prompt": "a", "completion": 3}', 'no completion'),
           (b'{"prompt": [], "completion": "a"}', 'empty prompt'),
           (json.dumps({'prompt': 'a', 'completion': 'b' * 60}).encode(), 'the reward model takes up to 40'),

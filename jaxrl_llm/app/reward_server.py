@@ -92,10 +92,14 @@ def _read(data: bytes) -> tuple[tuple[dict[str, str], ...], str]:
     prompt, completion = body['prompt'], body['completion']
     messages = [{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else prompt
     found = tuple({'role': str(m['role']), 'content': str(m['content'])} for m in messages)
-  except (ValueError, KeyError, TypeError):
+  except (ValueError, KeyError, TypeError, RecursionError):
     raise UserError(f'got {data[:80]!r}, wanted JSON with prompt (a text or messages) and completion') from None
   if not isinstance(completion, str) or not found:
     raise UserError('got no completion as text, or an empty prompt')
+  try:
+    ''.join([*(message['content'] for message in found), completion]).encode()
+  except UnicodeEncodeError as error:
+    raise UserError(f'got text that UTF-8 cannot write ({error.reason}), which no tokenizer takes') from None
   return found, completion
 
 
