@@ -194,7 +194,8 @@ def test_a_call_that_ends_with_its_old_process_while_the_loop_is_busy_is_not_mad
     """What the loop finds that was busy from its wake-up until the call was answered and its pool had ended."""
     if threading.current_thread() is threading.main_thread():
       monkeypatch.setattr(pebble.ProcessPool, 'active', property(active))
-      while active(self):
+      until = time.monotonic() + 30.0
+      while active(self) and time.monotonic() < until:
         time.sleep(0.01)
     return active(self)
 
@@ -203,6 +204,7 @@ def test_a_call_that_ends_with_its_old_process_while_the_loop_is_busy_is_not_mad
     while not log.exists():
       await asyncio.sleep(0.01)
     await one.resize(2)
+    await asyncio.sleep(0.1)  # Until the old pool has been told to end.
     monkeypatch.setattr(pebble.ProcessPool, 'active', property(held_up))
     return await call
 
