@@ -1,6 +1,7 @@
 """Rows of a file become attempts, or one line that says which row is none and why."""
 
 import asyncio
+import dataclasses
 import json
 
 import pytest
@@ -146,6 +147,38 @@ def test_what_fails_half_way_leaves_the_old_file_and_no_other(tmp_path):
   with pytest.raises(KeyboardInterrupt):
     asyncio.run(score_file(scorer, rewards, read_attempts(path), out, done))
   assert out.read_text() == 'old' and sorted(tmp_path.iterdir()) == [out, path]
+
+
+def test_as_many_rows_are_under_way_as_the_scorer_permits(tmp_path):
+  under_way, most = 0, 0
+
+  async def act(attempt):
+    nonlocal under_way, most
+    under_way += 1
+    most = max(most, under_way)
+    await asyncio.sleep(0.001)
+    under_way -= 1
+    return Verdict(value=1.0)
+
+  scorer, rewards = score_of('s', act)
+  path = written(tmp_path, *[VERL_ROW] * 40)
+  asyncio.run(score_file(scorer, rewards, read_attempts(path), tmp_path / 'out', lambda count: None))
+  assert most == scorer.concurrency
+
+
+def test_what_fails_does_not_wait_for_rows_that_are_under_way(tmp_path):
+  async def act(attempt):
+    await asyncio.sleep(0 if attempt.uid.endswith(':1') else 3600)
+    return Verdict(value=1.0)
+
+  def done(count):
+    raise KeyError(count)
+
+  scorer, rewards = score_of('s', act)
+  rewards = dataclasses.replace(rewards, scorers=(dataclasses.replace(rewards.scorers[0], deadline_s=3600.0),))
+  path = written(tmp_path, *[VERL_ROW] * 3)
+  with pytest.raises(KeyError):
+    asyncio.run(asyncio.wait_for(score_file(scorer, rewards, read_attempts(path), tmp_path / 'out', done), 30))
 
 
 def test_options_are_json_or_dotted():

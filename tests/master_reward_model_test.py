@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import threading
 
 import aiohttp
 import jax
@@ -74,6 +75,41 @@ def test_callers_that_come_together_share_passes_and_one_that_leaves_disturbs_no
     )
     with pytest.raises(UserError, match='25 tokens with the prompt, the reward model takes up to 24'):
       await batcher.score([1] * 25)
+    running.cancel()
+    device.close()
+
+  asyncio.run(check())
+
+
+class Slow(RewardModel):
+  """Says each sequence's length, once it may."""
+
+  max_length, sequences = 24, 2
+
+  def __init__(self):
+    self.called, self.go = threading.Event(), threading.Event()
+
+  def __call__(self, sequences):
+    self.called.set()
+    assert sequences and self.go.wait(30)
+    return [float(len(sequence)) for sequence in sequences]
+
+
+def test_callers_that_leave_in_the_middle_of_a_pass_or_all_of_them_disturb_nobody():
+  async def check():
+    device, model = DeviceThread(), Slow()
+    batcher = Batcher(model, device)
+    running = asyncio.create_task(batcher.run())
+    leaves, stays = (asyncio.create_task(batcher.score([1] * length)) for length in (3, 5))
+    await asyncio.to_thread(model.called.wait, 30)
+    others = [asyncio.create_task(batcher.score([1])) for _ in range(2)]
+    await asyncio.sleep(0)
+    for one in (leaves, *others):
+      one.cancel()
+    model.go.set()
+    async with asyncio.timeout(30):
+      assert (await stays, await batcher.score([1] * 7)) == (5.0, 7.0)
+    assert batcher.passes == 2
     running.cancel()
     device.close()
 

@@ -168,6 +168,15 @@ def test_a_file_that_does_not_run_is_one_line_that_names_the_line(tmp_path, text
     python_scorer(function=f'{tmp_path}/broken.py:f')
 
 
+def test_a_file_that_did_not_run_is_run_again_once_it_is_mended(tmp_path):
+  file = tmp_path / 'mended.py'
+  file.write_text('def f(p, c, t): return 1\nx = 1 / 0\n')
+  with pytest.raises(UserError, match='ZeroDivisionError'):
+    python_scorer(function=f'{file}:f')
+  file.write_text('def f(p, c, t): return 0.25\n')
+  assert python_scorer(function=f'{file}:f')(attempt('x')).value == 0.25
+
+
 def test_a_file_is_run_once_and_finds_what_lies_beside_it(tmp_path):
   (tmp_path / 'beside_a_reward.py').write_text('BONUS = 0.5\n')
   text = (

@@ -129,6 +129,10 @@ async def infinite(a):
   return Verdict(value=float('inf'))
 
 
+async def infinite_part(a):
+  return Verdict(value=1.0, parts={'share': float('inf')})
+
+
 def is_no_coroutine(a):
   return 1.0
 
@@ -143,6 +147,7 @@ def is_no_coroutine(a):
     (panics, 'Panic: in Rust'),
     (raises_mutely, 'Mute, whose text cannot be had (AttributeError)'),
     (infinite, 'ValueError: scorer returned value inf'),
+    (infinite_part, "ValueError: scorer returned value 1.0, parts {'share': inf}"),
     (is_no_coroutine, "TypeError: object float can't be used in 'await' expression"),
   ],
 )
@@ -178,6 +183,25 @@ def test_closing_ends_calls_that_are_out():
     assert len(asyncio.all_tasks()) <= 2
 
   asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_one_that_does_not_close_is_left_and_said_so(caplog, monkeypatch):
+  monkeypatch.setattr('jaxrl_llm.rewards.awaited.CLOSE_DEADLINE_S', 0.05)
+
+  @contextlib.asynccontextmanager
+  async def stays():
+    yield length
+    await asyncio.sleep(3600)
+
+  async def main():
+    async with started(pool({'stays': (Awaited(stays), {})})):
+      pass
+    await asyncio.sleep(0)
+    return len(asyncio.all_tasks())
+
+  assert asyncio.run(asyncio.wait_for(main(), 30)) <= 2
+  (told,) = [record.getMessage() for record in caplog.records]
+  assert told == 'Scorer stays did not close in 0.05 s: it is left as it is'
 
 
 def test_cancelling_a_call_cancels_the_scorers():

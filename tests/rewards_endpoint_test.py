@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 
 import pytest
 from fixtures.rewards_scorers import attempt
@@ -36,6 +37,12 @@ def test_the_attempt_is_posted_and_the_answer_is_the_verdict():
   wanted = {'uid': 'u7', 'prompt': prompt, 'completion': 'five', 'ground_truth': 5}
   assert service.seen == [{**wanted, 'data_source': 'sums', 'extra_info': {'level': 3}}]
   assert 'Authorization' not in service.headers[0]
+
+
+def test_what_the_row_does_not_say_is_posted_as_the_tasksets_name_and_an_empty_object():
+  service = Service(lambda body: {'value': 1})
+  scored(service, attempt('x'))
+  assert (service.seen[0]['data_source'], service.seen[0]['extra_info']) == ('t', {})
 
 
 def test_score_is_another_word_for_value_and_null_says_unscorable():
@@ -96,6 +103,48 @@ def test_a_service_that_asks_for_time_gets_it():
 
   assert scored(Service(answer)) == [Verdict(value=1.0)]
   assert times[1] - times[0] > 0.99
+
+
+def test_each_wait_is_twice_the_one_before():
+  times = []
+
+  def answer(body):
+    times.append(asyncio.get_running_loop().time())
+    return {'value': 1} if len(times) > 3 else 503
+
+  assert scored(Service(answer), first_wait_s=0.1) == [Verdict(value=1.0)]
+  waits = [late - early for early, late in itertools.pairwise(times)]
+  assert all(wait > 0.99 * least for wait, least in zip(waits, (0.1, 0.2, 0.4), strict=True))
+
+
+def test_no_service_makes_it_wait_for_ever(monkeypatch):
+  monkeypatch.setattr('jaxrl_llm.rewards.remote._MAX_WAIT_S', 0.01)
+  service = Service(one_after_another((429, {}, {'Retry-After': '3600'}), {'value': 1}))
+  assert asyncio.run(asyncio.wait_for(asyncio.to_thread(scored, service), 30)) == [Verdict(value=1.0)]
+
+
+def test_an_address_that_is_held_up_gets_no_more_while_another_is_free():
+  release = asyncio.Event()
+
+  async def held_up(body):
+    await release.wait()
+    return {'value': 0}
+
+  async def main():
+    slow, quick = Service(held_up), Service(lambda body: {'value': 1})
+    async with contextlib.AsyncExitStack() as stack:
+      for service in (slow, quick):
+        await stack.enter_async_context(service.running())
+      score = await stack.enter_async_context(http_scorer(addresses=[slow.address, quick.address]).open())
+      first = asyncio.create_task(score(attempt('x')))
+      while not slow.seen:
+        await asyncio.sleep(0.01)
+      async with asyncio.timeout(30):
+        values = [(await score(attempt('x'))).value for _ in range(4)]
+      release.set()
+      return values, (await first).value
+
+  assert asyncio.run(main()) == ([1.0] * 4, 0.0)
 
 
 def test_where_nobody_listens_it_says_so():

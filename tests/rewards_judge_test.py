@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import json
 import re
 
@@ -220,6 +221,37 @@ def test_a_cache_file_serves_other_runs_also_with_a_torn_line(tmp_path):
   assert all(one.evidence['cached'] for one in said) and [one.value for one in said] == [0.75] * 3
   judged(service, attempt('a'), cache_file=str(file), max_tokens=99)  # Another request.
   assert len(service.seen) == 5
+
+
+def test_an_answer_is_in_the_file_as_soon_as_it_is_there(tmp_path):
+  async def main():
+    service, file = Service(lambda body: GOOD), tmp_path / 'judged.jsonl'
+    async with service.running(), scorer_of(service, cache_file=str(file)).open() as score:
+      await score(attempt('a'))
+      return file.read_text()
+
+  assert asyncio.run(main()).endswith('\n')
+
+
+def test_a_full_disk_costs_the_file_and_no_answer(tmp_path, monkeypatch, caplog):
+  class Full(io.StringIO):
+    def flush(self):
+      raise OSError(28, 'No space left on device')
+
+    def close(self):
+      pass
+
+  monkeypatch.setattr('pathlib.Path.open', lambda *arguments, **named: Full())
+  said = judged(Service(lambda body: GOOD), attempt('a'), attempt('b'), cache_file=str(tmp_path / 'f'))
+  assert [one.value for one in said] == [0.75] * 2
+  (told,) = [record.getMessage() for record in caplog.records if 'cache_file' in record.getMessage()]
+  assert 'No space left on device' in told
+
+
+def test_of_many_answers_the_oldest_are_forgotten(monkeypatch):
+  monkeypatch.setattr('jaxrl_llm.rewards.judge.cache._CACHE_ENTRIES', 2)
+  said = judged(Service(lambda body: GOOD), *(attempt(text) for text in 'abcbca'))
+  assert [one.evidence['cached'] for one in said] == [False, False, False, True, True, False]
 
 
 def fake_verdicts(key='0' * 16):

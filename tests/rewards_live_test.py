@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections import Counter
+from concurrent.futures.process import BrokenProcessPool
 
 import pebble
 import pytest
@@ -13,7 +14,7 @@ from fixtures import rewards_scorers
 from fixtures.rewards_scorers import attempt
 from scoring import awaited, pool, started, using
 
-from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.experience.score import Status
 from jaxrl_llm.rewards.api import Awaited, Verdict
 from jaxrl_llm.rewards.live import FILE, Live, LiveFile, parse
@@ -77,6 +78,20 @@ def test_a_size_that_cannot_be_is_refused():
     asyncio.run(pool({'length': (rewards_scorers.length, {})}).resize(0))
 
 
+def test_processes_that_do_not_start_leave_those_that_there_are(monkeypatch):
+  def breaks(new):
+    raise BrokenProcessPool('no memory')
+
+  async def use(one):
+    monkeypatch.setattr('jaxrl_llm.rewards.processes._first_call', breaks)
+    with pytest.raises(RunError, match=r'3 workers do not start \(no memory\); it keeps 1'):
+      await one.resize(3)
+    return one.workers, await one.score(attempt('12'))
+
+  workers, (score,) = using(pool({'length': (rewards_scorers.length, {})}, workers=1), use)
+  assert (workers, score.value) == (1, 2.0)
+
+
 class Judge:
   """Says which of its addresses a call went to, in turn."""
 
@@ -132,6 +147,15 @@ def test_a_file_in_the_run_directory_changes_addresses_and_processes(tmp_path, m
     assert one.workers == 5 and await at(one) == {'http://a', 'http://b'}
 
   using(pool(scorers(), live=file, workers=2), use)
+
+
+def test_after_closing_nobody_looks_at_the_file(tmp_path):
+  async def main():
+    async with started(pool({'plain': (awaited(plain), {})}, live=tmp_path / FILE)):
+      pass
+    return asyncio.all_tasks() - {asyncio.current_task()}
+
+  assert asyncio.run(main()) == set()
 
 
 def test_the_file_counts_from_the_start(tmp_path):

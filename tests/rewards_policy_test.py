@@ -71,9 +71,10 @@ def test_a_call_is_repeated_whether_it_crashed_raised_or_ran_too_long(tmp_path):
   assert [counts[f's/{key}'] for key in ('crashed', 'error', 'timeout', 'ok', 'retried')] == [1, 1, 1, 1, 3]
 
 
-def test_what_the_completion_causes_is_neither_repeated_nor_subject_to_the_policy():
+@pytest.mark.parametrize('policy', ['drop_group', 'unscorable', 'zero'])
+def test_what_the_completion_causes_is_neither_repeated_nor_subject_to_the_policy(policy):
   scorer = OverrunIsZero(rewards_scorers.spin_in_python)
-  score, counts, _ = scored(scorer, retries=3, on_failure='drop_group', deadline_s=0.5)
+  score, counts, _ = scored(scorer, retries=3, on_failure=policy, deadline_s=0.5)
   assert (score.status, score.value, score.evidence['caused_by']) == (Status.TIMEOUT, 0.0, 'completion')
   assert counts == {'timeout': 1, 's/timeout': 1}
 

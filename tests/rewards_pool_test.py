@@ -181,6 +181,47 @@ def test_an_idle_worker_that_is_killed_is_replaced():
   assert len(set(with_pool({}, use))) == 3
 
 
+def test_breaks_with_scores_in_between_do_not_add_up(monkeypatch):
+  monkeypatch.setattr('jaxrl_llm.rewards.processes.MAX_BREAKS', 1)
+
+  async def use(pool):
+    for _ in range(3):
+      (score,) = await pool.score(attempt('x', domain='length'))
+      os.kill(score.evidence['pid'], signal.SIGKILL)
+      await asyncio.sleep(0.3)
+    scores = await asyncio.gather(*(pool.score(attempt('x', domain='length')) for _ in range(4)))
+    return [score.status for (score,) in scores], pool.counts['breaks']
+
+  assert with_pool({}, use, workers=1) == ([Status.OK] * 4, 3), 'once for each break, however many calls meet it'
+
+
+def test_workers_that_cannot_be_replaced_end_the_run_and_not_the_patience(tmp_path):
+  file = tmp_path / 'stop'
+
+  async def use(pool):
+    (score,) = await pool.score(attempt('x', domain='bad'))
+    file.touch()
+    os.kill(score.evidence['pid'], signal.SIGKILL)
+    await asyncio.wait_for(pool.score(attempt('x', domain='bad')), 30)
+
+  with pytest.raises(RunError, match='broke 6 times without a score in between'):
+    with_pool({'bad': rewards_scorers.StartsUnless(str(file))}, use)
+
+
+def test_workers_that_import_much_are_told_of(caplog):
+  async def use(pool):
+    return [record.getMessage() for record in caplog.records if 'Scorer workers import' in record.getMessage()]
+
+  assert with_pool({}, use) == []
+  (told,) = with_pool({'heavy': rewards_scorers.Heavy()}, use)
+  assert told.startswith('Scorer workers import torch: ')
+
+
+def test_a_worker_ignores_ctrl_c_and_dies_of_a_termination_at_once():
+  evidence = score_then_length({'signals': rewards_scorers.signals}, 'signals').evidence
+  assert evidence == {'SIGINT': signal.SIG_IGN, 'SIGTERM': signal.SIG_DFL}
+
+
 def test_crashes_among_other_calls_cost_only_their_own_scores():
   async def use(pool):
     kinds = ['crash' if i % 10 == 3 else 'length' for i in range(60)]

@@ -98,6 +98,10 @@ def test_ordinary_answers_are_not_code(answer):
   assert not runs_code(answer)
 
 
+def test_a_reference_answer_that_looks_like_code_is_right():
+  assert judged("f('a')", answer="f('a')").value == 1.0
+
+
 def test_a_verifier_never_evaluates_code(tmp_path):
   mark = tmp_path / 'mark'
   entry = {'question': '', 'answer': '1 + 2', 'metadata': {'numbers': [1, 2], 'target': 3}}
