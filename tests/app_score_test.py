@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import os
 
 import pytest
 
@@ -179,6 +180,23 @@ def test_what_fails_does_not_wait_for_rows_that_are_under_way(tmp_path):
   path = written(tmp_path, *[VERL_ROW] * 3)
   with pytest.raises(KeyError):
     asyncio.run(asyncio.wait_for(score_file(scorer, rewards, read_attempts(path), tmp_path / 'out', done), 30))
+
+
+def test_only_the_file_of_scores_is_said_to_be_one_that_cannot_be_written(tmp_path):
+  async def act(attempt):
+    return Verdict(value=1.0)
+
+  def done(count):
+    raise BrokenPipeError(32, 'Broken pipe')
+
+  scorer, rewards = score_of('s', act)
+  attempts, out = read_attempts(written(tmp_path, VERL_ROW)), tmp_path / 'out'
+  with pytest.raises(BrokenPipeError):
+    asyncio.run(score_file(scorer, rewards, attempts, out, done))
+  (tmp_path / f'out.{os.getpid()}.tmp').symlink_to('/dev/full')
+  with pytest.raises(UserError, match=f'--out={out}: cannot be written .No space left on device'):
+    asyncio.run(score_file(scorer, rewards, attempts, out, lambda count: None))
+  assert not out.exists()
 
 
 def test_options_are_json_or_dotted():

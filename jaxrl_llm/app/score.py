@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import pathlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxrl_llm.core.errors import UserError
@@ -117,27 +117,38 @@ async def score_file(
   statuses: collections.Counter[str] = collections.Counter()
   values: list[float] = []
   unfinished = out.with_name(f'{out.name}.{os.getpid()}.tmp')
-  pool = ScorerPool({config.name: scorer}, rewards)
+  pool, stack = ScorerPool({config.name: scorer}, rewards), contextlib.ExitStack()
   try:
     await pool.start()
-    # A lone surrogate, which JSON can write and UTF-8 cannot, stays the escape that it came as.
-    with unfinished.open('w', encoding='utf-8', errors='backslashreplace') as file:
-      async with contextlib.aclosing(_scores(pool, scorer, attempts)) as scores:
-        async for score in scores:
+    with _writing(out):
+      # A lone surrogate, which JSON can write and UTF-8 cannot, stays the escape that it came as.
+      file = stack.enter_context(unfinished.open('w', encoding='utf-8', errors='backslashreplace'))
+    async with contextlib.aclosing(_scores(pool, scorer, attempts)) as scores:
+      async for score in scores:
+        with _writing(out):
           file.write(json.dumps(_row(score), ensure_ascii=False) + '\n')
-          statuses[score.status.value] += 1
-          values += [] if score.value is None else [score.value]
-          done(sum(statuses.values()))
+        statuses[score.status.value] += 1
+        values += [] if score.value is None else [score.value]
+        done(sum(statuses.values()))
+    with _writing(out):
       file.flush()
       os.fsync(file.fileno())
-    unfinished.replace(out)
-  except OSError as error:
-    raise UserError(f'--out={out}: cannot be written ({error.strerror})') from error
+      unfinished.replace(out)
   finally:
+    with contextlib.suppress(OSError):  # What could not be written has been said.
+      stack.close()
     unfinished.unlink(missing_ok=True)
     await pool.close()
   mean = sum(values) / len(values) if values else None
   return Summary(statuses=statuses, mean=mean, unscorable=len(attempts) - len(values))
+
+
+@contextlib.contextmanager
+def _writing(out: pathlib.Path) -> Iterator[None]:
+  try:
+    yield
+  except OSError as error:
+    raise UserError(f'--out={out}: cannot be written ({error.strerror})') from error
 
 
 def _row(score: Score) -> dict[str, Any]:
