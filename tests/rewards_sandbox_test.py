@@ -76,6 +76,15 @@ def test_programs_import_pythons_own_modules_and_none_of_ours(sandboxes):
   assert said(sandboxes, program) == 'True'
 
 
+def test_programs_and_tests_are_compiled_without_our_future_statements(sandboxes):
+  program = 'def f(x: int) -> str: return x'
+  tests = ['assert f.__annotations__ == {"x": int, "return": str}', 'def g(x: int): pass\nassert g.__annotations__["x"] is int']
+  assert said(sandboxes, f'{program}\nprint(f.__annotations__["x"] is int)') == 'True'
+  assert sandboxes.run_tests(program, tests[1:]).ended == Ending.PASSED
+  outcome = sandboxes.run_tests('def f(x: List[int]): return x', ['assert f(1) == 1'])
+  assert (outcome.ended, outcome.detail) == (Ending.EXCEPTION, "NameError: name 'List' is not defined")
+
+
 def test_each_case_has_a_process_of_its_own(sandboxes):
   program = 'import sys\ncount = globals().get("count", 0) + 1\nprint(count, sys.stdin.read())'
   outcome = sandboxes.run_cases(program, [Case(stdin=f'{i}', stdout=f'1 {i}') for i in range(3)])

@@ -25,7 +25,7 @@ def run_program(source: str, name: str) -> dict[str, Any]:
   module.__dict__.update(namespace)
   sys.modules[name] = module  # As dataclasses and pickle look a class's module up there.
   linecache.cache[FILE] = (len(source), None, source.splitlines(keepends=True), FILE)
-  exec(compile(source, FILE, 'exec'), module.__dict__)
+  exec(compile(source, FILE, 'exec', dont_inherit=True), module.__dict__)  # Without this module's __future__.
   return module.__dict__
 
 

@@ -169,7 +169,7 @@ class Examiner:
 
   def _passes(self, test: str, namespace: dict[str, Any]) -> bool:
     try:
-      exec(compile(test, FILE, 'exec'), namespace)
+      exec(compile(test, FILE, 'exec', dont_inherit=True), namespace)
     except BaseException as error:
       self._note(error)
       return False
