@@ -361,6 +361,13 @@ def test_a_program_cannot_kill_its_parent(sandboxes):
   assert is_well(sandboxes)
 
 
+def test_a_program_cannot_take_its_supervisors_limits_away(sandboxes):
+  limit = 'import resource\ntry: resource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))\nexcept PermissionError: print("no")\n'
+  limit += 'resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))'  # Its own it may lower.
+  assert said(sandboxes, limit) == 'no'
+  assert sandboxes.run_tests(f'{limit}\ndef f(): return 1', ['assert f() == 1']).ended == Ending.PASSED
+
+
 def test_a_program_that_kills_its_tests_passes_none(sandboxes):
   program = f'def f():\n{textwrap.indent(hostile.KILL_PARENT, "  ")}\n  return 1'
   outcome = sandboxes.run_tests(program, ['assert f() == 1', 'assert f() == 1'])

@@ -35,6 +35,8 @@ _DENIED = {
     'msgget': 186,
   },
 }  # fmt: skip
+_PRLIMIT = {'x86_64': 302, 'aarch64': 261}
+"""prlimit64: denied of other processes, as it asks for no more than the same user: the supervisor's limits too."""
 _DENIED_EVERYWHERE = {
   'io_uring_setup': 425, 'io_uring_enter': 426, 'io_uring_register': 427, 'open_tree': 428, 'move_mount': 429,
   'fsopen': 430, 'pidfd_getfd': 438, 'mount_setattr': 442, 'memfd_secret': 447,
@@ -124,8 +126,11 @@ def deny_calls() -> None:
     (equal, 1, 0, _ARCHITECTURES[machine]),
     (answer, 0, 0, kill),
     (load, 0, 0, 0),
-    (at_least, len(denied) + 1, 0, 0x40000000),  # The x32 numbers.
-    *((equal, len(denied) - i, 0, number) for i, number in enumerate(denied)),
+    (at_least, len(denied) + 4, 0, 0x40000000),  # The x32 numbers.
+    *((equal, len(denied) + 3 - i, 0, number) for i, number in enumerate(denied)),
+    (equal, 0, 2, _PRLIMIT[machine]),
+    (load, 0, 0, 16),  # Of which process: the low half of the first argument.
+    (equal, 0, 1, 0),
     (answer, 0, 0, allow),
     (answer, 0, 0, errno_eperm),
   ]
