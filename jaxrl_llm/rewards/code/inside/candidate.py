@@ -37,13 +37,11 @@ def lines_of(error: BaseException) -> str:
 
 
 def _describe(thing: Any) -> dict[str, Any]:
-  told: dict[str, Any] = {'class': type(thing).__name__, 'call': callable(thing)}
+  told: dict[str, Any] = {'class': type(thing).__name__}
   if isinstance(thing, types.ModuleType):
     told['module'] = thing.__name__
-  elif isinstance(thing, type):
-    told['name'] = thing.__name__
-    if issubclass(thing, BaseException):
-      told['raises'] = [kind.__name__ for kind in thing.__mro__]
+  elif isinstance(thing, type) and issubclass(thing, BaseException):
+    told['raises'] = [kind.__name__ for kind in thing.__mro__]
   return told
 
 
