@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxrl_llm.rewards.answers.extraction import candidates, collapse
@@ -33,13 +34,53 @@ def parse_latex(text: str) -> tuple[Any, ...]:
 def _latex_equal(truth: str, answer: str) -> bool:
   import math_verify
 
-  return math_verify.verify(list(parse_latex(truth)), list(parse_latex(answer)), timeout_seconds=None)
+  wanted, got = parse_latex(truth), parse_latex(answer)
+  return math_verify.verify(list(wanted), list(got), timeout_seconds=None) and _confirmed(wanted[0], got[0])
+
+
+_CLOSE = 1e-3
+"""How far, of the truth, two numbers may be apart that math-verify calls equal: it rounds decimals to six places."""
+
+
+def _confirmed(truth: Any, answer: Any) -> bool:
+  """Whether what math-verify calls equal can be: to it 0.0 is 10^{-19}, and 2^∞e, for sympy's sake, any number."""
+  import sympy
+
+  infinities = (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
+
+  def values(of: Any) -> Iterator[Any]:
+    if isinstance(of, sympy.MatrixBase):
+      yield from of
+    elif isinstance(of, sympy.Expr):
+      yield of
+    elif isinstance(of, sympy.Basic):
+      for part in of.args:
+        yield from values(part)
+
+  for value in values(answer):
+    known = value.doit()
+    # An infinity that stands by itself, as the end of an interval, is a value; one that is reckoned with is none.
+    if known.has(*infinities) and not known.evalf().is_finite and not value.atoms() <= {*infinities, sympy.S(-1)}:
+      return False
+  if not all(isinstance(side, sympy.Expr) and not side.free_symbols for side in (truth, answer)):
+    return True
+  wanted, got = truth.doit().evalf(), answer.doit().evalf()
+  if not (wanted.is_finite and got.is_finite and wanted.is_number and got.is_number) or wanted == 0:
+    return True
+  # 9 and 9% are the same to math-verify, and to us.
+  return any(bool(abs(wanted - got * scale) <= abs(wanted) * _CLOSE) for scale in (1, 100, sympy.Rational(1, 100)))
 
 
 _SEPARATORS = re.compile(
-  r'\\(?:vee|wedge|lor|land|cup|cap|pm|mp|to|implies|iff|equiv|[a-zA-Z]*arrow|\\)|\b(?:or|and)\b|\.\s|[;\n|]'
+  r'\\(?:vee|wedge|lor|land|cup|cap|pm|mp|to|implies|iff|equiv|[a-zA-Z]*arrow|\\)|\b(?:or|and)\b|\.\s|[;\n|≡]'
 )
-_RELATIONS = re.compile(r'\\(?:geq?|leq?|geqslant|leqslant|neq?|lt|gt|approx|sim|simeq|not|neg)(?![a-zA-Z])|[<>≤≥≠≈~¬]')
+_RELATIONS = re.compile(
+  r'\\(?:geq?|leq?|geqslant|leqslant|geqq|leqq|n?(?:geq|leq|gtr|less)|neq?|lt|gt|ll|gg|approx|approxeq|sim|simeq|cong|'
+  r'(?:less|gtr)(?:sim|approx)|prec|succ|preceq|succeq|propto|doteq|asymp|not|neg)(?![a-zA-Z])|[<>≤≥≠≈~¬≪≫⩽⩾≲≳≅≃]'
+)
+_DECIMAL = re.compile(r'\d+(?:,\d{3})*(?:\.\d+)?|\.\d+')
+_ASIDE = re.compile(r'_\{[^{}]*\}|_\w|\\p?mod\s*\{[^{}]*\}')
+"""Numbers that do not stand for themselves: subscripts, bases, moduli."""
 _COMMANDS = re.compile(r'\\[a-zA-Z]+')
 _EXPLOSIVE = re.compile(
   r'\d\s*[)}]*\s*(?:\^|\*\*)\s*[({]*\s*-?\d+\s*[)}]*\s*(?:\^|\*\*)'  # a power of numbers raised to a power
@@ -80,13 +121,27 @@ def _brackets(text: str) -> str:
   return 'set' if text.startswith(r'\{') else 'tuple' if text.startswith(('(', '[', r'\langle')) else ''
 
 
+def _picked(text: str) -> bool:
+  """Whether math-verify could not read the text and took one number out of several, as 42 of `41 \\oplus 42`."""
+  import sympy
+
+  value, read = (*parse_latex(text.rpartition('=')[2]), None, None)[:2]
+  if isinstance(value, sympy.Mul) and isinstance(value.args[-1], sympy.UnevaluatedExpr):  # 42%
+    value = value.args[0]
+  if not isinstance(value, sympy.Number) or not isinstance(read, str):
+    return False
+  written = {float(number.replace(',', '')) for number in _DECIMAL.findall(_ASIDE.sub('', read))}
+  return len(written) > 1 and any(math.isclose(number, abs(value)) for number in written)
+
+
 def latex_agree(truth: str, answer: str) -> bool:
   """Whether two pieces of LaTeX mean the same, by math-verify, behind guards against hedged answers.
 
   math-verify takes the last side of `41 = 42` and of `41 \\vee 42`, and `(1, 2)` for `\\{1, 2\\}`. Here a separator
   that the truth has not is a second answer, a relation (`\\geq 42`) is no value, each side of an equation that holds no
   variable has to agree, the first one is no sum with the unknown in it (`x + 1 = 42`), the base of a number counts
-  (`101_3`), and brackets tell.
+  (`101_3`), brackets tell, one number picked out of what it cannot read is no answer, and what it calls equal is looked
+  at again (`_confirmed`).
   """
   truth, answer = (unboxed(text).strip().strip('$').strip() for text in (truth, answer))
   if collapse(truth) == collapse(answer):
@@ -98,7 +153,7 @@ def latex_agree(truth: str, answer: str) -> bool:
     return numbers_agree(*numbers) or (loose and _latex_equal(truth, answer))
   if explodes(answer):
     return False
-  if '$' in answer or r'\boxed' in answer or set(_SEPARATORS.findall(answer)) - set(_SEPARATORS.findall(truth)):
+  if re.search(r'\$|\\[fb]?box', answer) or set(_SEPARATORS.findall(answer)) - set(_SEPARATORS.findall(truth)):
     return False
   if _RELATIONS.search(answer) and not _RELATIONS.search(truth):
     return False
@@ -106,6 +161,8 @@ def latex_agree(truth: str, answer: str) -> bool:
     return False
   bases = set(_BASE.findall(_SPACES.sub('', answer)))
   if bases and bases != (set(_BASE.findall(_SPACES.sub('', truth))) or {'10'}):
+    return False
+  if _picked(answer) and not _picked(truth):
     return False
   if '=' in answer and '=' not in truth:
     if _RECKONED.search(_ARGUMENTS.sub('', answer.partition('=')[0])):
