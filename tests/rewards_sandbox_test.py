@@ -78,7 +78,10 @@ def test_programs_import_pythons_own_modules_and_none_of_ours(sandboxes):
 
 def test_programs_and_tests_are_compiled_without_our_future_statements(sandboxes):
   program = 'def f(x: int) -> str: return x'
-  tests = ['assert f.__annotations__ == {"x": int, "return": str}', 'def g(x: int): pass\nassert g.__annotations__["x"] is int']
+  tests = [
+    'assert f.__annotations__ == {"x": int, "return": str}',
+    'def g(x: int): pass\nassert g.__annotations__["x"] is int',
+  ]
   assert said(sandboxes, f'{program}\nprint(f.__annotations__["x"] is int)') == 'True'
   assert sandboxes.run_tests(program, tests[1:]).ended == Ending.PASSED
   outcome = sandboxes.run_tests('def f(x: List[int]): return x', ['assert f(1) == 1'])
@@ -362,7 +365,9 @@ def test_a_program_cannot_kill_its_parent(sandboxes):
 
 
 def test_a_program_cannot_take_its_supervisors_limits_away(sandboxes):
-  limit = 'import resource\ntry: resource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))\nexcept PermissionError: print("no")\n'
+  limit = (
+    'import resource\ntry: resource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))\nexcept PermissionError: print("no")\n'
+  )
   limit += 'resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))'  # Its own it may lower.
   assert said(sandboxes, limit) == 'no'
   assert sandboxes.run_tests(f'{limit}\ndef f(): return 1', ['assert f() == 1']).ended == Ending.PASSED
