@@ -33,7 +33,7 @@ def test_each_kind_is_graded_as_answer_grades_it(fields, truth, completion, valu
 
 
 def test_a_task_without_a_known_kind_is_unscorable():
-  for fields in ({}, {'kind': 'essay'}):
+  for fields in ({}, {'kind': 'essay'}, {'kind': ['choice']}, {'kind': {'choice': 1}}):
     said = k12_scorer()(attempt('B', truth='B', fields=fields))
     assert said.value is None and 'wanted one of exact, numeric' in said.evidence['reason']
   assert k12_scorer(mode='choice')(attempt('B', truth='B')).value == 1.0

@@ -26,7 +26,7 @@ class K12Options(AnswerOptions):
 def score_k12(attempt: Attempt, *, options: K12Options, by_kind: dict[str, AnswerOptions]) -> Verdict:
   """1.0 if the answer agrees with the reference as the question's kind has it, else 0.0; None without a known kind."""
   kind = field_of(attempt.task, options.kind_field) or options.mode
-  if kind not in by_kind:
+  if not isinstance(kind, str) or kind not in by_kind:
     return Verdict(value=None, evidence={'reason': f'kind is {kind!r}, wanted one of {", ".join(by_kind)}'})
   verdict = score_answer(attempt, options=by_kind[kind])
   return dataclasses.replace(verdict, evidence={'kind': kind, **verdict.evidence})
