@@ -63,6 +63,8 @@ def test_percent_and_tolerance():
     ('boxed', r'\boxed{1', []),
     ('boxed', r'\boxed{ { \boxed{3}', ['3']),
     ('boxed', r'} \boxed {4} \boxed{}', ['4']),
+    ('boxed', r'\boxed{1\boxed{2\boxed{3}\boxed{4}}}', ['3', '4', r'1\boxed{2\boxed{3}\boxed{4}}']),
+    ('boxed', r'\boxed{1\boxed{2}} \boxed{3}', ['2', r'1\boxed{2}', '3']),
     ('hashes', 'a\n#### 1\nb\n####2', ['1', '2']),
     ('tags', '<answer> 1\n2 </answer> <answer>3</answer><answer>4', ['1\n2', '3']),
     ('phrase', 'The answer is 3.5. So the final answer is: 4!', ['3.5', '4']),
@@ -258,6 +260,11 @@ def test_an_echo_of_the_prompt_is_no_answer(method):
 def test_a_short_prompt_is_not_cut_out_of_the_answer():
   assert value('13', truth='13', prompt='3', mode='numeric', extraction='number') == 1.0
   assert value('the answer is 13', truth='13', prompt='the', extraction='phrase') == 1.0
+
+
+def test_boxes_in_boxes_take_no_more_memory_than_their_text():
+  text = r'\boxed{' * 20_000 + '}' * 20_000
+  assert sum(map(len, candidates(text, 'boxed'))) <= 2 * len(text)
 
 
 def test_a_very_long_answer_is_none():

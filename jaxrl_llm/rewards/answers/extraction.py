@@ -49,16 +49,21 @@ def collapse(text: str) -> str:
 
 
 def _boxed(text: str) -> list[str]:
-  found, stack = [], []
+  """Of boxes in boxes the innermost and the outermost: all of them would be long as the square of the text."""
+  found, stack, open_boxes, last = [], [], 0, 0
   for match in _BRACES.finditer(text):
     token = match.group()
     if token == '}':
       if stack:
         boxed, start = stack.pop()
-        if boxed:
+        open_boxes -= boxed
+        if boxed and (not open_boxes or last <= start):
           found.append(text[start : match.start()])
+        if boxed:
+          last = match.end()
     elif token.endswith('{') and token != r'\{':
       stack.append((token != '{', match.end()))
+      open_boxes += token != '{'
   return found
 
 
