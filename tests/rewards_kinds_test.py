@@ -158,7 +158,9 @@ def test_an_interval_equals_itself_written_differently_and_no_other(ends, closed
     (r'\{1,2,3\}', '3, 1, 2', True), (r'\{1,2,3\}', r'\left\{ 3,2,1 \right\}', True), ('{1,2}', '1 and 2', True),
     ('1, 2', r'x=1 \text{ or } x=2', True),
     (r'\{1,2\}', '1, 2, and 1', True), (r'\{1,2\}', '1,2,3', False), (r'\{1,2\}', '1', False), (r'\{1\}', '1', True),
-    (r'\{2,-2\}', r'\pm 2', True), (r'\{2,-2\}', r'x = \pm\sqrt{4}', True), (r'\{1/2\}', '0.5', True),
+    (r'\{2,-2\}', r'\pm 2', True), (r'\{2,-2\}', r'x = \pm\sqrt{4}', True),
+    (r'\{1+\sqrt{2},1-\sqrt{2}\}', r'1 \pm \sqrt{2}', True), (r'\{1,3\}', 'x = 2 ± 1', True),
+    (r'\{1,3\}', r'2 \pm 2', False), (r'\{1,3\}', r'2 \pm 1 \pm 1', False), (r'\{1/2\}', '0.5', True),
     (r'\{x+1, 2\}', '2, 1+x', True),
     (r'\{(1,2),(3,4)\}', '(3,4),(1,2)', True), (r'\{(1,2),(3,4)\}', '(4,3),(1,2)', False),
     (r'\{\{1\},2\}', r'\{2,\{1\}\}', True),
@@ -245,6 +247,9 @@ def test_forms_of_choices_in_rows():
   assert read_choices({'a': 'x', 'b': 3}) == {'A': 'x', 'B': '3'}
   assert read_choices({'text': ['x', 'y'], 'label': ['1', '2']}) == {'1': 'x', '2': 'y'}
   assert [read_choices(v) for v in (None, 'AB', [], {}, [['a']], 3)] == [None] * 6
+  numbered = read_choices({'text': ['x', '3', 'y'], 'label': ['1', '2', '3']})
+  said = {'1': '1', '(2)': '2', 'option 3.': '3', 'x': '1', '4': None, '1, 2': None}
+  assert {text: parse_choice(text, numbered) for text in said} == {k: v and {v} for k, v in said.items()}
   same = read_choices(['one', 'One'])
   assert parse_choice('one', same) is None and parse_choice('A', same) == {'A'}
 

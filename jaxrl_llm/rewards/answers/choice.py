@@ -53,6 +53,8 @@ def parse_choice(text: str, choices: Mapping[str, str] | None) -> frozenset[str]
   bare = text.rstrip('.):]').lstrip('([').strip()
   if len(bare) == 1 and bare.isascii() and bare.isalpha() and allowed({bare.upper()}):
     return frozenset(bare.upper())
+  if choices and bare.upper() in choices:  # A label that is no letter.
+    return frozenset({bare.upper()})
   if choices:
     same = [letter for letter, its in choices.items() if normalise(its) and normalise(its) == normalise(text)]
     if same:

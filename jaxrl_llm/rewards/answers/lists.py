@@ -95,8 +95,8 @@ def parse_set(text: str) -> list[str] | None:
     return None
   elements = []
   for _, value in found:
-    both = re.match(r'(?:\\pm(?![a-zA-Z])|±)\s*', value)
-    elements += [value[both.end() :], f'-{value[both.end() :]}'] if both else [value]
+    before, *after = re.split(r'\s*(?:\\pm(?![a-zA-Z])|±)\s*', value)
+    elements += [f'{before}+{after[0]}' if before else after[0], f'{before}-{after[0]}'] if len(after) == 1 else [value]
   return elements
 
 
