@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import builtins
 import dataclasses
 import functools
 import re
@@ -71,10 +72,34 @@ def _parses(source: str) -> ast.Module | None:
 
 
 def _is_code(source: str) -> bool:
-  """Whether it is Python that defines or imports something, and not one word of prose."""
+  """Whether it is Python that defines or imports something, and not one word of prose or an example of use."""
   tree = _parses(source)
   kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assign
-  return tree is not None and any(isinstance(node, kinds) for node in tree.body)
+  return tree is not None and any(isinstance(node, kinds) for node in tree.body) and _stands_alone(tree)
+
+
+def _stands_alone(tree: ast.Module) -> bool:
+  """Whether it defines each name that it uses at once, outside of its functions' bodies."""
+  used, defined, nodes = set(), set(dir(builtins)), [tree]
+  while nodes:
+    node = nodes.pop()
+    parts = ast.iter_child_nodes(node)
+    match node:
+      case ast.Name(id=name, ctx=ast.Load()):
+        used.add(name)
+      case ast.Name(id=name):
+        defined.add(name)
+      case ast.alias():
+        defined.add((node.asname or node.name).partition('.')[0])
+      case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+        defined.add(name)
+        parts = [*node.decorator_list, node.args, *([node.returns] if node.returns else [])]
+      case ast.ClassDef(name=name) | ast.ExceptHandler(name=name):
+        defined.add(name)
+      case ast.Lambda():
+        parts = [node.args]
+    nodes += parts
+  return '*' in defined or used <= defined
 
 
 def program_of(completion: str, prompt: str) -> str | None:
