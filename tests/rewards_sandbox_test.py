@@ -15,6 +15,7 @@ import pytest
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rewards.code import isolation as isolation_module
+from jaxrl_llm.rewards.code.inside.channel import Channel
 from jaxrl_llm.rewards.code.isolation import NoIsolation
 from jaxrl_llm.rewards.code.sandbox import Case, Ending, Limits, Sandboxes
 
@@ -115,6 +116,17 @@ def test_a_program_reads_and_writes_as_one_that_is_run_by_hand(sandboxes):
   assert sorted(got) == sorted(['hello Point(x=1) ü', 'kept child', 'thread', 'end'])
 
 
+def test_a_program_may_close_its_output_or_put_another_in_its_place(sandboxes):
+  for end in (
+    'sys.stdout.close()',
+    'sys.stdout.flush(); sys.stdout = None',
+    'class Own:\n  def __init__(s, to): s.to = to\n  def flush(s): s.to.flush()\nsys.stdout = Own(sys.stdout)',
+  ):
+    assert sandboxes.run_cases(f'import sys\nprint("done")\n{end}', ANY).ended == Ending.PASSED, end
+  outcome = sandboxes.run_cases('import sys\nprint("done", flush=True)\nsys.stdout = 3', ANY)
+  assert (outcome.ended, outcome.detail) == (Ending.EXIT, 'exit 120')  # As without a sandbox.
+
+
 def test_statements_run_in_order_in_one_namespace(sandboxes):
   program = 'class Stack(list):\n  def push(self, x): self.append(x)\n  def top(self): return self[-1]\n'
   tests = ['s = [1]', 's.append(2)', 'assert s == [1, 2]', 'assert s == []', 'assert undefined', 'assert True']
@@ -191,6 +203,7 @@ def test_objects_of_the_program_behave_in_tests_as_they_do_in_the_program(sandbo
     except ZeroDivisionError: pass
     items = [3, 1, 2]; assert sort(items) is None and items == [1, 2, 3]
     table, more = {}, []; fill(table, more); assert table == {'a': [1]} and more == [1]
+    table, more = {}, []; fill(table, more=more); assert table == {'a': [1]} and more == [1]
     assert pair() == (1, 2) and LIMIT == 10 and total(1, 2, scale=3) == 9 and math.isclose(math.pi, 3.1415926535898)
     assert consume(iter([1, 2, 3])) == (1, [2, 3])
   """
@@ -276,6 +289,14 @@ def test_a_program_that_sleeps_is_ended_by_the_clock(brief):
   assert brief.run_cases(hostile.SLEEP, ANY).ended == Ending.WALL
   outcome = brief.run_tests(f'def f():\n  {hostile.SLEEP.replace(chr(10), ";")}', ['assert True', 'f()', 'assert True'])
   assert (outcome.ended, outcome.passed, outcome.total) == (Ending.WALL, 1, 3)
+
+
+def test_nothing_is_run_when_the_time_of_all_cases_is_over(brief, monkeypatch):
+  sent, send = [], Channel.send
+  monkeypatch.setattr(Channel, 'send', lambda channel, message: (sent.append(message), send(channel, message)))
+  outcome = brief.run_cases(hostile.SLEEP, ANY * 50)
+  assert (outcome.ended, outcome.passed, outcome.total) == (Ending.WALL, 0, 50)
+  assert len(sent) == 2  # The program and one input.
 
 
 @pytest.mark.full

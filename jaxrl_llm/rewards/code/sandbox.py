@@ -149,6 +149,8 @@ class Sandboxes:
           passed += 1
         elif first is None:
           first = result
+        if result['ended'] == 'wall':  # Their clock is one: none of the others has any time.
+          break
       ended = Ending.PASSED if first is None else Ending.FAILED if first['ended'] == 'ok' else Ending(first['ended'])
       return self._outcome(ended, passed, len(cases), '' if first is None else _detail(first))
 

@@ -91,10 +91,11 @@ class Candidate:
     raise ValueError(f'unknown request {request}')
 
   def _call(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Message:
-    given = [self._peer.unpack(arg) for arg in args]
+    sent = [*args, *kwargs.values()]
+    given = [self._peer.unpack(arg) for arg in sent]
     kept = _mutable(given)
-    reply = self._called(function(*given, **{name: self._peer.unpack(arg) for name, arg in kwargs.items()}))
-    changed = {i: packed for i in kept if (packed := self._pack(given[i])) != args[i]}
+    reply = self._called(function(*given[: len(args)], **dict(zip(kwargs, given[len(args) :]))))
+    changed = {i: packed for i in kept if (packed := self._pack(given[i])) != sent[i]}
     return {**reply, 'changed': changed} if changed else reply
 
   def _called(self, value: Any) -> Message:

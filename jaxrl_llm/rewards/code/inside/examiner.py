@@ -226,7 +226,7 @@ class Examiner:
     value = self._value(reply)
     changed = reply.get('changed')
     if isinstance(changed, dict):
-      for i, arg in enumerate(args):
+      for i, arg in enumerate([*args, *kwargs.values()]):
         if str(i) in changed:
           _replace(arg, self._peer.unpack(changed[str(i)]))
     return value

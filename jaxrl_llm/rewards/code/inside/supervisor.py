@@ -350,9 +350,12 @@ def _exit_code(work: Callable[[], Any]) -> int:
     if thread is not threading.current_thread() and not thread.daemon:
       thread.join()
   atexit._run_exitfuncs()
-  with contextlib.suppress(OSError):
-    sys.stdout.flush()
-    sys.stderr.flush()
+  for stream in (sys.stdout, sys.stderr):
+    try:
+      if stream is not None and not getattr(stream, 'closed', False):
+        stream.flush()
+    except BaseException:  # It may be the program's own, which does anything.
+      code = 120  # As Python itself.
   return code & 0xFF
 
 
