@@ -141,6 +141,14 @@ def settled(count, still_s: float = 2.0) -> int:
   return last
 
 
+def has_ended(pid: int) -> bool:
+  """Also its descriptors are closed then: a process that ends has no command line before that."""
+  try:
+    return pathlib.Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] in 'ZX'
+  except OSError:
+    return True
+
+
 def until(holds, patience_s: float = 30.0) -> bool:
   """Waits until something holds; False if it does not come to it."""
   deadline = time.monotonic() + patience_s

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 
 import hostile
 import pytest
@@ -17,7 +18,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rewards.code import isolation as isolation_module
 from jaxrl_llm.rewards.code.inside.channel import Channel
 from jaxrl_llm.rewards.code.isolation import NoIsolation
-from jaxrl_llm.rewards.code.sandbox import Case, Ending, Limits, Sandboxes
+from jaxrl_llm.rewards.code.sandbox import Case, Ending, Limits, SandboxError, Sandboxes
 
 ROOT = pathlib.Path(__file__).parents[1]
 LIMITS = Limits(wall_s=60.0, cpu_s=1, memory_mib=512)
@@ -645,8 +646,9 @@ def test_a_starter_that_was_killed_is_replaced(sandboxes):
   lines = hostile.processes('inside.zygote')
   killed = {int(line.split()[0]) for line in lines} & hostile.descendants(os.getpid())
   for pid in killed:
-    os.kill(pid, signal.SIGKILL)
-  assert killed and hostile.until(lambda: not killed & {int(l.split()[0]) for l in hostile.processes('inside.zygote')})
+    with contextlib.suppress(ProcessLookupError):  # The sandbox of the test before this one may be about to end.
+      os.kill(pid, signal.SIGKILL)
+  assert killed and hostile.until(lambda: all(map(hostile.has_ended, killed)))
   assert is_well(sandboxes)
 
 
@@ -674,7 +676,38 @@ def test_the_host_stays_healthy(sandboxes, count, tmp_path, monkeypatch):
     assert hostile.settled(alive) == own
 
 
+def test_closing_ends_what_runs(sandboxes, monkeypatch):
+  began, raised, send = threading.Event(), [], Channel.send
+  monkeypatch.setattr(Channel, 'send', lambda channel, message: (send(channel, message), began.set()))
+  made = opened(sandboxes.isolation)
+
+  def run():
+    try:
+      made.run_cases(hostile.SLEEP, ANY)
+    except SandboxError as error:
+      raised.append(error)
+
+  thread = threading.Thread(target=run, daemon=True)
+  thread.start()
+  assert began.wait(30)
+  made.close()
+  thread.join(30)  # Half of its wall_s.
+  assert raised and not thread.is_alive()
+  with pytest.raises(SandboxError, match='closed'):
+    made.run_cases(hostile.SLEEP, ANY)
+
+
 # Without isolation.
+
+
+def test_a_bwrap_that_never_starts_is_refused(monkeypatch, tmp_path):
+  bwrap = tmp_path / 'bwrap'
+  bwrap.write_text('#!/bin/sh\n[ "$1" = --help ] && exec echo --size\nexec sleep 20\n')
+  bwrap.chmod(0o755)
+  monkeypatch.setattr(isolation_module.shutil, 'which', lambda name: str(bwrap))
+  monkeypatch.setattr(isolation_module, 'first_words', lambda control: 'it does not start (timed out)')
+  with pytest.raises(NoIsolation, match='does not start'):
+    isolation_module.Bubblewrap(tmp_bytes=1 << 20)
 
 
 def test_where_nothing_isolates_it_is_refused_in_one_line(monkeypatch):

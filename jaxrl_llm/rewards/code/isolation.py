@@ -152,8 +152,10 @@ class Bubblewrap:
     self._command += ['--chmod', '1777', '/tmp', '--remount-ro', '/dev', '--remount-ro', '/', '--chdir', '/tmp']
     self._command += _python(code, {'once': True})
     with self.start(subprocess.PIPE) as first:  # Whether the kernel lets it.
-      if first_words(first):
-        raise NoIsolation(self._processes.pop().communicate()[1].decode(errors='replace').strip()[-200:])
+      if reason := first_words(first):
+        process = self._processes.pop()
+        process.kill()  # It may be stuck.
+        raise NoIsolation(process.communicate()[1].decode(errors='replace').strip()[-200:] or reason)
     self._processes[0].stderr.close()
 
   def start(self, errors: int = subprocess.DEVNULL) -> socket.socket:

@@ -13,7 +13,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from jaxrl_llm.core.errors import UserError
@@ -130,6 +130,8 @@ class Sandboxes:
     self._lock = threading.Lock()
     self._starter = self._open()
     self._idle: list[socket.socket] = []
+    self._running: set[socket.socket] = set()
+    self._closed = False
     self._fill()
 
   @property
@@ -178,10 +180,15 @@ class Sandboxes:
     return self._in_sandbox(run, len(tests))
 
   def close(self) -> None:
+    """Ends programs that run, too; to whoever waits for them that is a SandboxError."""
     with self._lock:
+      self._closed = True
       for control in self._idle:
         control.close()
       self._idle.clear()
+      for control in self._running:
+        with contextlib.suppress(OSError):
+          control.shutdown(socket.SHUT_RDWR)
       self._starter.close()
 
   def _open(self) -> Starter:
@@ -191,23 +198,35 @@ class Sandboxes:
     return Outcome(ended=ended, passed=passed, total=total, isolation=self.isolation, detail=detail[-500:])
 
   def _in_sandbox(self, run: Callable[[Channel], Outcome], total: int) -> Outcome:
-    with self._take() as connection:
+    with self._take() as connection, self._runs(connection):
       control = Channel(connection)
       connection.settimeout(self._limits.wall_s + _GRACE_S)
       began = time.monotonic()
       try:
         outcome = run(control)
       except (Closed, TimeoutError) as error:
-        if self.isolation != 'none':
+        if self.isolation != 'none' or self._closed:
           raise SandboxError(f'the sandbox failed: {error}') from None
         outcome = self._outcome(Ending.LOST, 0, total, '')
     return dataclasses.replace(outcome, seconds=time.monotonic() - began)
+
+  @contextlib.contextmanager
+  def _runs(self, connection: socket.socket) -> Iterator[None]:
+    with self._lock:
+      self._running.add(connection)
+    try:
+      yield
+    finally:
+      with self._lock:
+        self._running.discard(connection)
 
   def _take(self) -> socket.socket:
     """A sandbox that is ready; another one is started for the next program."""
     reason: object = None
     for _ in range(3):
       with self._lock:
+        if self._closed:
+          raise SandboxError('the sandboxes are closed')
         starter, control = self._starter, self._idle.pop(0) if self._idle else None
       try:
         control = control or starter.start()
@@ -224,12 +243,12 @@ class Sandboxes:
 
   def _fill(self) -> None:
     with self._lock:
-      while len(self._idle) < self._waiting:
+      while not self._closed and len(self._idle) < self._waiting:
         self._idle.append(self._starter.start())
 
   def _restart(self, failed: Starter) -> None:
     with self._lock:
-      if self._starter is not failed:  # Another thread has seen to it.
+      if self._starter is not failed or self._closed:  # Another thread has seen to it.
         return
       for control in self._idle:
         control.close()
