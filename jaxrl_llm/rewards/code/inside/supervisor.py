@@ -292,13 +292,14 @@ class _Run:
     return []
 
   def _kill_all(self) -> None:
-    if self._alone:  # All at once, also those that fork meanwhile.
-      with contextlib.suppress(ProcessLookupError):
-        os.kill(-1, signal.SIGKILL)
-      return
-    for pid in _descendants(os.getpid()):
-      with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+    # All at once, also those that fork meanwhile.
+    _kill([-1] if self._alone else _descendants(os.getpid()))
+
+
+def _kill(pids: list[int]) -> None:
+  for pid in pids:
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(pid, signal.SIGKILL)
 
 
 def _descendants(pid: int) -> list[int]:
@@ -370,6 +371,5 @@ def supervise(connection: socket.socket, *, alone: bool) -> None:
     pass
   finally:
     if not alone:
-      for pid in _descendants(os.getpid()):
-        os.kill(pid, signal.SIGKILL)
+      _kill(_descendants(os.getpid()))
     os._exit(0)
