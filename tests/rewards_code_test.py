@@ -19,8 +19,9 @@ from jaxrl_llm.app.scorers import build_scorer
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.experience.score import Status
 from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
+from jaxrl_llm.rewards.code import server as server_module
 from jaxrl_llm.rewards.code.isolation import NoIsolation
-from jaxrl_llm.rewards.code.sandbox import Case
+from jaxrl_llm.rewards.code.sandbox import Case, Limits
 from jaxrl_llm.rewards.code.scorer import code_scorer, fenced, program_of, read_tests
 from jaxrl_llm.rewards.code.server import ROUTES, SandboxServer
 from jaxrl_llm.rewards.pool import ScorerPool
@@ -175,6 +176,7 @@ def test_each_form_of_tests_gives_full_marks_to_what_is_right_alone(score):
     ({'cpu_s': 1.5}, "options of scorer 'code'.cpu_s: got 1.5"),
     ({'addresses': ['host:1']}, "scorer 'code': address 'host:1', wanted http://HOST:PORT"),
     ({'addresses': ['unix:/x'], 'key_file': '/nowhere'}, "scorer 'code': key_file: /nowhere: cannot be read"),
+    ({'addresses': ['unix:/x'], 'wall_s': 60.0}, 'request_deadline_s is 60, and its programs may take wall_s=60;'),
     ({'wall_s': 0.0}, 'limit wall_s is 0.0, wanted a positive number'),
   ],
 )
@@ -270,6 +272,18 @@ def test_a_sandbox_host_refuses_what_it_cannot_run(tmp_path):
   (refused,) = served(use, memory_mib=1 << 20)
   assert isinstance(refused, RemoteError)
   assert 'HTTP 400: limit memory_mib is 1048576, wanted 8192 at most' in str(refused)
+
+
+def test_a_sandbox_host_that_starts_no_sandbox_is_left_for_another(monkeypatch):
+  def refuse(limits, **options):
+    if limits == Limits():  # As at its start.
+      return made(limits, **options)
+    raise NoIsolation('fork: Resource temporarily unavailable')
+
+  made = server_module.Sandboxes
+  monkeypatch.setattr(server_module, 'Sandboxes', refuse)
+  with pytest.raises(RemoteError, match=r'^2 tries: .*HTTP 503: fork: Resource temporarily unavailable'):
+    served(lambda scorer: scorer(attempts(1)[0]), cpu_s=7, retries=1, first_wait_s=0.01)
 
 
 @contextlib.contextmanager

@@ -225,6 +225,11 @@ def code_scorer(**options: Any) -> Scorer | Awaited:
   limits = read.limits
   if read.addresses:
     read.check("scorer 'code'")
+    if read.wall_s >= read.request_deadline_s:
+      raise UserError(
+        f"scorer 'code': request_deadline_s is {read.request_deadline_s:g}, and its programs may take "
+        f'wall_s={read.wall_s:g}; raise request_deadline_s above it, so that a program that never ends scores 0'
+      )
     return Awaited(functools.partial(SandboxHosts, read), concurrency=read.concurrency)
   Sandboxes(limits, isolation=read.isolation).close()  # A machine that cannot is said at the start.
   return functools.partial(score_code, options=read)

@@ -18,7 +18,7 @@ from aiohttp import web
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
-from jaxrl_llm.rewards.code.isolation import Isolation
+from jaxrl_llm.rewards.code.isolation import Isolation, NoIsolation
 from jaxrl_llm.rewards.code.sandbox import Limits, Outcome, Sandboxes, Work
 
 RUN_PATH = '/run'
@@ -80,6 +80,8 @@ class SandboxServer:
       order = from_json(await request.json(), Order, 'body')
       # In a thread: the first of its limits are started here.
       sandboxes = await asyncio.get_running_loop().run_in_executor(self._threads, self._sandboxes, order.limits)
+    except NoIsolation as error:  # Before UserError, of which it is one: another host may do better.
+      return web.Response(status=503, text=str(error))
     except (UserError, ValueError) as error:
       return web.Response(status=400, text=str(error))
     try:
