@@ -24,7 +24,7 @@ def value(completion, truth='42', prompt='What is it?', **options):
     ('.5', Fraction(1, 2)), ('0.1', Fraction(1, 10)), ('5.', 5), ('1e3', 1000), ('2.5E-2', Fraction(1, 40)),
     ('1/3', Fraction(1, 3)), ('-1/3', Fraction(-1, 3)), ('1 1/2', Fraction(3, 2)), ('-1 1/2', Fraction(-3, 2)),
     (r'\frac{1}{3}', Fraction(1, 3)), (r'-\dfrac{7}{2}', Fraction(-7, 2)), (r'1\frac{1}{2}', Fraction(3, 2)),
-    ('$5', 5), ('$-5', -5), ('-$5', -5), ('5€', 5), (r'\$1,000.00', 1000), ('$42$', 42), ('**42**', 42),
+    ('$5', 5), ('$-5', -5), ('-$5', -5), ('5€', 5), (r'\$1,000.00', 1000), ('$42$', 42), ('$42.$', 42), ('**42**', 42),
   ],
 )  # fmt: skip
 def test_numbers_are_read_exactly(text, number):
@@ -258,7 +258,8 @@ def test_an_echo_of_the_prompt_is_no_answer(method):
 
 
 def test_a_short_prompt_is_not_cut_out_of_the_answer():
-  assert value('13', truth='13', prompt='3', mode='numeric', extraction='number') == 1.0
+  for answer in ('13', '31'):
+    assert value(answer, truth=answer, prompt='3', mode='numeric', extraction='number') == 1.0
   assert value('the answer is 13', truth='13', prompt='the', extraction='phrase') == 1.0
 
 

@@ -1,6 +1,7 @@
 """What a program does in a sandbox stays there, is told truly, and never passes by anything but right answers."""
 
 import contextlib
+import errno
 import os
 import pathlib
 import random
@@ -316,6 +317,8 @@ def test_a_gigabyte_of_output_is_cut(sandboxes):
   for program in (hostile.OUTPUT, hostile.ERROR_OUTPUT):
     assert sandboxes.run_cases(program, ANY).ended == Ending.OUTPUT
     assert sandboxes.run_tests(program, ['assert True']).ended == Ending.OUTPUT
+  for count, ended in (((1 << 20) - 1, Ending.PASSED), (1 << 20, Ending.OUTPUT)):  # And the end of the line.
+    assert sandboxes.run_cases(f'print("x" * {count})', [Case(stdin='', stdout='x' * count)]).ended == ended
 
 
 def test_files_of_the_host_can_neither_be_seen_nor_written(sandboxes, tmp_path):
@@ -419,6 +422,29 @@ if os.fork() == 0:
 """
   # The supervisor and the program.
   assert sandboxes.run_cases(program, [Case(stdin='', stdout='2')] * 3).ended == Ending.PASSED
+
+
+def test_no_more_processes_are_forked_than_are_permitted(sandboxes):
+  program = """
+    import os, time
+    for number in range(200):
+      try: pid = os.fork()
+      except OSError: print('refused', 20 < number < 32); break
+      if pid == 0: time.sleep(1000)
+  """
+  outcome = sandboxes.run_cases(textwrap.dedent(program), [Case(stdin='', stdout='refused True')])
+  # The kernel does not limit root, who bubblewrap's processes stay on the outside: there it is the supervisor who sees.
+  uncounted = sandboxes.isolation == 'bubblewrap' and os.getuid() == 0
+  assert outcome.ended == (Ending.PROCESSES if uncounted else Ending.PASSED), outcome
+
+
+def test_no_file_is_longer_than_permitted(sandboxes):
+  with contextlib.closing(opened(sandboxes.isolation, Limits(file_mib=1))) as small:
+    program = """
+      try: open('long', 'wb').write(bytes(2 << 20))
+      except OSError as error: print(error.errno, os.stat('long').st_size)
+    """
+    assert said(small, f'import os\n{textwrap.dedent(program)}') == f'{errno.EFBIG} {1 << 20}'
 
 
 def test_ten_thousand_open_files_are_refused(sandboxes):
@@ -642,6 +668,15 @@ def test_no_sandbox_outlives_the_process_that_opened_it(sandboxes, program):
   assert hostile.until(lambda: not hostile.processes(hostile.LINGER, size))
 
 
+def test_a_waiting_sandbox_that_was_killed_is_replaced(sandboxes):
+  waiting = set().union(*map(hostile.descendants, hostile.descendants(os.getpid())))  # Not the starters themselves.
+  for pid in waiting:
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(pid, signal.SIGKILL)
+  assert waiting and hostile.until(lambda: all(map(hostile.has_ended, waiting)))
+  assert is_well(sandboxes)
+
+
 def test_a_starter_that_was_killed_is_replaced(sandboxes):
   lines = hostile.processes('inside.zygote')
   killed = {int(line.split()[0]) for line in lines} & hostile.descendants(os.getpid())
@@ -735,6 +770,7 @@ def test_limits_alone_hold_where_that_is_asked_for(tmp_path):
     assert sandboxes.run_cases(hostile.OUTPUT, ANY).ended == Ending.OUTPUT
     assert sandboxes.run_cases(hostile.DAEMONS, ANY).ended == Ending.PASSED
     assert hostile.until(lambda: not hostile.processes(hostile.LINGER))
+    assert sandboxes.run_cases('import os, signal\nos.kill(0, signal.SIGKILL)', ANY).ended == Ending.SIGNAL
     for cheat in ('equals everything', 'leaves', 'writes to every descriptor'):
       assert sandboxes.run_tests(textwrap.dedent(CHEATS[cheat]), ['assert f(1) == 4']).passed == 0
 
