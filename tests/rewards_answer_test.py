@@ -125,6 +125,10 @@ def test_gsm8k(truth, completion, wanted):
     ('42 apples', {'mode': 'numeric', 'units': 'ignored'}, 1.0),
     (r'42 \text{ square feet}', {'mode': 'numeric', 'units': 'ignored'}, 1.0),
     ('42 or 43', {'mode': 'numeric', 'units': 'ignored'}, 0.0),
+    ('42.1', {'mode': 'numeric', 'absolute_tolerance': 0.125}, 1.0),
+    ('42.2', {'mode': 'numeric', 'absolute_tolerance': 0.125}, 0.0),
+    ('42.2', {'mode': 'numeric', 'relative_tolerance': 0.005}, 1.0),
+    ('42.3', {'mode': 'numeric', 'relative_tolerance': 0.005}, 0.0),
     ('42 or forty', {'mode': 'numeric', 'units': 'refused'}, 0.0),
     ('<answer>42</answer>', {'extraction': 'tags'}, 1.0),
     (r'<answer>$\boxed{42}$</answer>', {'extraction': 'tags', 'mode': 'numeric'}, 1.0),
@@ -227,6 +231,8 @@ def test_exact_mode_compares_text_with_white_space_collapsed():
     (r'x = 3 \pmod{7}', r'3 \pmod 7', 1.0),
     ('42', r'42 \text{ m}^2', 1.0),
     ('10', r'\binom{5}{2}', 1.0),
+    ('50', r'50\% \text{ of them}', 1.0),
+    ('60', r'50\% \text{ of them}', 0.0),
   ],
 )
 def test_latex(truth, answer, wanted):

@@ -21,7 +21,7 @@ from jaxrl_llm.experience.score import Status
 from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
 from jaxrl_llm.rewards.code import server as server_module
 from jaxrl_llm.rewards.code.isolation import NoIsolation
-from jaxrl_llm.rewards.code.sandbox import Case, Limits
+from jaxrl_llm.rewards.code.sandbox import Case, Limits, SandboxError
 from jaxrl_llm.rewards.code.scorer import code_scorer, fenced, program_of, read_tests
 from jaxrl_llm.rewards.code.server import ROUTES, SandboxServer
 from jaxrl_llm.rewards.pool import ScorerPool
@@ -284,6 +284,15 @@ def test_a_sandbox_host_that_starts_no_sandbox_is_left_for_another(monkeypatch):
   monkeypatch.setattr(server_module, 'Sandboxes', refuse)
   with pytest.raises(RemoteError, match=r'^2 tries: .*HTTP 503: fork: Resource temporarily unavailable'):
     served(lambda scorer: scorer(attempts(1)[0]), cpu_s=7, retries=1, first_wait_s=0.01)
+
+
+def test_a_sandbox_host_whose_sandbox_fails_is_left_for_another(monkeypatch):
+  def fail(work, sandboxes):
+    raise SandboxError('the sandbox failed: end of file')
+
+  monkeypatch.setattr(server_module.Work, 'run', fail)
+  with pytest.raises(RemoteError, match=r'^2 tries: .*HTTP 503: SandboxError: the sandbox failed: end of file'):
+    served(lambda scorer: scorer(attempts(1)[0]), retries=1, first_wait_s=0.01)
 
 
 @contextlib.contextmanager

@@ -258,6 +258,13 @@ def test_forms_of_choices_in_rows():
   assert parse_choice('one', same) is None and parse_choice('A', same) == {'A'}
 
 
+def test_a_truth_may_count_the_choices():
+  scorer = answer_scorer(mode='choice', truth_is_index=True)
+  said = lambda truth, answer: scorer(attempt(answer, truth=truth, fields={'choices': ['x', 'y', 'z']})).value
+  assert [said('0', 'A'), said('2', 'C'), said('2', 'z'), said('2', 'B')] == [1.0, 1.0, 1.0, 0.0]
+  assert [said(truth, 'A') for truth in ('3', '-1', 'A', '1.0')] == [None] * 4
+
+
 @pytest.mark.parametrize(
   ('one', 'other'),
   [

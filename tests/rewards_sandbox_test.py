@@ -138,7 +138,19 @@ def test_statements_run_in_order_in_one_namespace(sandboxes):
 
 
 VALUES = [
-  *('None', 'True', '-7', '10**400', '1.5', "float('inf')", '2+3j', "'ü\\n'", "b'\\x00\\xff'", "bytearray(b'a')"),
+  *(
+    'None',
+    'True',
+    '-7',
+    '10**400',
+    '10**5000',
+    '1.5',
+    "float('inf')",
+    '2+3j',
+    "'ü\\n'",
+    "b'\\x00\\xff'",
+    "bytearray(b'a')",
+  ),
   *('[1, [2]]', '(1, (2,))', '{1, 2}', 'frozenset({3})', "{'a': [1], (1, 2): None}", 'range(1, 9, 2)', 'slice(1, 2)'),
   *("__import__('fractions').Fraction(1, 3)", "__import__('decimal').Decimal('1.10')"),
   *("__import__('collections').deque([1, 2], 5)", "__import__('collections').Counter('aab')"),
@@ -184,6 +196,7 @@ def test_objects_of_the_program_behave_in_tests_as_they_do_in_the_program(sandbo
     def apply(f, items): return [f(x) for x in items]
     def fail(x): raise Worse(f'no {x}')
     def divide(a, b): return a / b
+    def decode(data): return data.decode()
     def sort(items): items.sort()
     def fill(table, more): table['a'] = more; more.append(1)
     def pair(): return Pair(1, 2)
@@ -203,6 +216,8 @@ def test_objects_of_the_program_behave_in_tests_as_they_do_in_the_program(sandbo
     except Empty as error: assert str(error) == 'no 1'
     try: divide(1, 0)
     except ZeroDivisionError: pass
+    try: decode(b'\\xff'); assert False
+    except UnicodeError as error: assert 'invalid start byte' in str(error)
     items = [3, 1, 2]; assert sort(items) is None and items == [1, 2, 3]
     table, more = {}, []; fill(table, more); assert table == {'a': [1]} and more == [1]
     table, more = {}, []; fill(table, more=more); assert table == {'a': [1]} and more == [1]
@@ -226,6 +241,13 @@ def test_the_program_gets_its_builtin_names_only_where_it_is_to_define_them(sand
     program, ['assert abs(-1) == 1', 'assert sorted([2, 1]) == 7', 'assert not math.isclose(1, 2)'], 'sorted'
   )
   assert outcome.ended == Ending.PASSED, outcome
+  assert sandboxes.run_tests('class queue: size = 3', ['assert queue.size == 3'], 'queue').ended == Ending.PASSED
+
+
+def test_a_time_of_a_zone_is_none_without_it(sandboxes):
+  program = 'from datetime import datetime, timezone\ndef f(): return datetime(2024, 1, 2, tzinfo=timezone.utc)'
+  outcome = sandboxes.run_tests(program, ['import datetime', 'assert f() == datetime.datetime(2024, 1, 2)'])
+  assert outcome.passed == 1, outcome
 
 
 def test_an_object_that_was_told_a_value_says_no_number(sandboxes):
@@ -246,6 +268,8 @@ def test_an_object_that_was_told_a_value_says_no_number(sandboxes):
   for name in ('f', 'abs', 'Lie'):
     outcome = sandboxes.run_tests(textwrap.dedent(lie).format(name), [f'assert {test}' for test in distances])
     assert outcome.passed == 0, outcome
+  trusted = textwrap.dedent(lie).replace('def f(x): return Lie()', 'Lie.__init__ = lambda self, x: None; f = Lie')
+  assert sandboxes.run_tests(trusted.format('f'), [f'assert {test}' for test in distances]).passed == 0
   check = 'def check(candidate):\n  assert abs(candidate(2) - 3.5) < 1e-6\ncheck(f)'
   assert sandboxes.run_tests(textwrap.dedent(lie).format('candidate'), [check], 'f').passed == 0
   assert sandboxes.run_tests('def f(x): return 3.5', [check, *map('assert {}'.format, distances[:4])]).passed == 5
