@@ -19,7 +19,7 @@ from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.rewards.code.isolation import Isolation, NoIsolation
-from jaxrl_llm.rewards.code.sandbox import Limits, Outcome, Sandboxes, Work
+from jaxrl_llm.rewards.code.sandbox import Limits, Outcome, SandboxError, Sandboxes, Work
 
 RUN_PATH = '/run'
 ROUTES = (('GET', '/health'), ('POST', RUN_PATH))
@@ -86,7 +86,7 @@ class SandboxServer:
       return web.Response(status=400, text=str(error))
     try:
       outcome = await asyncio.get_running_loop().run_in_executor(self._threads, order.work.run, sandboxes)
-    except Exception as error:  # Of the sandbox: another host may do better.
+    except (SandboxError, NoIsolation, OSError) as error:  # Another host may do better.
       logging.exception('A sandbox failed')
       return web.Response(status=503, text=f'{type(error).__name__}: {error}')
     return web.json_response(dataclasses.asdict(outcome))
