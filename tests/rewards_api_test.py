@@ -9,6 +9,7 @@ from fixtures.rewards_scorers import attempt
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.experience.score import Score
 from jaxrl_llm.rewards.answers.answer import answer_scorer
+from jaxrl_llm.rewards.answers.k12 import k12_scorer
 from jaxrl_llm.rewards.api import OverrunIsZero, Reward, RewardsConfig, ScorerConfig, combine, in_force
 from jaxrl_llm.rewards.format import format_scorer
 from jaxrl_llm.rewards.verifier import verifier_scorer
@@ -147,7 +148,7 @@ def test_scorers_survive_pickling_with_their_options():
   assert [scorer(attempt(text)).value for text in ('<a>1</a>', '<b>1</b>')] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize('make', [answer_scorer, verifier_scorer])
+@pytest.mark.parametrize('make', [answer_scorer, k12_scorer, verifier_scorer])
 def test_who_is_to_blame_for_an_overrun_is_an_option(make):
   assert isinstance(make(), OverrunIsZero)
   assert not isinstance(make(on_timeout='none'), OverrunIsZero)

@@ -265,13 +265,17 @@ def test_a_sandbox_host_says_what_a_sandbox_here_says(tmp_path, score):
   assert there == [local_scorer()(each) for each in tries]
 
 
-def test_a_sandbox_host_refuses_what_it_cannot_run(tmp_path):
+def test_a_sandbox_host_refuses_what_it_cannot_run(monkeypatch):
   async def use(scorer):
     return await asyncio.gather(scorer(attempts(1)[0]), return_exceptions=True)
 
   (refused,) = served(use, memory_mib=1 << 20)
   assert isinstance(refused, RemoteError)
   assert 'HTTP 400: limit memory_mib is 1048576, wanted 8192 at most' in str(refused)
+  assert served(use, memory_mib=8192)[0].value == 0.0
+  monkeypatch.setattr(server_module, '_KINDS', 1)
+  (refused,) = served(use, cpu_s=7)
+  assert 'HTTP 400: this host keeps sandboxes of 1 different limits already' in str(refused)
 
 
 def test_a_sandbox_host_that_starts_no_sandbox_is_left_for_another(monkeypatch):

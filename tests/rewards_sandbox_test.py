@@ -91,6 +91,10 @@ def test_programs_and_tests_are_compiled_without_our_future_statements(sandboxes
   assert (outcome.ended, outcome.detail) == (Ending.EXCEPTION, "NameError: name 'List' is not defined")
 
 
+def test_hashes_are_the_same_in_every_sandbox(sandboxes, brief):
+  assert said(sandboxes, 'print(hash("text"))') == said(brief, 'print(hash("text"))')
+
+
 def test_each_case_has_a_process_of_its_own(sandboxes):
   program = 'import sys\ncount = globals().get("count", 0) + 1\nprint(count, sys.stdin.read())'
   outcome = sandboxes.run_cases(program, [Case(stdin=f'{i}', stdout=f'1 {i}') for i in range(3)])
