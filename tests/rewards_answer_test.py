@@ -216,6 +216,8 @@ def test_exact_mode_compares_text_with_white_space_collapsed():
     (r'\{1, 2\}', r'\{1, 2^{\infty} e\}', 0.0),
     (r'(-\infty, 3]', r'(-\infty, 3.0]', 1.0),
     ('1', r'\int_0^{\infty} e^{-x} dx', 1.0),
+    (r'\max(\sqrt{-1}, 1)', r'\max(\sqrt{-1},1)', 1.0),
+    (r'\begin{pmatrix}1&2\end{pmatrix}^{2}', r'\begin{pmatrix}1 & 2\end{pmatrix}^2', 1.0),
     ('42', r'41 \oplus 42', 0.0),
     ('42', r'41 \colon 42', 0.0),
     ('42', '41 ? 42', 0.0),

@@ -42,6 +42,14 @@ _CLOSE = 1e-3
 """How far, of the truth, two numbers may be apart that math-verify calls equal: it rounds decimals to six places."""
 
 
+def _evaluated(value: Any) -> Any:
+  """As a number as far as it goes; None for what cannot be evaluated."""
+  try:
+    return value.doit().evalf()
+  except Exception:  # sympy raises whatever it likes where it cannot reckon (the power of a matrix that is not square).
+    return None
+
+
 def _confirmed(truth: Any, answer: Any) -> bool:
   """Whether what math-verify calls equal can be: to it 0.0 is 10^{-19}, and 2^∞e, for sympy's sake, any number."""
   import sympy
@@ -58,14 +66,12 @@ def _confirmed(truth: Any, answer: Any) -> bool:
         yield from values(part)
 
   for value in values(answer):
-    known = value.doit()
+    known = _evaluated(value)
     # An infinity that stands by itself, as the end of an interval, is a value; one that is reckoned with is none.
-    if known.has(*infinities) and not known.evalf().is_finite and not value.atoms() <= {*infinities, sympy.S(-1)}:
+    if (value if known is None else known).has(*infinities) and not value.atoms() <= {*infinities, sympy.S(-1)}:
       return False
-  if not all(isinstance(side, sympy.Expr) and not side.free_symbols for side in (truth, answer)):
-    return True
-  wanted, got = truth.doit().evalf(), answer.doit().evalf()
-  if not (wanted.is_finite and got.is_finite and wanted.is_number and got.is_number) or wanted == 0:
+  wanted, got = _evaluated(truth), _evaluated(answer)
+  if not (isinstance(wanted, sympy.Number) and isinstance(got, sympy.Number)) or not wanted.is_finite or wanted == 0:
     return True
   # 9 and 9% are the same to math-verify, and to us.
   return any(bool(abs(wanted - got * scale) <= abs(wanted) * _CLOSE) for scale in (1, 100, sympy.Rational(1, 100)))
