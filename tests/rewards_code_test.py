@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -22,7 +23,7 @@ from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
 from jaxrl_llm.rewards.code import server as server_module
 from jaxrl_llm.rewards.code.isolation import NoIsolation
 from jaxrl_llm.rewards.code.sandbox import Case, Limits, SandboxError
-from jaxrl_llm.rewards.code.scorer import code_scorer, fenced, program_of, read_tests
+from jaxrl_llm.rewards.code.scorer import code_scorer, fenced, program_of, read_tests, read_work
 from jaxrl_llm.rewards.code.server import ROUTES, SandboxServer
 from jaxrl_llm.rewards.pool import ScorerPool
 from jaxrl_llm.rewards.remote import RemoteError
@@ -111,6 +112,15 @@ def test_no_text_makes_the_search_for_blocks_take_long():
 )
 def test_a_completion_that_continues_the_prompt_is_joined_to_it(completion, prompt, wanted):
   assert program_of(completion, prompt) == wanted
+
+
+def test_code_to_continue_is_that_of_the_users_last_message():
+  said = [('system', 'def a():'), ('user', 'def b():'), ('assistant', 'def c():'), ('user', 'def d():')]
+  given = attempt('  return 1', domain='code', fields={'tests': ['assert d() == 1']})
+  for last in (4, 3):
+    prompt = tuple({'role': role, 'content': content} for role, content in said[:last])
+    asked = dataclasses.replace(given, task=dataclasses.replace(given.task, prompt=prompt))
+    assert read_work(asked).program == f'{"def d():" if last == 4 else "def b():"}\n  return 1'
 
 
 # The tests.
