@@ -697,11 +697,16 @@ def test_no_sandbox_outlives_the_process_that_opened_it(sandboxes, program):
 
 
 def test_a_waiting_sandbox_that_was_killed_is_replaced(sandboxes):
-  waiting = set().union(*map(hostile.descendants, hostile.descendants(os.getpid())))  # Not the starters themselves.
-  for pid in waiting:
+  def waiting() -> set[int]:
+    ours = {int(line.split()[0]) for line in hostile.processes('inside.zygote')} & hostile.descendants(os.getpid())
+    return ours & set().union(*map(hostile.descendants, ours))  # Not the starters themselves.
+
+  assert hostile.until(waiting)  # It is started in passing.
+  killed = waiting()
+  for pid in killed:
     with contextlib.suppress(ProcessLookupError):
       os.kill(pid, signal.SIGKILL)
-  assert waiting and hostile.until(lambda: all(map(hostile.has_ended, waiting)))
+  assert hostile.until(lambda: all(map(hostile.has_ended, killed)))
   assert is_well(sandboxes)
 
 
