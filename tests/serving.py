@@ -153,8 +153,8 @@ async def ask(engine, asked: Request) -> list:
 
 @functools.cache
 def _logits(spec):
-  """Compiled once for each model, for sequences of LENGTH."""
-  model = build_model(spec, ModelOptions())
+  """In float64, compiled once for each model, for sequences of LENGTH."""
+  model = build_model(spec, ModelOptions(dtype='float64', param_dtype='float64'))
 
   def logits(params, tokens, count):
     positions = jnp.arange(LENGTH)[None]
@@ -165,10 +165,15 @@ def _logits(spec):
 
 
 def forward(model, params, tokens, *, temperature: float = 1.0) -> np.ndarray:
-  """Logprobs of each token given those before it, by our own model; 0 for the first."""
+  """Logprobs of each token given those before it, by our own model; 0 for the first.
+
+  In float64: in float32 it is off by up to 1e-5 itself, as much as engines may be.
+  """
   tokens, count = np.asarray(tokens, np.int32), len(tokens)
   padded = np.pad(tokens, (0, LENGTH - count))
-  logits = np.asarray(_logits(model.spec)(params, padded, count), np.float64)[:count] / temperature
+  with jax.enable_x64(True):
+    exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    logits = np.asarray(_logits(model.spec)(exact, padded, count))[:count] / temperature
   logits -= logits.max(-1, keepdims=True)
   logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
   return np.r_[0.0, logprobs[np.arange(count - 1), tokens[1:]]]
