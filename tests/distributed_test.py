@@ -45,16 +45,20 @@ model = build_model(spec)
 params = place_params(model, mesh, load_params(workdir / 'hf', spec))
 plans = json.loads((workdir / 'plans.json').read_text())
 loader, found = RowLoader(workdir, mesh), {}
+setting = Setting(max_response_length=8)
+algorithms = {'sft': sft(SftConfig(), setting), 'grpo': policy_gradient(GrpoConfig(), setting)}
+computes = {  # Each is compiled once for all of its stage's plans of one shape.
+  stage: jax.jit(functools.partial(
+    gradients, model, algorithm.loss, token_chunk=16, on_policy=('proximal_logprobs',)))
+  for stage, algorithm in algorithms.items()
+}
 for value in plans:
   plan = StepPlan.from_json(value)
-  setting = Setting(max_response_length=8)
-  algorithm = sft(SftConfig(), setting) if plan.stage == 'sft' else policy_gradient(GrpoConfig(), setting)
+  algorithm, compute = algorithms[plan.stage], computes[plan.stage]
   annotation = algorithm.annotate(Closed(plan.rows, plan.step, {}, None))
   shape = plan_shape(rows=len(plan.rows), ranks=2, chunks=4, chunk_len=16)
   columns = {'advantages': annotation.advantages}
   packed = loader.fill(loader.load(plan, 0, shape), columns, annotation.in_loss)
-  compute = jax.jit(functools.partial(
-    gradients, model, algorithm.loss, token_chunk=16, on_policy=('proximal_logprobs',)))
   result = compute(params, packed.chunks, packed.used, {})
   grads = Gatherer(mesh).gather(result.grads)
   if jax.process_index() == 0:
