@@ -72,7 +72,7 @@ def test_each_device_holds_its_part_of_what_a_role_keeps(sharded):
 
 
 def test_moments_in_host_memory_leave_the_devices():
-  model = MODEL | dict(hidden_size=512, intermediate_size=4096, num_hidden_layers=4, vocab_size=4096)
+  model = MODEL | dict(hidden_size=512, intermediate_size=4096, num_hidden_layers=2, vocab_size=4096)
   compiled = lambda *flags: line_of(
     'update', dry_run('v5e:2x4', *CUT, '--config.policy.scan_layers=false', *flags, model=model)
   )
