@@ -1,5 +1,6 @@
 """Every test process has eight CPU devices, and signatures are checked against their array annotations."""
 
+import contextlib
 import gc
 import os
 
@@ -47,6 +48,23 @@ def _shared_programs(tmp_path_factory):
   base = tmp_path_factory.getbasetemp()
   session = base.parent if 'PYTEST_XDIST_WORKER' in os.environ else base
   os.environ[job.PROGRAMS] = str(session / 'programs')
+
+
+@pytest.fixture(scope='module')
+def tokenizer(tmp_path_factory):
+  """That of `exploring`'s tasks."""
+  from exploring import make_tokenizer
+
+  return make_tokenizer(tmp_path_factory.mktemp('tokenizer'))
+
+
+@pytest.fixture
+def store(tmp_path):
+  """A new, empty one."""
+  from exploring import new_store
+
+  with contextlib.closing(new_store(tmp_path / 'replay')) as opened:
+    yield opened
 
 
 @pytest.fixture(scope='module', autouse=True)

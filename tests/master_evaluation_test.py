@@ -131,11 +131,6 @@ def test_a_suite_that_measures_nothing_is_refused(fields, word):
     suite(**fields)
 
 
-@pytest.fixture(scope='module')
-def tokenizer(tmp_path_factory):
-  return exploring.make_tokenizer(tmp_path_factory.mktemp('tokenizer'))
-
-
 def evaluate(tokenizer, config, tasks, judge, *, delays=0):
   engine = exploring.FakeEngine(tokenizer, delays=delays)
   scorers = exploring.FakeScorers(judge, delays=delays + 1)

@@ -16,18 +16,6 @@ from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.tasks.sampler import SamplerConfig
 
 
-@pytest.fixture(scope='module')
-def tokenizer(tmp_path_factory):
-  return exploring.make_tokenizer(tmp_path_factory.mktemp('tokenizer'))
-
-
-@pytest.fixture
-def store(tmp_path):
-  with_store = exploring.new_store(tmp_path / 'replay')
-  yield with_store
-  with_store.close()
-
-
 def run(main):
   """At most 30 s: a hang is a failure. Nothing may be left running."""
   return asyncio.run(asyncio.wait_for(main, 30))

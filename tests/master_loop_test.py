@@ -213,11 +213,6 @@ class Run:
     return asyncio.run(self.main())
 
 
-@pytest.fixture(scope='module')
-def tokenizer(tmp_path_factory):
-  return exploring.make_tokenizer(tmp_path_factory.mktemp('tokenizer'))
-
-
 def written(workdir):
   """(stage, step, 'train' or the suite) of each row of metrics.jsonl."""
   rows = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]

@@ -286,11 +286,6 @@ def test_logprobs_are_of_the_policy_before_the_batch_in_every_minibatch(tmp_path
     np.testing.assert_allclose(updated.logprobs[i][1:], asked_for(start, s), atol=1e-5)
 
 
-@pytest.fixture(scope='module')
-def tokenizer(tmp_path_factory):
-  return exploring.make_tokenizer(tmp_path_factory.mktemp('tokenizer'))
-
-
 class Taken:
   """Implements `Batches`: what `TAKEN` holds, or of a stage of demonstrations nothing."""
 

@@ -20,11 +20,6 @@ from jaxrl_llm.replay.index import open_store
 PRIORITY = DrawConfig(order='priority', decay=2.0, cooldown=1)
 
 
-@pytest.fixture(scope='module')
-def tokenizer(tmp_path_factory):
-  return exploring.make_tokenizer(tmp_path_factory.mktemp('tokenizer'))
-
-
 async def go(
   tokenizer, directory, *, steps, start=0, state=None, max_uses=4, groups=4, config=PRIORITY, delays=0, store_uses=None
 ):

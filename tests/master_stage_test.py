@@ -265,11 +265,6 @@ def test_the_deal_is_a_function_of_seed_and_step():
   assert len({deal(step, seed) for step in range(10, 16) for seed in range(4)}) > 2
 
 
-@pytest.fixture(scope='module')
-def tokenizer(tmp_path_factory):
-  return exploring.make_tokenizer(tmp_path_factory.mktemp('tokenizer'))
-
-
 def test_a_streams_state_is_of_the_last_completed_batch(tmp_path, tokenizer):
   samples = [demonstration_sample(t, 'ab', tokenizer, number=i) for i, t in enumerate(exploring.make_tasks(7))]
   write_segment(tmp_path, 'sft.arrayrecord', [encode(sample) for sample in samples])

@@ -40,11 +40,6 @@ SETTINGS = [(0, 1), (1, 1), (1, 2), (2, 1), (2, 3), (4, 2)]
 BATCHES = 12
 
 
-@pytest.fixture(scope='module')
-def tokenizer(tmp_path_factory):
-  return exploring.make_tokenizer(tmp_path_factory.mktemp('tokenizer'))
-
-
 class Trainer:
   """Changes nothing, and takes `turns` of the event loop for it, so that rollouts go on meanwhile."""
 

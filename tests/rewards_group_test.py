@@ -78,18 +78,6 @@ def test_attempts_at_two_tasks_are_no_group():
     using(pool({'length': (LENGTH, {})}), use)
 
 
-@pytest.fixture(scope='module')
-def tokenizer(tmp_path_factory):
-  return exploring.make_tokenizer(tmp_path_factory.mktemp('tokenizer'))
-
-
-@pytest.fixture
-def store(tmp_path):
-  with_store = exploring.new_store(tmp_path / 'replay')
-  yield with_store
-  with_store.close()
-
-
 def tasks_with_truths(count):
   tasks = exploring.make_tasks(count)
   return [
