@@ -12,8 +12,10 @@ def own_part(name: str, what: str) -> Any:
   """A user's own part, named 'module:attribute'; the module is looked for as Python looks for any."""
   module, _, attribute = name.partition(':')
   try:
-    return getattr(importlib.import_module(module), attribute)
+    found = importlib.import_module(module)
   except ModuleNotFoundError as error:
     raise UserError(f'{what} {name!r}: no module {error.name!r}; is its directory in PYTHONPATH?') from None
+  try:
+    return getattr(found, attribute)
   except AttributeError:
     raise UserError(f'{what} {name!r}: module {module} has no {attribute!r}') from None

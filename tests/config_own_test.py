@@ -1,0 +1,31 @@
+"""Parts of a user's own, by the names that configurations give them."""
+
+import pytest
+
+from jaxrl_llm.config.own import own_part
+from jaxrl_llm.core.errors import UserError
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+  monkeypatch.syspath_prepend(tmp_path)
+  return lambda name, text: (tmp_path / f'{name}.py').write_text(text)
+
+
+def test_it_is_what_the_module_calls_so(write):
+  write('own_part_whole', 'def score(attempt): return 1')
+  assert own_part('own_part_whole:score', 'scorer')(None) == 1
+
+
+def test_what_is_not_there_is_one_line(write):
+  write('own_part_empty', '')
+  with pytest.raises(UserError, match=r"^scorer 'own_part_empty:score': module own_part_empty has no 'score'$"):
+    own_part('own_part_empty:score', 'scorer')
+  with pytest.raises(UserError, match=r"^scorer 'own_part_nowhere:score': no module 'own_part_nowhere'; is its"):
+    own_part('own_part_nowhere:score', 'scorer')
+
+
+def test_a_fault_of_the_modules_own_is_not_said_to_be_a_missing_name(write):
+  write('own_part_faulty', 'import os\nos.no_such_thing\ndef score(attempt): return 1')
+  with pytest.raises(AttributeError, match='no_such_thing'):
+    own_part('own_part_faulty:score', 'scorer')
