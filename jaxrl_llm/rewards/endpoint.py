@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.config.values import from_json
@@ -59,25 +59,14 @@ def read_verdict(answer: Json) -> Verdict:
   return Verdict(value=None if value is None else float(value), parts=numbers, evidence=evidence)
 
 
-class Endpoint:
-  """Open as a context manager."""
+class Endpoint(Remote):
+  """The scorer that asks it."""
 
   def __init__(self, options: EndpointOptions):
-    self._remote = Remote(options, "scorer 'http'")
-
-  async def __aenter__(self) -> Endpoint:
-    await self._remote.__aenter__()
-    return self
-
-  async def __aexit__(self, *raised: object) -> None:
-    await self._remote.__aexit__()
+    super().__init__(options, "scorer 'http'")
 
   async def __call__(self, attempt: Attempt) -> Verdict:
-    return read_verdict(await self._remote.post(request_body(attempt)))
-
-  def set_addresses(self, addresses: Sequence[str]) -> None:
-    """Requests from now on go to these. Raises UserError."""
-    self._remote.set_addresses(addresses)
+    return read_verdict(await self.post(request_body(attempt)))
 
 
 def http_scorer(**options: Any) -> Awaited:

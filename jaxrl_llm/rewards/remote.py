@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 
@@ -20,6 +20,8 @@ from jaxrl_llm.core.connections import base_url, certificates, check_address, op
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
 
+CHAT_PATH = '/v1/chat/completions'
+"""Of OpenAI-compatible servers."""
 _MAX_WAIT_S = 30.0
 """Longest wait before another try, whatever the service asks for."""
 _REST_S = 5.0
@@ -80,7 +82,10 @@ def _check_addresses(addresses: Sequence[str], where: str) -> None:
 
 
 class Remote:
-  """Open as a context manager, within the event loop that calls it."""
+  """A client of services, and the base of what asks them for something of its own.
+
+  Open as a context manager, within the event loop that calls it.
+  """
 
   def __init__(self, options: RemoteOptions, where: str, path: str = ''):
     """
@@ -96,7 +101,7 @@ class Remote:
     self._slots = asyncio.Semaphore(options.concurrency)
     self._addresses = options.addresses
 
-  async def __aenter__(self) -> Remote:
+  async def __aenter__(self) -> Self:
     self._key = read_key(self._options.key_file, f'{self._where}: key_file')
     return self
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Self
 
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.experience.task import Message
-from jaxrl_llm.rewards.remote import Remote, RemoteError, RemoteOptions
+from jaxrl_llm.rewards.remote import CHAT_PATH, Remote, RemoteError, RemoteOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,25 +21,18 @@ class AuxiliaryConfig(RemoteOptions):
     self.check(f'rollout.auxiliary.{self.name}')
 
 
-class AuxiliaryModel:
-  """One of them; open as a context manager."""
+class AuxiliaryModel(Remote):
+  """One of them."""
 
   def __init__(self, config: AuxiliaryConfig):
+    super().__init__(config, f'rollout.auxiliary.{config.name}', CHAT_PATH)
     self.name, self._model = config.name, config.model
-    self._remote = Remote(config, f'rollout.auxiliary.{config.name}', '/v1/chat/completions')
-
-  async def __aenter__(self) -> Self:
-    await self._remote.__aenter__()
-    return self
-
-  async def __aexit__(self, *raised: object) -> None:
-    await self._remote.__aexit__()
 
   async def ask(self, messages: Sequence[Message], *, max_tokens: int, temperature: float) -> str:
     """The text of its answer. Raises RunError when no server gives one."""
     body = {'model': self._model, 'messages': [dict(message) for message in messages]}
     try:
-      answer = await self._remote.post({**body, 'max_tokens': max_tokens, 'temperature': temperature})
+      answer = await self.post({**body, 'max_tokens': max_tokens, 'temperature': temperature})
     except RemoteError as error:
       raise RunError(f'auxiliary model {self.name}: {error}') from None
     match answer:

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
@@ -183,30 +183,20 @@ def score_code(attempt: Attempt, *, options: CodeOptions) -> Verdict:
   return verdict_of(work.run(_sandboxes(options.limits, options.isolation)), options.credit)
 
 
-class SandboxHosts:
-  """The scorer that sends programs to other hosts; open as a context manager."""
+class SandboxHosts(Remote):
+  """The scorer that sends programs to other hosts."""
 
   def __init__(self, options: CodeOptions):
-    self._options, self._remote = options, Remote(options, "scorer 'code'", RUN_PATH)
-
-  async def __aenter__(self) -> Self:
-    await self._remote.__aenter__()
-    return self
-
-  async def __aexit__(self, *raised: object) -> None:
-    await self._remote.__aexit__()
+    super().__init__(options, "scorer 'code'", RUN_PATH)
+    self._limits, self._credit = options.limits, options.credit
 
   async def __call__(self, attempt: Attempt) -> Verdict:
     # In a thread: parsing a long completion would hold up the event loop.
     work = await asyncio.to_thread(read_work, attempt)
     if isinstance(work, Verdict):
       return work
-    answer = await self._remote.post(order_body(work, self._options.limits))
-    return verdict_of(read_outcome(answer), self._options.credit)
-
-  def set_addresses(self, addresses: Sequence[str]) -> None:
-    """Programs from now on go to these hosts. Raises UserError."""
-    self._remote.set_addresses(addresses)
+    answer = await self.post(order_body(work, self._limits))
+    return verdict_of(read_outcome(answer), self._credit)
 
 
 def check_deadline(config: ScorerConfig) -> None:

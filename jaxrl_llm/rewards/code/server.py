@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from absl import logging
 from aiohttp import web
 
 from jaxrl_llm.config.values import from_json

@@ -40,7 +40,7 @@ class Cache:
           self._keep(line['key'], dict(line['answer']))
       if last and not last.endswith('\n'):
         self._file.write('\n')
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
       raise UserError(f"scorer 'judge': cache_file {self._path}: cannot be used ({error})") from None
 
   def close(self) -> None:

@@ -14,8 +14,8 @@ import hashlib
 import itertools
 import json
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, Self
 
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError, first_cause
@@ -36,7 +36,7 @@ from jaxrl_llm.rewards.judge.texts import (
   read_score,
   read_winner,
 )
-from jaxrl_llm.rewards.remote import Remote, RemoteError, RemoteOptions, read_object
+from jaxrl_llm.rewards.remote import CHAT_PATH, Remote, RemoteError, RemoteOptions, read_object
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class JudgeOptions(RemoteOptions):
   """Mode `pairwise`: each against all others, against its two neighbours in a ring, or all against the first."""
   template: str | None = None
   """With {question} and {completion} (pairwise: {first} and {second}), and {truth} if it is to be seen; literal braces
-  are doubled. None: one of `judge_texts`, with the truth where the task has one."""
+  are doubled. None: one of `texts`, with the truth where the task has one."""
   max_tokens: int = 1024
   """Of an answer, reasoning included."""
   request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -88,31 +88,26 @@ class Said(NamedTuple):
   cached: bool
 
 
-class Judge:
-  """Asks a model for verdicts. Open as a context manager."""
+class Judge(Remote):
+  """Asks a model for verdicts."""
 
   def __init__(self, options: JudgeOptions):
+    super().__init__(options, "scorer 'judge'", CHAT_PATH)
     self.options = options
-    self._remote = Remote(options, "scorer 'judge'", '/v1/chat/completions')
     self._cache = Cache(options.cache_file)
     self._pending: dict[str, asyncio.Task[dict[str, Json]]] = {}
 
-  async def __aenter__(self) -> Judge:
+  async def __aenter__(self) -> Self:
     await asyncio.to_thread(self._cache.open)
-    await self._remote.__aenter__()
-    return self
+    return await super().__aenter__()
 
   async def __aexit__(self, *raised: object) -> None:
     pending = list(self._pending.values())
     for task in pending:
       task.cancel()
     await asyncio.gather(*pending, return_exceptions=True)
-    await self._remote.__aexit__()
+    await super().__aexit__()
     self._cache.close()
-
-  def set_addresses(self, addresses: Sequence[str]) -> None:
-    """Requests from now on go to these. Raises UserError."""
-    self._remote.set_addresses(addresses)
 
   async def ask(self, prompt: str, read: Callable[[str], dict[str, Json]]) -> Said:
     """The judge's answer to a prompt. Raises RemoteError where there is none, or none that `read` takes.
@@ -142,7 +137,7 @@ class Judge:
   async def _answer(self, key: str, body: dict[str, Json], read: Callable[[str], dict[str, Json]]) -> dict[str, Json]:
     messages = list(body['messages'])
     for tries in itertools.count(1):
-      text, cut = _content(await self._remote.post({**body, 'messages': messages}))
+      text, cut = _content(await self.post({**body, 'messages': messages}))
       try:
         if cut:
           raise Malformed(f'it was cut off after {self.options.max_tokens} tokens')
