@@ -266,6 +266,37 @@ def test_a_file_that_may_not_grow_is_one_line_and_loses_nothing(tmp_path, mesh, 
   assert_nothing_lost(saved, tmp_path, one, before, caught, 'File too large')
 
 
+FAILER = """
+import pathlib, resource, sys
+import numpy as np
+from jaxrl_llm.runtime.checkpoint import CheckpointConfig, CheckpointFailed, Checkpoints
+saved = Checkpoints(pathlib.Path(sys.argv[1]), CheckpointConfig(), leads=True)
+noise = {str(i): np.random.default_rng(i).normal(size=100_000 if i == 3 else 20_000) for i in range(40)}
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, -1))
+for step in range(1, 11):
+  try:
+    saved.save(step, noise, {}, best=None)
+  except CheckpointFailed as error:
+    print(error)
+"""
+
+
+def test_writes_that_go_on_after_the_first_error_leave_and_print_nothing(tmp_path):
+  env = {key: value for key, value in os.environ.items() if key != 'XLA_FLAGS'}
+  done = subprocess.run(
+    [sys.executable, '-c', FAILER, str(tmp_path)],
+    env={**env, 'PYTHONPATH': str(ROOT)},
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert done.stderr == ''
+  lines = done.stdout.splitlines()
+  assert len(lines) == 10
+  assert all('(File too large); there is no earlier commit' in line for line in lines)
+  assert list(tmp_path.iterdir()) == []
+
+
 SAVER = """
 import pathlib, sys
 import jax.numpy as jnp

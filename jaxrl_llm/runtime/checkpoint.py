@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import logging as stdlib_logging
 import os
 import pathlib
 import shutil
+import sys
+import time
+import traceback
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -28,6 +33,8 @@ from jaxrl_llm.core.types import Json
 _COMMIT, _HOST, _ARRAYS = 'COMMIT', 'host.json', 'arrays'
 _DEADLINE_S = 1200
 """The longest that processes wait for each other's arrays to be written."""
+_QUIET_S = 0.5
+"""A failed save is over when nothing of it appears for so long."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,28 +98,29 @@ class Checkpoints:
     encoded = json.dumps(host).encode()
     if self._leads and step in self.steps():
       raise RuntimeError(f'checkpoint {target}: committed already')
-    try:
-      if self._leads:
-        target.mkdir(parents=True, exist_ok=True)
-      deadline = ocp.options.AsyncOptions(timeout_secs=_DEADLINE_S)
-      with _quiet_orbax(), ocp.StandardCheckpointer(async_options=deadline) as checkpointer:
-        checkpointer.save(target / _ARRAYS, state, force=True)
-      if self._leads:
-        (target / _HOST).write_bytes(encoded)
-        _commit(target)
-    except (OSError, ValueError) as error:
-      # The storage library raises ValueError, and so does a collective whose peer is gone; the former names the file.
-      if isinstance(error, ValueError) and str(target) not in str(error):
-        raise
-      if self._leads:
-        shutil.rmtree(target, ignore_errors=True)
-      kept = self.steps()
-      reason = _reason(error)
-      raise CheckpointFailed(
-        f'checkpoint {target}: could not be written ({reason}); '
-        f'{f"the newest commit is step {kept[-1]}" if kept else "there is no earlier commit"}; '
-        'free space and start again with the same command'
-      ) from error
+    with _quiet_orbax():
+      try:
+        if self._leads:
+          target.mkdir(parents=True, exist_ok=True)
+        deadline = ocp.options.AsyncOptions(timeout_secs=_DEADLINE_S)
+        with ocp.StandardCheckpointer(async_options=deadline) as checkpointer:
+          checkpointer.save(target / _ARRAYS, state, force=True)
+        if self._leads:
+          (target / _HOST).write_bytes(encoded)
+          _commit(target)
+      except (OSError, ValueError) as error:
+        # The storage library raises ValueError, and so does a collective whose peer is gone; the former names the file.
+        if isinstance(error, ValueError) and str(target) not in str(error):
+          raise
+        if self._leads:
+          _remove_failed(target, error)
+        kept = self.steps()
+        reason = _reason(error)
+        raise CheckpointFailed(
+          f'checkpoint {target}: could not be written ({reason}); '
+          f'{f"the newest commit is step {kept[-1]}" if kept else "there is no earlier commit"}; '
+          'free space and start again with the same command'
+        ) from error
     if self._leads:
       self._retire(best)
     if jax.process_count() > 1:
@@ -161,17 +169,37 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _quiet_orbax() -> Iterator[None]:
-  """Its progress is ours to report, and each of its threads logs a traceback of the one error that it then raises."""
-  logger = logging.get_absl_logger()
-  logger.addFilter(_not_of_orbax)
+  """Its progress is ours to report, and each of its writes prints a traceback of the one error that it then raises."""
+  loggers, hook = (logging.get_absl_logger(), stdlib_logging.getLogger('asyncio')), sys.unraisablehook
+  for logger in loggers:
+    logger.addFilter(_not_of_orbax)
+  # A write that ends after the first error finds the loop closed that waited for it.
+  sys.unraisablehook = lambda ignored: None if 'Event loop is closed' in str(ignored.exc_value) else hook(ignored)
   try:
     yield
   finally:
-    logger.removeFilter(_not_of_orbax)
+    sys.unraisablehook = hook
+    for logger in loggers:
+      logger.removeFilter(_not_of_orbax)
 
 
 def _not_of_orbax(record: stdlib_logging.LogRecord) -> bool:
-  return 'orbax' not in record.pathname
+  never_retrieved = record.name == 'asyncio' and 'orbax' in record.getMessage()
+  return 'orbax' not in record.pathname and not never_retrieved
+
+
+def _remove_failed(path: pathlib.Path, error: Exception) -> None:
+  """Removes what a failed save left; its other writes go on for a moment, and make their directories anew."""
+  seen = started = time.monotonic()
+  while (now := time.monotonic()) < min(seen + _QUIET_S, started + 20 * _QUIET_S):
+    if path.exists():
+      seen = now
+      shutil.rmtree(path, ignore_errors=True)
+    time.sleep(0.02)
+  # At their end futures say that nobody asked for their errors, and coroutines that nobody awaited them: here and now.
+  traceback.clear_frames(error.__traceback__)
+  with warnings.catch_warnings(action='ignore', category=RuntimeWarning):
+    gc.collect()
 
 
 def _commit(path: pathlib.Path) -> None:
