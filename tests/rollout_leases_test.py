@@ -1,0 +1,245 @@
+"""Who explores which group: one explorer at a time, lost groups first, and a lost lease is worth nothing."""
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+from learning import sample
+
+from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.rollout import leases
+from jaxrl_llm.rollout.leases import Gone, Group, Leases
+
+
+def group(taskset='sums', samples=2):
+  return Group(order={'task': {'taskset': taskset}}, samples=samples)
+
+
+async def lent(leases, *names):
+  """A group for each name, offered and taken in this order."""
+  groups = [group() for _ in names]
+  for each in groups:
+    await leases.offer(each)
+  return [await leases.take(name) for name in names]
+
+
+def long_ago(*groups):
+  """They were lent long enough ago for their explorer to have heard of it."""
+  for each in groups:
+    each.lent -= 3600
+
+
+async def settle():
+  for _ in range(10):
+    await asyncio.sleep(0)
+
+
+def test_each_group_is_lent_once_in_the_order_of_the_offers():
+  async def check():
+    leases, groups = Leases(silent_s=60.0), [group() for _ in range(3)]
+    for each in groups:
+      await leases.offer(each)
+    taken = [await leases.take(name) for name in ('a', 'b', 'a')]
+    assert [id(each) for each in taken] == [id(each) for each in groups]
+    assert [each.holder for each in taken] == ['a', 'b', 'a']
+    assert len({each.lease for each in taken}) == 3
+    assert all(leases.held(each.lease) is each and leases.is_held(each.lease) for each in taken)
+    assert leases.explorers == ('a', 'b') and leases.groups == tuple(taken)
+    assert not leases.counts
+
+  asyncio.run(check())
+
+
+def test_who_finds_nothing_waits_and_then_leaves_empty_handed(monkeypatch):
+  async def check():
+    held = Leases(silent_s=60.0)
+    monkeypatch.setattr(leases, 'TAKE_S', 0.02)
+    assert await held.take('a') is None
+    monkeypatch.setattr(leases, 'TAKE_S', 60)
+    waiting, late = asyncio.create_task(held.take('a')), group()
+    await settle()
+    await held.offer(late)
+    assert await waiting is late
+
+  asyncio.run(check())
+
+
+def test_a_group_does_not_go_to_one_that_left_while_it_waited():
+  async def check():
+    leases, wanted = Leases(silent_s=60.0), group()
+    first, second = asyncio.create_task(leases.take('a')), asyncio.create_task(leases.take('b'))
+    await settle()
+    await leases.give_up('a', 'left')
+    await leases.offer(wanted)
+    assert await first is None
+    assert await asyncio.wait_for(second, 5) is wanted and wanted.holder == 'b'
+
+  asyncio.run(check())
+
+
+def test_a_group_does_not_go_to_one_whose_message_was_broken_off():
+  async def check():
+    leases, wanted = Leases(silent_s=60.0), group()
+    first, second = asyncio.create_task(leases.take('a')), asyncio.create_task(leases.take('b'))
+    await settle()
+    await leases.offer(wanted)
+    first.cancel()
+    assert await asyncio.wait_for(second, 5) is wanted
+    assert first.cancelled()
+
+  asyncio.run(check())
+
+
+def test_groups_of_one_that_is_gone_go_out_again_in_their_order_before_those_that_nobody_has_begun():
+  async def check():
+    leases = Leases(silent_s=60.0)
+    one, two, three = await lent(leases, 'a', 'b', 'a')
+    fresh, old = group(), [one.lease, three.lease]
+    await leases.offer(fresh)
+    await leases.give_up('a', 'ended')
+    assert leases.explorers == ('b',) and leases.counts == {'lost': 2}
+    assert [each.holder for each in (one, two, three)] == [None, 'b', None]
+    assert not any(leases.is_held(lease) for lease in old)
+    again = [await leases.take('b') for _ in range(3)]
+    assert [id(each) for each in again] == [id(one), id(three), id(fresh)]
+    assert not {one.lease, three.lease} & {*old}
+    assert (one.losses, two.losses, three.losses, fresh.losses) == (1, 0, 1, 0)
+
+  asyncio.run(check())
+
+
+def test_groups_that_are_lost_wake_as_many_as_wait():
+  async def check():
+    leases = Leases(silent_s=60.0)
+    one, two = await lent(leases, 'a', 'a')
+    waiting = [asyncio.create_task(leases.take(name)) for name in ('b', 'c')]
+    await settle()
+    await leases.give_up('a', 'ended')
+    assert await asyncio.wait_for(asyncio.gather(*waiting), 5) == [one, two]
+
+  asyncio.run(check())
+
+
+def test_a_lost_lease_is_worth_nothing_and_what_it_asked_is_cancelled():
+  async def check():
+    leases = Leases(silent_s=60.0)
+    one, two = await lent(leases, 'a', 'b')
+    old = one.lease
+
+    async def ask(lease):
+      with leases.called(lease):
+        await asyncio.sleep(3600)
+
+    lost, kept = asyncio.create_task(ask(one.lease)), asyncio.create_task(ask(two.lease))
+    await settle()
+    await leases.give_up('a', 'ended')
+    await settle()
+    assert lost.cancelled() and not kept.done()
+    assert not one.calls and two.calls == {kept}
+    assert await leases.take('b') is one
+    for use in (leases.held, lambda lease: leases.called(lease).__enter__()):
+      with pytest.raises(Gone, match=f'lease {old} is not held'):
+        use(old)
+    assert leases.counts == {'lost': 1, 'late': 2}
+    kept.cancel()
+
+  asyncio.run(check())
+
+
+def test_ending_a_group_cancels_what_was_asked_for_it_but_not_the_task_that_ends_it():
+  async def check():
+    leases = Leases(silent_s=60.0)
+    (one,) = await lent(leases, 'a')
+    lease = one.lease
+
+    async def ask():
+      with leases.called(lease):
+        await asyncio.sleep(3600)
+
+    async def end():
+      with leases.called(lease) as group:
+        leases.end(group)
+        await asyncio.sleep(0)
+        return 'went on'
+
+    asked = asyncio.create_task(ask())
+    await settle()
+    assert await end() == 'went on' and asked.cancelled()
+    assert (one.lease, one.holder) == (None, None)
+    assert leases.groups == () and not leases.is_held(lease) and not leases.counts
+
+  asyncio.run(check())
+
+
+def test_a_group_that_ends_before_anybody_has_it_is_not_lent():
+  async def check():
+    leases, first, second = Leases(silent_s=60.0), group(), group()
+    await leases.offer(first)
+    await leases.offer(second)
+    leases.end(first)
+    assert await leases.take('a') is second
+
+  asyncio.run(check())
+
+
+def test_what_an_explorer_has_forgotten_goes_to_others_and_what_it_has_lost_it_is_told():
+  async def check():
+    leases = Leases(silent_s=60.0)
+    kept, forgotten, other = await lent(leases, 'a', 'a', 'b')
+    long_ago(kept, forgotten, other)
+    (fresh,) = await lent(leases, 'a')
+    held = kept.lease
+    assert await leases.reconcile('a', [held, 77]) == [77]
+    assert (kept.holder, forgotten.holder, other.holder, fresh.holder) == ('a', None, 'b', 'a')
+    assert leases.counts == {'lost': 1}
+    assert await leases.take('b') is forgotten
+
+  asyncio.run(check())
+
+
+def test_whoever_says_something_is_there_and_whoever_does_not_is_given_up(monkeypatch):
+  async def check():
+    leases, now = Leases(silent_s=10.0), 1000.0
+    monkeypatch.setattr(time, 'monotonic', lambda: now)
+    one, two, three = await lent(leases, 'a', 'b', 'c')
+    now += 6
+    leases.hear('b')
+    assert await leases.reconcile('c', [three.lease]) == []
+    now += 4
+    await leases.give_up_silent()
+    assert leases.explorers == ('a', 'b', 'c')
+    now += 1
+    await leases.give_up_silent()
+    assert leases.explorers == ('b', 'c')
+    assert (one.holder, two.holder, three.holder) == (None, 'b', 'c')
+
+  asyncio.run(check())
+
+
+def test_a_group_that_is_lost_too_often_fails_with_the_reason():
+  async def check():
+    leases = Leases(silent_s=60.0)
+    (one,) = await lent(leases, 'a')
+    for _ in range(4):
+      await leases.give_up('a', 'ended')
+      assert one.handed_in.empty()
+      assert await leases.take('a') is one
+    await leases.give_up('a', 'ended')
+    error = one.handed_in.get_nowait()
+    assert isinstance(error, RunError)
+    assert 'taskset sums was lost 5 times, at last because a ended;' in str(error) and '\n' not in str(error)
+
+  asyncio.run(check())
+
+
+def test_each_sample_is_handed_in_once_and_only_what_was_asked_for():
+  wanted, samples = group(samples=2), [sample(i, np.random.default_rng(0)) for i in (-1, 0, 1, 2)]
+  below, zero, one, above = samples
+  assert wanted.hand_in(one, 'one')
+  assert not wanted.hand_in(one, 'again')
+  assert wanted.hand_in(zero, 'zero')
+  for other in (below, above):
+    with pytest.raises(ValueError, match=f'index {other.sample_index}, wanted one of 2'):
+      wanted.hand_in(other, '')
+  assert [wanted.handed_in.get_nowait() for _ in range(wanted.handed_in.qsize())] == [(one, 'one'), (zero, 'zero')]
