@@ -3,6 +3,8 @@
 import contextlib
 import gc
 import os
+import shutil
+import subprocess
 
 os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
@@ -65,6 +67,22 @@ def store(tmp_path):
 
   with contextlib.closing(new_store(tmp_path / 'replay')) as opened:
     yield opened
+
+
+@pytest.fixture(scope='module')
+def certificate(tmp_path_factory):
+  """(certificate, key, the same key encrypted) for 127.0.0.1."""
+  if shutil.which('openssl') is None:
+    pytest.skip('the openssl command is missing, which makes the certificate of this test')
+  folder = tmp_path_factory.mktemp('tls')
+  cert, key, locked = (str(folder / name) for name in ('cert.pem', 'key.pem', 'locked.pem'))
+  made = f'req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {cert} -days 2 -subj /CN=test'
+  for command in (
+    f'{made} -addext subjectAltName=IP:127.0.0.1',
+    f'rsa -aes256 -passout pass:secret -in {key} -out {locked}',
+  ):
+    subprocess.run(['openssl', *command.split()], check=True, capture_output=True)
+  return cert, key, locked
 
 
 @pytest.fixture(scope='module', autouse=True)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import ssl
 
 import pytest
 from fixtures.rewards_scorers import attempt
@@ -242,6 +243,25 @@ def test_a_unix_socket_will_do(tmp_path):
       return await score(attempt('x'))
 
   assert asyncio.run(main()) == Verdict(value=1.0)
+
+
+def test_an_https_service_is_believed_by_the_certificate_that_is_named(certificate):
+  cert, key, _ = certificate
+  service, tls = Service(lambda body: {'value': 1}), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+  tls.load_cert_chain(cert, key)
+
+  async def main():
+    async with service.running(tls=tls):
+      options = {'addresses': [service.address], 'retries': 0}
+      async with http_scorer(**options, ca_file=cert).open() as score:
+        believed = await score(attempt('x'))
+      async with http_scorer(**options).open() as score:
+        with pytest.raises(RemoteError, match=f'{service.address}: ClientConnectorCertificateError'):
+          await score(attempt('y'))
+      return believed
+
+  assert asyncio.run(main()) == Verdict(value=1.0)
+  assert len(service.seen) == 1
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 import re
-import shutil
 import socket
 import ssl
 import subprocess
@@ -989,25 +988,6 @@ def test_refusals_are_logged_ever_more_rarely_and_without_what_was_sent(tmp_path
   lines = [record.getMessage() for record in caplog.records if 'without the token' in record.getMessage()]
   assert [int(re.search(r'\d+', line).group()) for line in lines] == [1, 2, 4, 8, 16]
   assert 'guessed-secret' not in caplog.text and TOKEN not in caplog.text
-
-
-def openssl(*args):
-  subprocess.run(['openssl', *args], check=True, capture_output=True)
-
-
-@pytest.fixture(scope='module')
-def certificate(tmp_path_factory):
-  """(certificate, key, the same key encrypted) for 127.0.0.1."""
-  if shutil.which('openssl') is None:
-    pytest.skip('the openssl command is missing, which makes the certificate of this test')
-  folder = tmp_path_factory.mktemp('tls')
-  cert, key, locked = (str(folder / name) for name in ('cert.pem', 'key.pem', 'locked.pem'))
-  openssl(
-    'req', '-x509', '-newkey', 'rsa:2048', '-nodes', '-keyout', key, '-out', cert, '-days', '2', '-subj', '/CN=front',
-    '-addext', 'subjectAltName=IP:127.0.0.1',
-  )  # fmt: skip
-  openssl('rsa', '-aes256', '-passout', 'pass:secret', '-in', key, '-out', locked)
-  return cert, key, locked
 
 
 def test_tls(tmp_path, certificate):

@@ -58,14 +58,15 @@ class Service:
     return web.Response(status=status, text=json.dumps(value), headers=headers, content_type='application/json')
 
   @contextlib.asynccontextmanager
-  async def running(self, socket=None):
-    """Serves on a free port of loopback, or on a unix socket."""
+  async def running(self, socket=None, tls=None):
+    """Serves on a free port of loopback, with TLS where a context is given, or on a unix socket."""
     server = web.Server(self._handle, handler_cancellation=True)
     runner = web.ServerRunner(server, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, '127.0.0.1', 0) if socket is None else web.UnixSite(runner, str(socket))
+    site = web.TCPSite(runner, '127.0.0.1', 0, ssl_context=tls) if socket is None else web.UnixSite(runner, str(socket))
     await site.start()
-    self.address = f'unix:{socket}' if socket else 'http://{}:{}'.format(*runner.addresses[0][:2])
+    scheme = 'https' if tls else 'http'
+    self.address = f'unix:{socket}' if socket else '{}://{}:{}'.format(scheme, *runner.addresses[0][:2])
     try:
       yield self
     finally:
