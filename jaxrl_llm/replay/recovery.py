@@ -70,8 +70,8 @@ def _unseal(db: sqlite3.Connection, reader: SegmentReader, commit_step: int) -> 
   rows = db.execute(
     'SELECT r.name, r.row, r.uid, r.attempt, t.step FROM segments g CROSS JOIN segment_rows r USING (name) '
     'CROSS JOIN transitions t ON t.uid = r.uid AND t.attempt = r.attempt '  # in this order, by the indexes
-    "WHERE t.state = 'stored' AND t.step < ?1 AND g.step >= ?1 ORDER BY t.seq",
-    (commit_step,),
+    "WHERE t.state = 'stored' AND t.step < :commit AND g.step >= :commit ORDER BY t.seq",
+    {'commit': commit_step},
   ).fetchall()
   payloads = reader.read_bytes([(name, row) for name, row, *_ in rows])
   for (name, row, *_), payload in zip(rows, payloads):  # the file goes: what it gives must be the samples
