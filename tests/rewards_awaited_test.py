@@ -160,13 +160,13 @@ def test_what_it_raises_or_returns_wrongly_is_an_error_with_its_text(call, text)
 
 def test_the_wait_for_a_free_place_does_not_count():
   async def slow(a):
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.2)
     return Verdict(value=1.0)
 
   async def use(one):
     return await asyncio.gather(*(one.score(attempt()) for _ in range(8)))
 
-  scores = using(pool({'slow': (awaited(slow, concurrency=1), {'deadline_s': 0.3})}), use)
+  scores = using(pool({'slow': (awaited(slow, concurrency=1), {'deadline_s': 1.2})}), use)
   assert [score.status for (score,) in scores] == [Status.OK] * 8
 
 

@@ -66,7 +66,7 @@ def test_a_call_is_repeated_whether_it_crashed_raised_or_ran_too_long(tmp_path):
   async def use(one):
     return (await one.score(attempt(fields=fields)))[0], one.counts
 
-  score, counts = using(pool({'s': (rewards_scorers.fails_first, {'retries': 3, 'deadline_s': 1.0})}), use)
+  score, counts = using(pool({'s': (rewards_scorers.fails_first, {'retries': 3, 'deadline_s': 3.0})}), use)
   assert (score.status, score.value) == (Status.OK, 4.0)
   assert [counts[f's/{key}'] for key in ('crashed', 'error', 'timeout', 'ok', 'retried')] == [1, 1, 1, 1, 3]
 
