@@ -197,8 +197,8 @@ def _remove_failed(path: pathlib.Path, error: Exception) -> None:
       shutil.rmtree(path, ignore_errors=True)
     time.sleep(0.02)
   # At their end futures say that nobody asked for their errors, and coroutines that nobody awaited them: here and now.
-  traceback.clear_frames(error.__traceback__)
   with warnings.catch_warnings(action='ignore', category=RuntimeWarning):
+    traceback.clear_frames(error.__traceback__)
     gc.collect()
 
 
