@@ -30,6 +30,13 @@ def long_ago(*groups):
     each.lent -= 3600
 
 
+async def waiting(leases, *names):
+  """Explorers that find nothing yet, in this order."""
+  tasks = [asyncio.create_task(leases.take(name)) for name in names]
+  await settle()
+  return tasks
+
+
 async def settle():
   for _ in range(10):
     await asyncio.sleep(0)
@@ -57,10 +64,9 @@ def test_who_finds_nothing_waits_and_then_leaves_empty_handed(monkeypatch):
     monkeypatch.setattr(leases, 'TAKE_S', 0.02)
     assert await held.take('a') is None
     monkeypatch.setattr(leases, 'TAKE_S', 60)
-    waiting, late = asyncio.create_task(held.take('a')), group()
-    await settle()
+    (one,), late = await waiting(held, 'a'), group()
     await held.offer(late)
-    assert await waiting is late
+    assert await one is late
 
   asyncio.run(check())
 
@@ -68,8 +74,7 @@ def test_who_finds_nothing_waits_and_then_leaves_empty_handed(monkeypatch):
 def test_a_group_does_not_go_to_one_that_left_while_it_waited():
   async def check():
     leases, wanted = Leases(silent_s=60.0), group()
-    first, second = asyncio.create_task(leases.take('a')), asyncio.create_task(leases.take('b'))
-    await settle()
+    first, second = await waiting(leases, 'a', 'b')
     await leases.give_up('a', 'left')
     await leases.offer(wanted)
     assert await first is None
@@ -81,8 +86,7 @@ def test_a_group_does_not_go_to_one_that_left_while_it_waited():
 def test_a_group_does_not_go_to_one_whose_message_was_broken_off():
   async def check():
     leases, wanted = Leases(silent_s=60.0), group()
-    first, second = asyncio.create_task(leases.take('a')), asyncio.create_task(leases.take('b'))
-    await settle()
+    first, second = await waiting(leases, 'a', 'b')
     await leases.offer(wanted)
     first.cancel()
     assert await asyncio.wait_for(second, 5) is wanted
@@ -113,10 +117,9 @@ def test_groups_that_are_lost_wake_as_many_as_wait():
   async def check():
     leases = Leases(silent_s=60.0)
     one, two = await lent(leases, 'a', 'a')
-    waiting = [asyncio.create_task(leases.take(name)) for name in ('b', 'c')]
-    await settle()
+    others = await waiting(leases, 'b', 'c')
     await leases.give_up('a', 'ended')
-    assert await asyncio.wait_for(asyncio.gather(*waiting), 5) == [one, two]
+    assert await asyncio.wait_for(asyncio.gather(*others), 5) == [one, two]
 
   asyncio.run(check())
 
