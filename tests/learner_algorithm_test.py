@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxrl_llm.learner.mix import MixConfig, mix
 from jaxrl_llm.learner.opmd import OpmdConfig, opmd
 from jaxrl_llm.learner.policy_gradient import policy_gradient
 from jaxrl_llm.learner.policy_options import (
+  CispoConfig,
   DapoConfig,
   GrpoConfig,
   PolicyGradientConfig,
@@ -304,6 +306,60 @@ def test_the_catalogue_names_what_learns_without_rollouts():
 )
 def test_settings_that_contradict_each_other_are_one_line(config, said):
   with pytest.raises(UserError, match=f'^[^\n]*{said}[^\n]*$'):
+    grpo(config)
+
+
+@pytest.mark.parametrize(
+  ('build', 'said'),
+  [
+    (lambda: grpo(GrpoConfig(adv_ddof=4)), 'grpo.adv_ddof: 4, wanted at least 0 and at most 1'),
+    (lambda: grpo(GrpoConfig(adv_eps=-1e-6)), 'grpo.adv_eps: -1e-06, wanted at least 0'),
+    (lambda: grpo(PpoConfig(gamma=1.5)), 'ppo.gamma: 1.5, wanted at least 0 and at most 1'),
+    (lambda: grpo(PpoConfig(lam=-0.1)), 'ppo.lam: -0.1'),
+    (lambda: grpo(PpoConfig(cliprange_value=0.0)), 'ppo.cliprange_value: 0.0, wanted above 0'),
+    (lambda: grpo(GrpoConfig(kl_loss_coef=-0.1)), 'grpo.kl_loss_coef: -0.1'),
+    (lambda: grpo(GrpoConfig(kl_loss_coef=math.inf)), 'grpo.kl_loss_coef: inf'),
+    (lambda: grpo(ReinforcePlusPlusConfig(kl_reward_coef=-0.1)), 'reinforce_plus_plus.kl_reward_coef: -0.1'),
+    (lambda: grpo(GrpoConfig(clip_ratio_low=-0.2)), 'grpo.clip_ratio_low: -0.2'),
+    (lambda: grpo(GrpoConfig(clip_ratio_low=1.2)), 'grpo.clip_ratio_low: 1.2, wanted at least 0 and at most 1'),
+    (lambda: grpo(DapoConfig(clip_ratio_high=-0.28)), 'dapo.clip_ratio_high: -0.28'),
+    (lambda: grpo(CispoConfig(clip_ratio_high=-1.0)), 'cispo.clip_ratio_high: -1.0, wanted above -1'),
+    (lambda: grpo(GrpoConfig(clip_ratio_high=math.nan)), 'grpo.clip_ratio_high: nan'),
+    (lambda: grpo(GrpoConfig(clip_ratio_c=1.0)), 'grpo.clip_ratio_c: 1.0, wanted above 1'),
+    (lambda: grpo(GrpoConfig(loss_scale_factor=-5.0)), 'grpo.loss_scale_factor: -5.0, wanted above 0'),
+    (lambda: mix(MixConfig(loss_scale_factor=0.0), SETTING), 'mix.loss_scale_factor: 0.0, wanted above 0'),
+    (lambda: grpo(GrpoConfig(entropy_coeff=math.nan)), 'grpo.entropy_coeff: nan, wanted a finite number'),
+    (lambda: grpo(GrpoConfig(rollout_is_threshold=0.0)), 'grpo.rollout_is_threshold: 0.0, wanted above 0'),
+    (lambda: grpo(GrpoConfig(rollout_is_lower=3.0)), 'no weight is between rollout_is_lower 3.0 and'),
+    (
+      lambda: grpo(GrpoConfig(rollout_is='icepop', rollout_is_threshold=0.5)),
+      'no weight is between rollout_is_lower 0',
+    ),
+    (lambda: grpo(GrpoConfig(rollout_rs_low=2.0, rollout_rs_high=0.5)), 'no ratio is between rollout_rs_low 2.0 and'),
+    (lambda: grpo(GrpoConfig(off_policy_seq_mask=-1.0)), 'grpo.off_policy_seq_mask: -1.0'),
+    (lambda: grpo(GrpoConfig(overlong_penalty_factor=-1.0)), 'grpo.overlong_penalty_factor: -1.0'),
+    (lambda: opmd(OpmdConfig(length_reward_weight=-1.0), SETTING), 'opmd.length_reward_weight: -1.0'),
+    (lambda: opmd(OpmdConfig(tau=-0.1), SETTING), 'opmd.tau: -0.1, wanted at least 0'),
+    (
+      lambda: dpo(DpoConfig(label_smoothing=1.5), SETTING),
+      'dpo.label_smoothing: 1.5, wanted at least 0 and at most 0.5',
+    ),
+    (lambda: dpo(DpoConfig(beta=math.nan), SETTING), 'dpo.beta: nan, wanted above 0'),
+    (lambda: reward_model(RewardModelConfig(margin=math.inf), SETTING), 'reward_model.margin: inf, wanted a finite'),
+  ],
+  ids=lambda value: value if isinstance(value, str) else '',
+)
+def test_numbers_that_mean_nothing_are_one_line(build, said):
+  with pytest.raises(UserError, match=re.escape(said)) as caught:
+    build()
+  assert '\n' not in str(caught.value)
+
+
+def test_infinity_switches_a_limit_off():
+  for config in (
+    GrpoConfig(rollout_is_threshold=math.inf, clip_ratio_high=math.inf, clip_ratio_c=None),
+    GrpoConfig(rollout_rs_low=0.5, rollout_rs_high=math.inf, off_policy_seq_mask=math.inf),
+  ):
     grpo(config)
 
 

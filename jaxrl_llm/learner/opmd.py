@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from jaxrl_llm.advantages.group import group_advantages, log_partition_baseline
 from jaxrl_llm.batching.chunks import Chunks
-from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.algorithm import (
   Algorithm,
   Annotation,
@@ -26,6 +25,7 @@ from jaxrl_llm.learner.algorithm import (
 )
 from jaxrl_llm.learner.policy_gradient import shaped_rewards, with_turns
 from jaxrl_llm.learner.policy_options import ShapingOptions, check_shaping
+from jaxrl_llm.learner.ranges import Range, check_ranges
 from jaxrl_llm.objectives.policy import opmd_loss
 from jaxrl_llm.ops.logprobs import TokenLogprobs
 from jaxrl_llm.ops.reduce import Stat, Term, masked_stat, segment_sums
@@ -47,8 +47,7 @@ class OpmdConfig(ShapingOptions):
 def opmd(config: OpmdConfig, setting: Setting) -> Algorithm:
   """See the module."""
   check_shaping(config, setting, 'opmd')
-  if config.tau < 0 or (config.tau == 0 and config.baseline == 'log_partition'):
-    raise UserError(f'opmd.tau: {config.tau}, wanted at least 0, and above it for the log_partition baseline')
+  check_ranges(config, 'opmd', {'tau': Range(0.0, exclusive=config.baseline == 'log_partition')})
 
   def annotate(closed: Closed) -> Annotation:
     rewards = shaped_rewards(config, setting, closed)

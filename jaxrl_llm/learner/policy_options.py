@@ -8,6 +8,7 @@ from typing import Literal
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.algorithm import ReferenceRule, Setting
+from jaxrl_llm.learner.ranges import Range, check_ranges
 from jaxrl_llm.objectives.divergence import Estimator, has_expected_gradient
 from jaxrl_llm.ops.reduce import Aggregation
 
@@ -180,10 +181,48 @@ class PpoConfig(PolicyGradientConfig):
   """Batches at the beginning that train the critic alone."""
 
 
+_SHAPING_RANGES = {
+  'overlong_penalty_factor': Range(0.0),
+  'length_reward_weight': Range(0.0),
+  'length_reward_warmup_steps': Range(0),
+}
+_RANGES = {
+  # The deviation of the values, or of a sample: with as many as a group has, every advantage would be 0.
+  'adv_ddof': Range(0, 1),
+  'adv_eps': Range(0.0),
+  'gamma': Range(0.0, 1.0),
+  'lam': Range(0.0, 1.0),
+  'kl_loss_coef': Range(0.0),
+  'kl_reward_coef': Range(0.0),
+  'rollout_is_threshold': Range(0.0, exclusive=True, infinite=True),
+  'rollout_is_lower': Range(0.0),
+  'rollout_rs_low': Range(0.0),
+  'rollout_rs_high': Range(0.0, exclusive=True, infinite=True),
+  'off_policy_seq_mask': Range(0.0, infinite=True),
+  'clip_ratio_low': Range(0.0, 1.0),
+  'clip_ratio_high': Range(0.0, infinite=True),
+  'clip_ratio_c': Range(1.0, exclusive=True),
+  'loss_scale_factor': Range(0.0, exclusive=True),
+  'entropy_coeff': Range(),
+}
+_CRITIC_RANGES = {'cliprange_value': Range(0.0, exclusive=True), 'critic_warmup': Range(0)}
+
+
 def check(config: PolicyGradientConfig, setting: Setting) -> None:
   """Raises UserError for options that contradict each other, or do something else than they seem to."""
   where = re.sub('(?<!^)([A-Z])', r'_\1', type(config).__name__.removesuffix('Config')).lower()
   check_shaping(config, setting, where)
+  ranges = _RANGES | (_CRITIC_RANGES if isinstance(config, PpoConfig) else {})
+  if config.policy_loss == 'cispo':  # The cap of a weight, 1 + clip_ratio_high, may be below 1.
+    ranges |= {'clip_ratio_high': Range(-1.0, exclusive=True, infinite=True)}
+  check_ranges(config, where, ranges)
+  least = config.rollout_is_lower
+  if least is None:
+    least = 0.5 if config.rollout_is == 'icepop' else 0.0
+  if least >= config.rollout_is_threshold:
+    raise UserError(
+      f'{where}: no weight is between rollout_is_lower {least} and rollout_is_threshold {config.rollout_is_threshold}'
+    )
   if config.kl_target is not None and not (config.kl_target > 0 and config.kl_horizon > 0):
     raise UserError(
       f'{where}: kl_target {config.kl_target} and kl_horizon {config.kl_horizon}, wanted both above 0; kl_horizon well '
@@ -208,6 +247,11 @@ def check(config: PolicyGradientConfig, setting: Setting) -> None:
     raise UserError(f'{where}: kl_target adapts one coefficient; set kl_loss_coef or kl_reward_coef, one of them')
   if (config.rollout_rs_low is None) != (config.rollout_rs_high is None):
     raise UserError(f'{where}: rollout_rs_low and rollout_rs_high are set together, or neither')
+  if config.rollout_rs_low is not None and config.rollout_rs_low >= config.rollout_rs_high:
+    raise UserError(
+      f'{where}: no ratio is between rollout_rs_low {config.rollout_rs_low} and rollout_rs_high '
+      f'{config.rollout_rs_high}'
+    )
   if config.rollout_rs_low is not None and config.bypass_old_logprobs:
     raise UserError(
       f"{where}: with bypass_old_logprobs the proximal logprobs are the sampler's, so rollout_rs_low and _high mask "
@@ -216,9 +260,10 @@ def check(config: PolicyGradientConfig, setting: Setting) -> None:
 
 
 def check_shaping(config: ShapingOptions, setting: Setting, where: str) -> None:
-  """Raises UserError for length terms that no response could meet."""
+  """Raises UserError for length terms that no response could meet, or that reward what they name a penalty."""
   if not 0 <= config.overlong_buffer_len <= setting.max_response_length:
     raise UserError(
       f'{where}.overlong_buffer_len: {config.overlong_buffer_len} of max_response_length={setting.max_response_length} '
       'tokens; wanted a part of it, or 0 for none'
     )
+  check_ranges(config, where, _SHAPING_RANGES)

@@ -23,6 +23,7 @@ from jaxrl_llm.learner.algorithm import (
   plain,
   term,
 )
+from jaxrl_llm.learner.ranges import Range, check_ranges
 from jaxrl_llm.objectives.preference import bradley_terry_loss, centering_penalty, dpo_loss, pair_sums
 from jaxrl_llm.objectives.supervised import negative_log_likelihood
 from jaxrl_llm.ops.logprobs import SequenceScores, TokenLogprobs
@@ -45,8 +46,9 @@ class DpoConfig:
 
 def dpo(config: DpoConfig, setting: Setting) -> Algorithm:
   """Direct preference optimization (arXiv:2305.18290), with IPO (arXiv:2310.12036) as a choice."""
-  if not config.beta > 0:
-    raise UserError(f'dpo.beta: {config.beta}, wanted a number above 0')
+  # Labels that are wrong more often than right would be taken for their opposites.
+  ranges = {'beta': Range(0.0, exclusive=True), 'label_smoothing': Range(0.0, 0.5), 'sft_loss_coef': Range(0.0)}
+  check_ranges(config, 'dpo', ranges)
   if config.loss_type == 'ipo' and config.label_smoothing:
     raise UserError(f'dpo: label_smoothing={config.label_smoothing} has no meaning for ipo; set it to 0')
 
@@ -93,6 +95,7 @@ class RewardModelConfig:
 
 def reward_model(config: RewardModelConfig, setting: Setting) -> Algorithm:
   """Bradley-Terry: -log σ(r_chosen - r_rejected - margin), of scores at the sequences' last tokens."""
+  check_ranges(config, 'reward_model', {'margin': Range(), 'center_rewards_coefficient': Range(0.0)})
 
   def loss(outputs: SequenceScores, chunks: Chunks, constants: Constants) -> tuple[Terms, Stats]:
     difference, there = pair_sums(outputs.scores, chunks.pair, chunks.label)
