@@ -1,5 +1,6 @@
 """What the losses estimate, exactly: expected gradients by enumeration against gradients of the definitions."""
 
+import functools
 import pickle
 
 import enumeration as e
@@ -13,7 +14,10 @@ from jaxrl_llm.advantages.group import GroupAdvantages
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner import policy_gradient
 
-REWARD = e.gradient_of(e.expected_reward)
+
+@functools.cache
+def reward_gradient() -> np.ndarray:
+  return e.gradient_of(e.expected_reward)
 
 
 def assert_equal(found, exact):
@@ -34,7 +38,7 @@ def test_the_definitions_agree_with_each_other():
     up, down = (float(e.expected_reward(log_softmax(table))) for table in (e.POLICY + step, e.POLICY - step))
     whole = float(e.sequence_kl(log_softmax(e.POLICY)))
     parts = float(e.conditional(e.reverse_kl, e.POLICY)(log_softmax(e.POLICY)))
-  assert (up - down) / 2e-6 == pytest.approx(REWARD[1, 2], rel=1e-6)
+  assert (up - down) / 2e-6 == pytest.approx(reward_gradient()[1, 2], rel=1e-6)
   assert whole == pytest.approx(parts, rel=1e-12)
 
 
@@ -53,7 +57,7 @@ def test_the_definitions_agree_with_each_other():
   ids=['reinforce', 'reinforce-baseline', 'rloo', 'rloo-bypass', 'grpo-sum', 'dr_grpo', 'opmd'],
 )
 def test_on_policy_the_expected_gradient_is_that_of_the_expected_reward(make, factor, size):
-  assert_equal(e.expected_gradient(make(), e.ON_POLICY, size=size), -factor(size) * REWARD)
+  assert_equal(e.expected_gradient(make(), e.ON_POLICY, size=size), -factor(size) * reward_gradient())
 
 
 def test_away_from_its_reference_opmd_has_the_gradient_of_its_own_objective():
@@ -64,9 +68,9 @@ def test_away_from_its_reference_opmd_has_the_gradient_of_its_own_objective():
 @pytest.mark.parametrize('size', [2, 3])
 def test_sequence_weights_without_a_cap_make_stale_samples_as_good(size):
   weights = {'rollout_is': 'sequence', 'rollout_is_threshold': 1e6}
-  assert_equal(e.expected_gradient(e.catalogue('rloo', **weights), e.STALE, size=size), -REWARD)
+  assert_equal(e.expected_gradient(e.catalogue('rloo', **weights), e.STALE, size=size), -reward_gradient())
   grpo = e.catalogue('grpo', norm_adv_by_std=False, **e.SUM, **weights)
-  assert_equal(e.expected_gradient(grpo, e.STALE, size=size), -(size - 1) / size * REWARD)
+  assert_equal(e.expected_gradient(grpo, e.STALE, size=size), -(size - 1) / size * reward_gradient())
 
 
 @pytest.mark.parametrize(
@@ -78,7 +82,7 @@ def test_sequence_weights_without_a_cap_make_stale_samples_as_good(size):
   ],
 )
 def test_other_corrections_leave_a_bias(options):
-  assert differ(e.expected_gradient(e.catalogue('rloo', **options), e.STALE), -REWARD)
+  assert differ(e.expected_gradient(e.catalogue('rloo', **options), e.STALE), -reward_gradient())
 
 
 def test_a_wrong_baseline_is_seen(monkeypatch):
@@ -90,7 +94,7 @@ def test_a_wrong_baseline_is_seen(monkeypatch):
     return found._replace(advantages=found.advantages / 2)
 
   monkeypatch.setattr(policy_gradient, 'leave_one_out', with_itself)
-  assert_equal(e.expected_gradient(e.catalogue('rloo'), e.ON_POLICY), -REWARD / 2)
+  assert_equal(e.expected_gradient(e.catalogue('rloo'), e.ON_POLICY), -reward_gradient() / 2)
 
 
 def kl_gradient(policies, **options):
@@ -137,7 +141,7 @@ def test_plain_k3_in_the_loss_has_the_forward_kl_s_gradient():
 
 def test_k1_in_the_reward_has_the_gradient_of_the_kl_of_whole_sequences():
   found = e.expected_gradient(e.penalised('k1', 0.3), e.ON_POLICY)
-  assert_equal(found, -REWARD + 0.3 * e.gradient_of(e.sequence_kl))
+  assert_equal(found, -reward_gradient() + 0.3 * e.gradient_of(e.sequence_kl))
   assert_equal(e.penalty_gradient('k1'), e.gradient_of(e.sequence_kl))
 
 

@@ -52,14 +52,19 @@ def unbiased_kl(
   kind: Estimator = 'k3',
   log_ratio_limit: float = 20.0,
   limit: float = 10.0,
+  ratio_limit: float = 10.0,
 ) -> Float[Array, 'chunks time']:
-  """An estimate times the importance ratio ρₜ = exp(logprobsₜ - proximalₜ), so that its gradient is the reverse KL's.
+  """An estimate times the importance ratio ρₜ = exp(logprobsₜ - proximalₜ), with the gradient of the reverse KL.
 
-  k3: ρₜ k3ₜ with the gradient through ρₜ;  k2: sg(ρₜ) k2ₜ
+  Value: ρₜ k2ₜ or ρₜ k3ₜ, the estimate limited as in `kl_estimate`. Gradient, of both kinds: ρₜ dₜ ∇logprobsₜ, whose
+  mean over samples of the proximal policy is the gradient of KL(policy || reference). That is what ρₜ k3ₜ has where
+  nothing is limited (DeepSeek-V3.2, arXiv:2512.02556) and sg(ρₜ) k2ₜ; it is written directly, so that a limit of the
+  value changes neither its sign nor its direction. 0 where masked.
 
-  Of samples of the proximal policy both have the gradient ρₜ dₜ ∇logprobsₜ, where no limit is in force; its mean is
-  the gradient of KL(policy || reference). Times the ratio with its gradient, k2 would have that of E[d²/2] instead. For
-  k3 as in DeepSeek-V3.2 (arXiv:2512.02556). 0 where masked.
+  Args:
+    ratio_limit: of ρₜ, in value and gradient: one token that the proximal policy hardly ever draws would otherwise
+      outweigh a batch. Where it is in force the gradient is too small, with the right sign.
+    log_ratio_limit: also of dₜ in the gradient.
 
   Raises:
     ValueError: for k1: ρₜ k1ₜ has the same mean gradient as k3 with the noise of ρₜ ∇logprobsₜ added.
@@ -68,7 +73,11 @@ def unbiased_kl(
     raise ValueError('unbiased_kl: k1 adds noise of mean zero to the gradient of k3; use k2 or k3')
   kl = kl_estimate(logprobs, reference_logprobs, kind=kind, mask=mask, log_ratio_limit=log_ratio_limit, limit=limit)
   ratio = jnp.exp(token_log_ratio(logprobs, proximal_logprobs, mask, limit=log_ratio_limit))
-  return kl * (jax.lax.stop_gradient(ratio) if kind == 'k2' else ratio)
+  ratio = jnp.minimum(ratio, ratio_limit)
+  difference = jnp.where(mask, logprobs - reference_logprobs, 0.0)
+  slope = jax.lax.stop_gradient(ratio * jnp.clip(difference, -log_ratio_limit, log_ratio_limit))
+  variable = jnp.where(mask, logprobs, 0.0)
+  return jax.lax.stop_gradient(ratio * kl) + slope * (variable - jax.lax.stop_gradient(variable))
 
 
 def has_expected_gradient(kind: Estimator, *, place: Literal['loss', 'reward'], unbiased: bool) -> bool:
