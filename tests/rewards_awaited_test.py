@@ -6,9 +6,10 @@ import multiprocessing
 import sys
 
 import pytest
+from clocks import simulated
 from fixtures import rewards_scorers
 from fixtures.rewards_scorers import attempt
-from scoring import awaited, pool, started, using
+from scoring import awaited, pool, started, using, using_simulated
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.experience.score import Status
@@ -29,7 +30,7 @@ def scores_of(call, *, deadline_s=60.0, **fields):
     return bad, one.counts
 
   scorers = {'bad': (awaited(call, **fields), {'deadline_s': deadline_s}), 'good': (awaited(length), {})}
-  return using(pool(scorers), use)
+  return using_simulated(pool(scorers), use)
 
 
 def test_awaited_scorers_need_no_process():
@@ -37,7 +38,7 @@ def test_awaited_scorers_need_no_process():
     assert multiprocessing.active_children() == []
     return await one.score(attempt('123'))
 
-  (score,) = using(pool({'length': (awaited(length), {})}), use)
+  (score,) = using_simulated(pool({'length': (awaited(length), {})}), use)
   assert (score.value, score.scorer, score.uid) == (3.0, 'length', 'u')
 
 
@@ -54,7 +55,7 @@ def test_it_is_opened_once_and_closed_by_the_task_that_opened_it():
     assert [what for what, _ in told] == ['opened']
     await asyncio.gather(*(one.score(attempt()) for _ in range(3)))
 
-  using(pool({'length': (Awaited(opened), {})}), use)
+  using_simulated(pool({'length': (Awaited(opened), {})}), use)
   (first, opener), (last, closer) = told
   assert (first, last) == ('opened', 'closed') and opener is closer
 
@@ -73,7 +74,7 @@ def test_no_more_calls_are_under_way_than_it_permits():
   async def use(one):
     await asyncio.gather(*(one.score(attempt()) for _ in range(20)))
 
-  using(pool({'few': (awaited(call, concurrency=3), {})}), use)
+  using_simulated(pool({'few': (awaited(call, concurrency=3), {})}), use)
   assert (most, under_way) == (3, 0)
 
 
@@ -166,7 +167,7 @@ def test_the_wait_for_a_free_place_does_not_count():
   async def use(one):
     return await asyncio.gather(*(one.score(attempt()) for _ in range(8)))
 
-  scores = using(pool({'slow': (awaited(slow, concurrency=1), {'deadline_s': 1.2})}), use)
+  scores = using_simulated(pool({'slow': (awaited(slow, concurrency=1), {'deadline_s': 1.2})}), use)
   assert [score.status for (score,) in scores] == [Status.OK] * 8
 
 
@@ -182,7 +183,7 @@ def test_closing_ends_calls_that_are_out():
       await one.score(attempt())
     assert len(asyncio.all_tasks()) <= 2
 
-  asyncio.run(asyncio.wait_for(main(), 60))
+  simulated(main())
 
 
 def test_one_that_does_not_close_is_left_and_said_so(caplog, monkeypatch):
@@ -199,7 +200,7 @@ def test_one_that_does_not_close_is_left_and_said_so(caplog, monkeypatch):
     await asyncio.sleep(0)
     return len(asyncio.all_tasks())
 
-  assert asyncio.run(asyncio.wait_for(main(), 30)) <= 2
+  assert simulated(main()) <= 2
   (told,) = [record.getMessage() for record in caplog.records]
   assert told == 'Scorer stays did not close in 0.05 s: it is left as it is'
 
@@ -213,7 +214,7 @@ def test_cancelling_a_call_cancels_the_scorers():
     await asyncio.sleep(0)
     return [task for task in asyncio.all_tasks() if 'hangs' in repr(task) or '_judge' in repr(task)]
 
-  assert using(pool({'hangs': (awaited(hangs), {})}), use) == []
+  assert using_simulated(pool({'hangs': (awaited(hangs), {})}), use) == []
 
 
 def test_one_that_cannot_be_opened_is_one_line():
@@ -248,7 +249,7 @@ def test_one_that_cannot_be_opened_is_one_line():
                        (leaves, r'scorer judge: could not be opened \(RuntimeError: SystemExit: for good\)'),
                        (misused, "scorer 'judge': no address")]:  # fmt: skip
     with pytest.raises(UserError, match=line):
-      using(pool({'judge': (Awaited(opened), {})}), lambda one: one.score(attempt()))
+      using_simulated(pool({'judge': (Awaited(opened), {})}), lambda one: one.score(attempt()))
 
 
 def test_one_that_opens_when_nobody_waits_for_it_any_more_is_closed_in_silence(caplog):
@@ -268,7 +269,7 @@ def test_one_that_opens_when_nobody_waits_for_it_any_more_is_closed_in_silence(c
     await asyncio.wait({starting})
     await one.close()
 
-  asyncio.run(asyncio.wait_for(main(), 60))
+  simulated(main())
   assert told == ['closed'] and [record.getMessage() for record in caplog.records] == []
 
 

@@ -2,10 +2,10 @@
 
 import asyncio
 import random
-import selectors
 
 import exploring
 import pytest
+from clocks import SimulatedLoop
 from fixtures import rewards_scorers
 from scoring import awaited, pool, started
 
@@ -15,28 +15,6 @@ from jaxrl_llm.runtime import timeline
 from jaxrl_llm.runtime.events import EDGES, FILE, Edge, EventLog
 
 GROUPS, SIZE, SCORING_S = 4, 4, 0.3
-
-
-class SimulatedLoop(asyncio.SelectorEventLoop):
-  """Its clock jumps to the next timer when nothing else is left to do."""
-
-  def __init__(self):
-    super().__init__(_Jumping(self))
-    self.now = 0.0
-
-  def time(self):
-    return self.now
-
-
-class _Jumping(selectors.DefaultSelector):
-  def __init__(self, loop):
-    super().__init__()
-    self._loop = loop
-
-  def select(self, timeout=None):
-    assert timeout is not None, 'everything waits for something that will not come'
-    self._loop.now += timeout
-    return super().select(0)
 
 
 class TimedEngine(exploring.FakeEngine):

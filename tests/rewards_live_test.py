@@ -12,12 +12,12 @@ import pebble
 import pytest
 from fixtures import rewards_scorers
 from fixtures.rewards_scorers import attempt
-from scoring import awaited, pool, started, using
+from scoring import awaited, pool, started, using, using_simulated
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.experience.score import Status
 from jaxrl_llm.rewards.api import Awaited, Verdict
-from jaxrl_llm.rewards.live import FILE, Live, LiveFile, parse
+from jaxrl_llm.rewards.live import CHECK_S, FILE, Live, LiveFile, parse
 
 
 def test_a_resized_pool_answers_every_call_once(tmp_path):
@@ -61,11 +61,19 @@ def test_calls_that_wait_go_to_the_new_processes_while_an_old_one_is_held_up(tmp
   assert log.read_text().split() == ['s0', 's1'], 'each was called once'
 
 
-def test_closing_while_old_processes_still_work_leaves_none():
+def log_and_spin(a):
+  rewards_scorers.log_uid(a)
+  return rewards_scorers.spin_in_c(a)
+
+
+def test_closing_while_old_processes_still_work_leaves_none(tmp_path):
+  log = tmp_path / 'log'
+
   async def main():
-    async with started(pool({'spin': (rewards_scorers.spin_in_c, {})}, workers=1)) as one:
-      call = asyncio.create_task(one.score(attempt()))
-      await asyncio.wait({call}, timeout=0.5)
+    async with started(pool({'spin': (log_and_spin, {})}, workers=1)) as one:
+      call = asyncio.create_task(one.score(attempt(fields={'log': str(log)})))
+      while not log.exists():
+        await asyncio.sleep(0.01)
       await one.resize(2)
     with pytest.raises(UserError, match='after close'):
       await call
@@ -125,8 +133,7 @@ def addresses_of(scores):
   return {score.evidence['at'] for of in scores for score in of if score.scorer == 'judge'}
 
 
-def test_a_file_in_the_run_directory_changes_addresses_and_processes(tmp_path, monkeypatch):
-  monkeypatch.setattr('jaxrl_llm.rewards.live.CHECK_S', 0.01)
+def test_a_file_in_the_run_directory_changes_addresses_and_processes(tmp_path):
   file = tmp_path / FILE
 
   async def at(one):
@@ -136,17 +143,17 @@ def test_a_file_in_the_run_directory_changes_addresses_and_processes(tmp_path, m
     assert one.workers == 2 and await at(one) == {'http://first'}
     file.write_text(json.dumps({'addresses': {'judge': ['http://a', 'http://b']}}))
     while await at(one) != {'http://a', 'http://b'}:
-      await asyncio.sleep(0.001)
+      await asyncio.sleep(CHECK_S)
     assert one.workers == 2
     file.write_text(json.dumps({'workers': 5}))
     while one.workers != 5:
-      await asyncio.sleep(0.001)
+      await asyncio.sleep(CHECK_S)
     assert await at(one) == {'http://a', 'http://b'}, 'what the file does not name stays'
     file.unlink()
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(3 * CHECK_S)
     assert one.workers == 5 and await at(one) == {'http://a', 'http://b'}
 
-  using(pool(scorers(), live=file, workers=2), use)
+  using_simulated(pool(scorers(), live=file, workers=2), use)
 
 
 def test_after_closing_nobody_looks_at_the_file(tmp_path):
@@ -212,27 +219,30 @@ def test_a_file_of_which_a_part_is_refused_says_what_has_changed_all_the_same(tm
 
 def test_a_call_that_ends_with_its_old_process_while_the_loop_is_busy_is_not_made_again(tmp_path, monkeypatch):
   monkeypatch.setattr('jaxrl_llm.rewards.processes.CHECK_S', 0.01)
-  log, active = tmp_path / 'log', pebble.ProcessPool.active.fget
+  log, go, told = tmp_path / 'log', tmp_path / 'go', threading.Event()
+  active, close = pebble.ProcessPool.active.fget, pebble.ProcessPool.close
+  monkeypatch.setattr(pebble.ProcessPool, 'close', lambda self: (close(self), told.set()))
 
   def held_up(self):
     """What the loop finds that was busy from its wake-up until the call was answered and its pool had ended."""
     if threading.current_thread() is threading.main_thread():
       monkeypatch.setattr(pebble.ProcessPool, 'active', property(active))
+      go.touch()
       until = time.monotonic() + 30.0
       while active(self) and time.monotonic() < until:
         time.sleep(0.01)
     return active(self)
 
   async def use(one):
-    call = asyncio.create_task(one.score(attempt('0.5', fields={'log': str(log)})))
+    call = asyncio.create_task(one.score(attempt(fields={'log': str(log), 'awaited': str(go)})))
     while not log.exists():
       await asyncio.sleep(0.01)
     await one.resize(2)
-    await asyncio.sleep(0.1)  # Until the old pool has been told to end.
+    assert await asyncio.to_thread(told.wait, 30.0), 'the old pool is told to end'
     monkeypatch.setattr(pebble.ProcessPool, 'active', property(held_up))
     return await call
 
-  (score,) = using(pool({'log': (rewards_scorers.log_and_sleep, {})}, workers=1), use)
+  (score,) = using(pool({'waits': (rewards_scorers.waits, {})}, workers=1), use)
   assert (score.status, log.read_text().split()) == (Status.OK, ['u'])
 
 

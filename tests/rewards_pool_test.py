@@ -18,6 +18,7 @@ from fixtures.rewards_scorers import attempt
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.experience.score import Status
+from jaxrl_llm.rewards import worker
 from jaxrl_llm.rewards.answers.answer import answer_scorer
 from jaxrl_llm.rewards.api import Attempt, OverrunIsZero, PerGroup, RewardsConfig, ScorerConfig, Verdict, combine
 from jaxrl_llm.rewards.pool import ScorerPool
@@ -28,7 +29,8 @@ OWNER = Path(__file__).parent / 'fixtures' / 'rewards_owner.py'
 def with_pool(scorers, use, *, workers=1, deadline_s=60.0, **config):
   """Runs `use(pool)` with each scorer in force for the domain of its own name; `length` is always there."""
   scorers = {'length': rewards_scorers.length, **scorers}
-  configs = tuple(ScorerConfig(name=name, domains=(name,), deadline_s=deadline_s) for name in scorers)
+  deadlines = {**dict.fromkeys(scorers, deadline_s), 'length': 60.0}
+  configs = tuple(ScorerConfig(name=name, domains=(name,), deadline_s=deadlines[name]) for name in scorers)
 
   async def main():
     pool = ScorerPool(scorers, RewardsConfig(scorers=configs, workers=workers, **config))
@@ -113,8 +115,8 @@ def test_turn_values_come_through_as_numbers_or_are_an_error():
 
 @pytest.mark.parametrize('spin', [rewards_scorers.spin_in_python, rewards_scorers.spin_in_c])
 def test_a_scorer_that_never_ends_is_killed_at_its_deadline(spin):
-  score = score_then_length({'spin': spin}, 'spin', deadline_s=1.0)
-  assert (score.status, score.value, score.time) == (Status.TIMEOUT, None, 1.0)
+  score = score_then_length({'spin': spin}, 'spin', deadline_s=0.2)
+  assert (score.status, score.value, score.time) == (Status.TIMEOUT, None, 0.2)
   assert score.evidence['caused_by'] == 'scorer'
 
 
@@ -167,6 +169,13 @@ def test_what_a_scorer_raises_or_returns_wrongly_is_an_error_with_its_text():
   assert 'rewards_scorers.py' in scores['raises'].evidence['where']
 
 
+async def broken(pool):
+  """Until it has seen that its idle worker is gone, and broken, as it does without a call out."""
+  async with asyncio.timeout(60):
+    while pool._workers._pool.active:
+      await asyncio.sleep(0.01)
+
+
 def test_an_idle_worker_that_is_killed_is_replaced():
   async def use(pool):
     pids = []
@@ -175,7 +184,7 @@ def test_an_idle_worker_that_is_killed_is_replaced():
       assert score.status == Status.OK
       pids.append(score.evidence['pid'])
       os.kill(pids[-1], signal.SIGKILL)
-      await asyncio.sleep(0.3)  # Long enough for the pool to see it, and to break, as it does without a call out.
+      await broken(pool)
     return pids
 
   assert len(set(with_pool({}, use))) == 3
@@ -188,7 +197,7 @@ def test_breaks_with_scores_in_between_do_not_add_up(monkeypatch):
     for _ in range(3):
       (score,) = await pool.score(attempt('x', domain='length'))
       os.kill(score.evidence['pid'], signal.SIGKILL)
-      await asyncio.sleep(0.3)
+      await broken(pool)
     scores = await asyncio.gather(*(pool.score(attempt('x', domain='length')) for _ in range(4)))
     return [score.status for (score,) in scores], pool.counts['breaks']
 
@@ -238,16 +247,19 @@ def test_workers_hold_no_accelerator_library():
   assert score.evidence == {'modules': []}
 
 
-def test_cancelling_a_call_frees_its_worker():
+def test_cancelling_a_call_frees_its_worker(tmp_path):
+  log = tmp_path / 'log'
+
   async def use(pool):
-    call = asyncio.create_task(pool.score(attempt(domain='spin')))
-    await asyncio.wait([call], timeout=0.5)
+    call = asyncio.create_task(pool.score(attempt('1000', domain='sleep', fields={'log': str(log)})))
+    while not log.exists():
+      await asyncio.sleep(0.01)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
       await call
     return await pool.score(attempt('123', domain='length'))
 
-  (score,) = with_pool({'spin': rewards_scorers.spin_in_python}, use)
+  (score,) = with_pool({'sleep': rewards_scorers.log_and_sleep}, use)
   assert score.value == 3.0
 
 
@@ -315,3 +327,120 @@ def test_an_interrupt_of_the_process_group_leaves_the_workers_to_their_owner():
   os.killpg(process.pid, signal.SIGINT)
   out, _ = process.communicate(timeout=120)
   assert (process.returncode, out) == (0, 'ok 1.0 crashed ok 1.0\n')
+
+
+ASKS = """
+import sys
+
+from jaxrl_llm.rewards.api import Verdict
+
+
+def loaded(a):
+  libraries = {'aiohttp', 'jax', 'math_verify', 'reasoning_gym', 'sympy', 'torch'}
+  return Verdict(value=1.0, evidence={'libraries': sorted(libraries & set(sys.modules))})
+"""
+"""Module `asks`: which of some libraries a worker has."""
+
+CALLS_OURS = f'{ASKS}\nfrom jaxrl_llm.rewards.answers.expressions import latex_agree\n'
+"""Module `calls_ours`."""
+
+SLOW_LIBRARY = """
+import time
+
+time.sleep(4.0)
+
+
+def get_score_answer_fn(name):
+  return lambda answer, entry: float(answer == entry['answer'])
+"""
+"""What takes the place of reasoning_gym."""
+
+LOADED = """
+import asyncio
+
+import asks
+import calls_ours
+from fixtures.rewards_scorers import attempt
+
+from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
+from jaxrl_llm.rewards.format import format_scorer
+from jaxrl_llm.rewards.pool import ScorerPool
+from jaxrl_llm.rewards.verifier import verifier_scorer
+
+
+async def first_scores(*, deadline_s=60.0, **scorers):
+  # Of scorers in a pool of their own, asked in their order.
+  configs = tuple(ScorerConfig(name=name, domains=(name,), deadline_s=deadline_s) for name in scorers)
+  pool = ScorerPool(scorers, RewardsConfig(scorers=configs))
+  await pool.start()
+  fields = {'reasoning_gym': 'spell_backward', 'entry': {'answer': 'cba'}}
+  scores = [(await pool.score(attempt('cba', domain=name, fields=fields)))[0] for name in scorers]
+  await pool.close()
+  return scores
+
+
+def tell(**scorers):
+  asked, *scores = asyncio.run(first_scores(**scorers))
+  print(asked.evidence['libraries'], *(f'{score.status} {score.value}' for score in scores))
+"""
+
+
+def told(folder, calls, **files):
+  """The lines that `calls` print, run in a process of its own: a process has one fork server."""
+  for name, text in {'asks': ASKS, 'calls_ours': CALLS_OURS, **files}.items():
+    (folder / f'{name}.py').write_text(text)
+  tests = Path(__file__).parent
+  env = {**os.environ, 'PYTHONPATH': os.pathsep.join(map(str, (folder, tests.parent, tests)))}
+  command = [sys.executable, '-c', LOADED + calls]
+  done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+  assert done.returncode == 0, done.stderr
+  return done.stdout.splitlines()
+
+
+def test_workers_have_the_libraries_of_their_scorers_before_the_first_call_and_no_others(tmp_path):
+  calls = """
+tell(asks=asks.loaded, format=format_scorer())
+tell(ours=calls_ours.loaded)
+"""
+  assert told(tmp_path, calls) == ['[] ok 0.0', "['math_verify', 'sympy']"]
+
+
+@pytest.mark.full
+def test_the_deadline_of_a_first_call_is_not_charged_with_an_import(tmp_path):
+  """Neither where the fork server has the library nor where it was started without it."""
+  calls = 'tell(asks=asks.loaded, verifier=verifier_scorer(), deadline_s=2.0)\n'
+  wanted = "['reasoning_gym'] ok 1.0"
+  assert told(tmp_path, calls, reasoning_gym=SLOW_LIBRARY) == [wanted]
+  assert told(tmp_path, f'tell(asks=asks.loaded)\n{calls}', reasoning_gym=SLOW_LIBRARY) == ['[]', wanted]
+
+
+@pytest.mark.parametrize(
+  ('kind', 'options', 'library'),
+  [
+    *(('answer', {'mode': mode}, set()) for mode in ('exact', 'numeric', 'choice', 'text')),
+    *(('answer', {'mode': mode}, {'math_verify'}) for mode in ('latex', 'interval', 'set', 'tuple')),
+    ('answer', {'mode': 'latex', 'on_timeout': 'none'}, {'math_verify'}),
+    ('k12', {'mode': 'exact'}, {'math_verify'}),  # A row may name another kind.
+    ('verifier', {}, {'reasoning_gym'}),
+    ('length', {}, set()),
+  ],
+)
+def test_a_scorer_of_ours_has_the_library_that_it_needs(kind, options, library):
+  from jaxrl_llm.app.scorers import build_scorer  # Here, as this module is imported by workers too.
+
+  modules = set(worker.preload([build_scorer(ScorerConfig(name=kind, options=options))]))
+  assert modules & {'math_verify', 'reasoning_gym', 'sympy'} == library
+  assert any(name.startswith('jaxrl_llm.rewards.') for name in modules - {worker.__name__}), 'its own module too'
+
+
+def test_answers_without_expressions_load_no_library(tmp_path):
+  calls = """
+from jaxrl_llm.rewards.answers.answer import answer_scorer
+
+for mode in ('exact', 'numeric', 'choice', 'text'):
+  for text in (r'\\frac{1}{2}', '(1, 2]', '{1, 2}', 'B', '5 km', 'two words'):
+    answer_scorer(mode=mode, extraction='whole')(attempt(text, truth='42'))
+    answer_scorer(mode=mode, extraction='whole')(attempt(text, truth=text))
+print(asks.loaded(None).evidence['libraries'])
+"""
+  assert told(tmp_path, calls) == ['[]']

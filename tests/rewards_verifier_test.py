@@ -1,7 +1,6 @@
 """The task's own verifier decides, and only its exact 1 is a right answer."""
 
 import pytest
-import reasoning_gym
 from fixtures.rewards_scorers import attempt
 
 from jaxrl_llm.rewards.verifier import runs_code, verifier_scorer
@@ -48,6 +47,8 @@ def test_extraction_and_strip():
   'name', ['spell_backward', 'chain_sum', 'number_sorting', 'word_sorting', 'fraction_simplification']
 )
 def test_reference_answers_score_one_and_those_of_other_tasks_zero(name):
+  import reasoning_gym
+
   entries = list(reasoning_gym.create_dataset(name, size=6, seed=11))
   for i, entry in enumerate(entries):
     fields = {'reasoning_gym': name, 'entry': entry}
@@ -62,6 +63,8 @@ def test_a_task_without_a_verifier_is_unscorable():
 
 
 def test_a_verifier_that_raises_on_the_answer_alone_scores_zero(monkeypatch):
+  import reasoning_gym
+
   class Strict:
     def __init__(self, config): ...
 

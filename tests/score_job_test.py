@@ -1,6 +1,5 @@
 """launch/score.py as a user types it, from a directory of the user's own."""
 
-import asyncio
 import json
 import os
 import pathlib
@@ -11,6 +10,7 @@ import time
 
 import job
 import pytest
+import warm
 from services import Service, chat
 from serving import descendants
 
@@ -50,7 +50,7 @@ def dies(attempt):
 
 
 def arguments(*flags, rows='rows.jsonl', out='out.jsonl'):
-  return [sys.executable, str(SCRIPT), f'--rows={rows}', f'--out={out}', *flags]
+  return [str(SCRIPT), f'--rows={rows}', f'--out={out}', *flags]
 
 
 @pytest.fixture
@@ -61,10 +61,11 @@ def folder(tmp_path):
 
 
 def call(folder, *flags, expect=0, **files):
-  command = arguments(*flags, **files)
-  done = subprocess.run(command, cwd=folder, env=job.environment(), capture_output=True, text=True, timeout=300)
-  assert done.returncode == expect, done.stderr[-3000:]
-  return done
+  """(Standard output, standard error)."""
+  process = warm.start(arguments(*flags, **files), cwd=folder, env=job.environment())
+  out, err = process.communicate(timeout=300)
+  assert process.returncode == expect, err[-3000:]
+  return out, err
 
 
 def scores(folder):
@@ -72,8 +73,9 @@ def scores(folder):
 
 
 def test_rows_of_a_file_to_scores_of_a_file(folder):
-  done = call(folder, '--scorer=answer', '--options={"mode": "numeric"}', '--options.extraction=hashes', '--workers=2')
-  assert done.stdout.splitlines() == [
+  flags = ('--options={"mode": "numeric"}', '--options.extraction=hashes', '--workers=2')
+  out, _ = call(folder, '--scorer=answer', *flags)
+  assert out.splitlines() == [
     'scorer answer: 3 rows: ok 3; mean value 0.5 of 2, 1 unscorable',
     'scores written: out.jsonl',
   ]
@@ -97,8 +99,8 @@ def test_a_users_own_scorers_and_functions(folder, flags, values):
 
 
 def test_a_scorer_that_dies_is_in_the_counts(folder):
-  done = call(folder, '--scorer=own_rewards:make_dying')
-  assert '3 rows: crashed 3; no value, 3 unscorable' in done.stdout
+  out, _ = call(folder, '--scorer=own_rewards:make_dying')
+  assert '3 rows: crashed 3; no value, 3 unscorable' in out
   assert [(score['status'], score['value']) for score in scores(folder)] == [('crashed', None)] * 3
 
 
@@ -123,9 +125,9 @@ def test_a_scorer_that_dies_is_in_the_counts(folder):
 def test_bad_input_is_one_line_and_writes_nothing(folder, flags, files, told):
   (folder / 'bad.jsonl').write_text(json.dumps(ROWS[0]) + '\n{"prompt": "x", "completion": 7}\n')
   before = {path: path.read_bytes() for path in folder.iterdir()}
-  done = call(folder, *flags, expect=2, **files)
-  assert done.stdout == '' and done.stderr.startswith('error: ') and done.stderr.count('\n') == 1
-  assert told in done.stderr
+  out, err = call(folder, *flags, expect=2, **files)
+  assert out == '' and err.startswith('error: ') and err.count('\n') == 1
+  assert told in err
   assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
@@ -135,20 +137,15 @@ def test_services_score_rows_too(folder):
       return {'value': float(body['ground_truth'] or 0)}
     return chat('{"winner": "tie"}' if '"winner"' in body['messages'][0]['content'] else '{"score": 0.5}')
 
-  async def main():
-    async with Service(answer).running() as service:
-      said = []
-      at = f'--options.addresses=["{service.address}"]'
-      for flags in (('--scorer=http',), ('--scorer=judge', '--options.model=m'),
-                    ('--scorer=judge', '--options.model=m', '--options.mode=pairwise')):  # fmt: skip
-        command = arguments(*flags, at, '--deadline_s=60')
-        process = await asyncio.create_subprocess_exec(*command, cwd=folder, env=job.environment())
-        assert await process.wait() == 0
-        said.append([score['value'] for score in scores(folder)])
-      return said
-
   (folder / 'rows.jsonl').write_text(''.join(json.dumps({**row, 'prompt': 'same'}) + '\n' for row in ROWS))
-  assert asyncio.run(main()) == [[42.0, 48.0, 0.0], [0.5] * 3, [0.5] * 3]
+  with (service := Service(answer)).in_thread():
+    said = []
+    at = f'--options.addresses=["{service.address}"]'
+    for flags in (('--scorer=http',), ('--scorer=judge', '--options.model=m'),
+                  ('--scorer=judge', '--options.model=m', '--options.mode=pairwise')):  # fmt: skip
+      call(folder, *flags, at, '--deadline_s=60')
+      said.append([score['value'] for score in scores(folder)])
+  assert said == [[42.0, 48.0, 0.0], [0.5] * 3, [0.5] * 3]
 
 
 def test_a_run_is_scored_by_a_users_function_and_a_judge(tmp_path):
@@ -156,20 +153,14 @@ def test_a_run_is_scored_by_a_users_function_and_a_judge(tmp_path):
     {'name': 'mine', 'kind': 'verl', 'options': {'function': 'tests/fixtures/verl_reward.py:compute_score'}},
     {'name': 'judge', 'weight': 0.5, 'deadline_s': 60.0, 'options': {'model': 'm'}},
   ]
-
-  async def main():
-    service = Service(lambda body: chat(json.dumps({'score': len(body['messages'][0]['content']) % 5 / 4})))
-    async with service.running():
-      scorers[1]['options']['addresses'] = [service.address]
-      config = [flag for flag in job.QUICK if 'rewards.scorers.0' not in flag]
-      flags = (f'--config.rewards.scorers={json.dumps(scorers)}', '--config.stages.grpo.steps=2')
-      command = job.command(tmp_path / 'run', *flags, config=tuple(config))
-      process = await asyncio.create_subprocess_exec(*command, cwd=job.ROOT, env=job.environment())
-      return await process.wait(), len(service.seen)
-
-  code, asked = asyncio.run(main())
+  service = Service(lambda body: chat(json.dumps({'score': len(body['messages'][0]['content']) % 5 / 4})))
+  with service.in_thread():
+    scorers[1]['options']['addresses'] = [service.address]
+    config = [flag for flag in job.QUICK if 'rewards.scorers.0' not in flag]
+    flags = (f'--config.rewards.scorers={json.dumps(scorers)}', '--config.stages.grpo.steps=2')
+    job.train(tmp_path / 'run', *flags, config=tuple(config))
   judged = [row['rewards/judge/mean'] for row in job.rows(tmp_path / 'run') if 'rewards/judge/mean' in row]
-  assert code == 0 and asked and len(judged) == 2 and all(0 < mean < 1 for mean in judged)
+  assert service.seen and len(judged) == 2 and all(0 < mean < 1 for mean in judged)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +170,7 @@ def test_a_run_is_scored_by_a_users_function_and_a_judge(tmp_path):
 def test_ctrl_c_leaves_no_file_and_no_process(folder, number, to_all, code):
   """To the process alone, and, as a terminal does it, to its whole group."""
   process = subprocess.Popen(
-    arguments('--scorer=own_rewards:make_slow', '--workers=2', '--deadline_s=1000'),
+    [sys.executable, *arguments('--scorer=own_rewards:make_slow', '--workers=2', '--deadline_s=1000')],
     cwd=folder,
     env=job.environment(),
     stdout=subprocess.PIPE,

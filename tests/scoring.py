@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TypeVar
 
+from clocks import simulated
+
 from jaxrl_llm.rewards.api import AnyScorer, Attempt, Awaited, RewardsConfig, ScorerConfig, Verdict
 from jaxrl_llm.rewards.pool import ScorerPool
 
@@ -39,11 +41,16 @@ async def started(one: ScorerPool) -> AsyncIterator[ScorerPool]:
     await one.close()
 
 
+async def _used(one: ScorerPool, use: Callable[[ScorerPool], Awaitable[T]]) -> T:
+  async with started(one):
+    return await use(one)
+
+
 def using(one: ScorerPool, use: Callable[[ScorerPool], Awaitable[T]]) -> T:
   """What `use` makes of the started pool, in at most 60 s: a hang is a failure."""
+  return asyncio.run(asyncio.wait_for(_used(one, use), 60))
 
-  async def main():
-    async with started(one):
-      return await use(one)
 
-  return asyncio.run(asyncio.wait_for(main(), 60))
+def using_simulated(one: ScorerPool, use: Callable[[ScorerPool], Awaitable[T]]) -> T:
+  """The same in simulated time, of a pool whose scorers need no worker process."""
+  return simulated(_used(one, use))

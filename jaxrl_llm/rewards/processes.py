@@ -3,9 +3,10 @@
 Invariants: every call ends in exactly one `Outcome`; a scorer that hangs, raises or takes its process down costs its
 own call and nothing else; no worker outlives the process that owns them.
 
-Start-up: a fork server imports the scorers' libraries once and forks each worker from there, so a killed worker is
-replaced in milliseconds. `multiprocessing` runs the main module's top level in every new worker: a script that uses
-them keeps its heavy imports under `if __name__ == '__main__':`.
+Start-up: a fork server imports the libraries of these scorers once and forks each worker from there, so a killed worker
+is replaced in milliseconds. A process has one fork server, with what its first pool asked for: what is missing there,
+workers import when they start, in no call's time. `multiprocessing` runs the main module's top level in every new
+worker: a script that uses them keeps its heavy imports under `if __name__ == '__main__':`.
 """
 
 from __future__ import annotations
@@ -29,16 +30,6 @@ from jaxrl_llm.experience.score import Score, Status
 from jaxrl_llm.rewards import worker
 from jaxrl_llm.rewards.api import Attempt, PerGroup, Scorer, ScorerConfig
 from jaxrl_llm.rewards.outcome import Outcome, timed_out
-
-PRELOAD = (
-  'jaxrl_llm.rewards.worker',
-  'jaxrl_llm.rewards.answers.answer',
-  'jaxrl_llm.rewards.code.scorer',
-  'jaxrl_llm.rewards.verifier',
-  'math_verify',
-  'reasoning_gym',
-)
-"""What the fork server imports; a worker then has it for nothing."""
 
 START_DEADLINE_S = 120.0
 """Of the fork server with its imports, and of a worker, on a busy machine."""
@@ -207,7 +198,7 @@ class Workers:
 
   def _new_pool(self, count: int) -> pebble.ProcessPool:
     context = multiprocessing.get_context('forkserver')
-    context.set_forkserver_preload(list(PRELOAD))
+    context.set_forkserver_preload(list(worker.preload(self._scorers.values())))
     return pebble.ProcessPool(
       max_workers=count,
       initializer=worker.initialise,

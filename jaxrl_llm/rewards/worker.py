@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import functools
+import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -12,13 +15,25 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from jaxrl_llm.experience.score import Score
-from jaxrl_llm.rewards.api import Attempt, PerGroup, Scorer
+from jaxrl_llm.rewards.api import Attempt, OverrunIsZero, PerGroup, Scorer
 from jaxrl_llm.rewards.outcome import Outcome, checked, failed
 
 HEAVY = ('jax', 'torch')
+
+_LIBRARIES: Mapping[str, str] = {
+  'jaxrl_llm.rewards.answers.answer': 'math_verify',
+  'jaxrl_llm.rewards.answers.expressions': 'math_verify',
+  'jaxrl_llm.rewards.answers.k12': 'math_verify',
+  'jaxrl_llm.rewards.verifier': 'reasoning_gym',
+}
+"""By module: the library that its functions import when they are first called."""
+
+_PLAIN_MODES = ('exact', 'numeric', 'choice', 'text')
+"""Modes of `answer` that read no expressions, so need no library."""
 
 _scorers: dict[str, Scorer | PerGroup] = {}
 """By name."""
@@ -46,6 +61,48 @@ def _die_with_owner() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def _built_in(scorer: Scorer | PerGroup) -> tuple[str, ...] | None:
+  """Modules that a scorer of ours needs: that of its function, and a library. None for a user's own: any."""
+  options: Any = None
+  while isinstance(scorer, OverrunIsZero | PerGroup | functools.partial):
+    if isinstance(scorer, functools.partial):
+      options, scorer = scorer.keywords.get('options', options), scorer.func
+    else:
+      scorer = scorer.scorer
+  module = getattr(scorer, '__module__', None) or ''
+  if not module.startswith('jaxrl_llm.rewards.') or module == 'jaxrl_llm.rewards.adapters':
+    return None
+  plain = module == 'jaxrl_llm.rewards.answers.answer' and getattr(options, 'mode', None) in _PLAIN_MODES
+  return (module,) if plain or module not in _LIBRARIES else (module, _LIBRARIES[module])
+
+
+def preload(scorers: Iterable[Scorer | PerGroup]) -> tuple[str, ...]:
+  """Modules that a fork server for workers with these scorers should have.
+
+  For a user's own scorer these are the libraries that this process has: its module may have imported them.
+  """
+  modules = [__name__]
+  for scorer in scorers:
+    needed = _built_in(scorer)
+    modules += [name for name in ('sympy', *_LIBRARIES.values()) if name in sys.modules] if needed is None else needed
+  return tuple(dict.fromkeys(modules))
+
+
+def _import_libraries(scorers: Iterable[Scorer | PerGroup]) -> None:
+  """Imports what the scorers' first calls would import at the expense of their deadlines.
+
+  Mostly the fork server has it; not where it was started for other scorers. Which of our functions a user's own scorer
+  calls is unknown: it gets the libraries of all that were imported with it.
+  """
+  libraries: set[str] = set()
+  for scorer in scorers:
+    needed = _built_in(scorer)
+    libraries |= {_LIBRARIES[name] for name in _LIBRARIES if name in sys.modules} if needed is None else set(needed)
+  for name in sorted(libraries):
+    with contextlib.suppress(ImportError):  # The call will say what is missing.
+      importlib.import_module(name)
+
+
 def initialise(scorers: Mapping[str, Scorer | PerGroup], memory_limit_bytes: int) -> None:
   """Makes this process a scorer process."""
   _die_with_owner()
@@ -53,6 +110,7 @@ def initialise(scorers: Mapping[str, Scorer | PerGroup], memory_limit_bytes: int
   # A Python handler would wait for C code to return, with all workers held up meanwhile.
   signal.signal(signal.SIGTERM, signal.SIG_DFL)
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+  _import_libraries(scorers.values())
   if memory_limit_bytes:
     resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))
   _scorers.update(scorers)
