@@ -4,6 +4,8 @@
 # was installed (pyproject.toml, the constraints, Python's version, this directory, the dependency group).
 
 SAY=${SAY:-jaxrl_llm}
+# With it, every process would compile every module again.
+unset PYTHONDONTWRITEBYTECODE
 
 say() { echo "$SAY: $*"; }
 
@@ -38,21 +40,102 @@ find_python() {
   fail "python3 is $(version_of python3 || echo missing); wanted Python 3.11 or newer: install one, or name it with PYTHON=/path/to/python3.11"
 }
 
-# ensure_environment DIRECTORY PYTHON [GROUP]: afterwards DIRECTORY/bin/python has the package and the group.
-# One script at a time: two pips in one environment break it. (The lock is this file; where flock is missing, there is none.)
-ensure_environment() {
-  exec 9<launch/environment.sh
+# lock_environment DIRECTORY: waits until no other script sets DIRECTORY up, and keeps others waiting until this shell
+# ends. (The lock is a file beside DIRECTORY; where flock is missing, there is none.)
+lock_environment() {
+  mkdir -p "$(dirname "$1")"
+  exec 9>>"${1%/}.lock"
   if command -v flock >/dev/null && ! flock --nonblock 9; then
-    say "waiting for another script that is setting up an environment"
+    say "waiting for another script that is setting up $1"
     flock 9
   fi
-  install_environment "$@"
-  exec 9<&-
+}
+
+# adopt_pip_settings DIRECTORY: where pip would look for packages, by its variables or files, uv is to look too.
+adopt_pip_settings() {
+  local name value
+  while IFS='=' read -r name value; do
+    [ -n "${!name:-}" ] || export "$name=$value"
+  done < <("$1/bin/python" -m pip config list 2>/dev/null | "$1/bin/python" -c '
+import ast, os, sys
+# The later a section, the more it counts.
+sections = {"global": {}, "install": {}, ":env:": {}}
+for line in sys.stdin:
+  key, _, value = line.partition("=")
+  section, _, name = key.rpartition(".")
+  if section in sections:
+    sections[section][name] = ast.literal_eval(value).split()
+settings = {name: words for found in sections.values() for name, words in found.items() if words}
+if "find-links" in settings:
+  # A folder that is not there is an error to uv, and nothing to pip.
+  places = [place for place in settings["find-links"] if ":" in place or os.path.exists(place)]
+  if places:
+    print("UV_FIND_LINKS=" + ",".join(places))
+if "extra-index-url" in settings and not os.environ.get("UV_EXTRA_INDEX_URL"):
+  print("UV_INDEX=" + " ".join(settings["extra-index-url"]))
+if "index-url" in settings and not os.environ.get("UV_INDEX_URL"):
+  print("UV_DEFAULT_INDEX=" + settings["index-url"][0])
+for name, variable in (("no-index", "UV_NO_INDEX"), ("cert", "SSL_CERT_FILE")):
+  if name in settings:
+    print(variable + "=" + settings[name][0])
+')
+  # As to pip, all places are equal, and the best version wins: of PyTorch that is a folder's CPU build.
+  export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}
+}
+
+# ensure_uv DIRECTORY: installs uv where it is missing; 1, and pip's last words, where it does not run afterwards.
+ensure_uv() {
+  local words
+  "$1/bin/python" -m uv --version >/dev/null 2>&1 && return
+  words=$("$1/bin/python" -m pip install --quiet --retries 2 uv 2>&1) ||
+    words=$(grep -v '^ *$' <<<"$words" | tail -n 1)
+  "$1/bin/python" -m uv --version >/dev/null 2>&1 && return
+  echo "${words:-uv does not run}"
+  return 1
+}
+
+# alone COMMAND...: what writes the package's metadata into this tree (jaxrl_llm.egg-info), one at a time.
+alone() {
+  (
+    exec 8<pyproject.toml
+    ! command -v flock >/dev/null || flock 8
+    "$@"
+  )
+}
+
+# install_packages DIRECTORY CONSTRAINTS [GROUP]: the package, editable, and the group: by uv, or by pip where uv cannot.
+install_packages() {
+  local venv=$1 constraints=$2 group=${3:-} chosen=() uv words
+  [ ! -f "$constraints" ] || chosen+=(--constraint "$constraints")
+  [ -z "$group" ] || chosen+=(--group "$group")
+  if words=$(ensure_uv "$venv"); then
+    adopt_pip_settings "$venv"
+    uv=("$venv/bin/python" -m uv pip install --quiet --python "$venv/bin/python")
+    if "${uv[@]}" --requirements pyproject.toml "${chosen[@]}" && alone "${uv[@]}" --no-deps --editable .; then
+      return
+    fi
+    say "uv could not install the packages into $venv; trying pip"
+  else
+    say "no uv could be had for $venv ($words); installing with pip"
+  fi
+  # Groups are known to pip since 25.1.
+  "$venv/bin/python" -c 'import pip, sys; sys.exit(tuple(map(int, pip.__version__.split(".")[:2])) < (25, 1))' ||
+    [ -z "$group" ] || "$venv/bin/python" -m pip install --quiet --upgrade 'pip>=25.1'
+  alone "$venv/bin/python" -m pip install --quiet --editable . "${chosen[@]}" ||
+    fail "pip could not install the packages (its own words are above)"
+}
+
+# ensure_environment DIRECTORY PYTHON [GROUP]: afterwards DIRECTORY/bin/python has the package and the group.
+ensure_environment() {
+  (
+    lock_environment "$1"
+    install_environment "$@"
+  ) || exit
 }
 
 install_environment() {
   local venv=$1 python=$2 group=${3:-} version constraints stamp want
-  if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+  if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then
     say "creating $venv with Python $(version_of "$python")"
     "$python" -m venv --clear "$venv" ||
       fail "$python cannot create $venv; wanted Python's venv and ensurepip (Debian: apt-get install python3-venv)"
@@ -68,20 +151,12 @@ install_environment() {
     say "$venv is up to date"
     return
   fi
-  local arguments=(--quiet --editable .)
   if [ -f "$constraints" ]; then
     say "installing packages into $venv (versions of $constraints${group:+, group $group})"
-    arguments+=(--constraint "$constraints")
   else
     say "installing packages into $venv${group:+ (group $group)}; no tested versions are on record for Python $version"
   fi
-  if [ -n "$group" ]; then
-    # Groups are known to pip since 25.1.
-    "$venv/bin/python" -c 'import pip, sys; sys.exit(tuple(map(int, pip.__version__.split(".")[:2])) < (25, 1))' ||
-      "$venv/bin/python" -m pip install --quiet --upgrade 'pip>=25.1'
-    arguments+=(--group "$group")
-  fi
-  "$venv/bin/python" -m pip install "${arguments[@]}" || fail "pip could not install the packages (its own words are above)"
+  install_packages "$venv" "$constraints" "$group"
   echo "$want" >"$stamp"
 }
 
@@ -89,13 +164,9 @@ install_environment() {
 # must not hold; 1 where it is up to date with the FILEs (and this script's text). One that no script made is left alone.
 # What follows is installed, and `end_separate_environment` called. The lock is held until the script ends.
 begin_separate_environment() {
-  local venv=$1 python=$2 name=$3 made=$1/made-by-$3
+  local venv=$1 python=$2 name=$3 made=$1/made-by-$3 words
   shift 3
-  exec 9<launch/environment.sh
-  if command -v flock >/dev/null && ! flock --nonblock 9; then
-    say "waiting for another script that is setting up an environment"
-    flock 9
-  fi
+  lock_environment "$venv"
   separate_stamp=$venv/installed
   separate_want=$(cat "$@" | "$python" -c \
     'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest(), sys.version)')
@@ -110,9 +181,8 @@ begin_separate_environment() {
   "$python" -m venv --clear "$venv" ||
     fail "$python cannot create $venv; wanted Python's venv and ensurepip (Debian: apt-get install python3-venv)"
   touch "$made"
-  "$venv/bin/python" -m pip install --quiet uv || fail "pip could not install uv (its own words are above)"
-  # What pip would find in a folder, uv is to find there too.
-  export UV_FIND_LINKS=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}
+  words=$(ensure_uv "$venv") || fail "pip could not install uv: $words"
+  adopt_pip_settings "$venv"
 }
 
 end_separate_environment() { echo "$separate_want" >"$separate_stamp"; }

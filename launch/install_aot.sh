@@ -24,14 +24,11 @@ version=$(version_of "$python")
 constraints=constraints/py${version/./}.txt
 begin_separate_environment "$venv" "$python" install_aot launch/install_aot.sh pyproject.toml \
   <(cat "$constraints" 2>/dev/null; echo "$PWD") || exit 0
-arguments=(--editable . --group aot)
 if [ -f "$constraints" ]; then
   say "installing the trainer's packages and the compilers into $venv (versions of $constraints)"
-  arguments+=(--constraint "$constraints")
 else
   say "installing the trainer's packages and the compilers into $venv; no tested versions are on record for Python $version"
 fi
-"$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "${arguments[@]}" ||
-  fail "uv could not install the packages (its own words are above)"
+install_packages "$venv" "$constraints" aot
 "$venv/bin/python" -c 'from importlib.metadata import version as v; print("install_aot: JAX", v("jax"), "libtpu", v("libtpu"), "CUDA plugin", v("jax-cuda12-plugin"))'
 end_separate_environment

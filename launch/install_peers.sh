@@ -27,7 +27,7 @@ python=$(find_python)
 begin_separate_environment "$venv" "$python" install_peers launch/install_peers.sh constraints/peers.txt || exit 0
 say "installing the versions of constraints/peers.txt into $venv"
 build=()
-[ -n "$UV_FIND_LINKS" ] || build=(--torch-backend=cpu)
+[ -n "${UV_FIND_LINKS:-}" ] || build=(--torch-backend=cpu)
 "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "${build[@]}" \
   --constraint constraints/peers.txt trl google-tunix peft torch || fail "uv could not install the peers (its own words are above)"
 "$venv/bin/python" -c 'from importlib.metadata import version; print("install_peers: TRL", version("trl"), "Tunix", version("google-tunix"), "and PEFT", version("peft"))'
