@@ -1,16 +1,24 @@
 #!/usr/bin/env bash
 # Sets up and runs the tests.
 #
-#   bash launch/test.sh [--tier=fast|full|acceptance] [-- PYTEST ARGUMENTS]
+#   bash launch/test.sh [--tier=fast|full|acceptance] [--changed[=COMMIT]] [--workers=N] [-- PYTEST ARGUMENTS]
 #
-# fast: what needs no real job, kill or browser. full (the default): that and those, and the fast tests once more on
-# Python 3.12 with the newest JAX where a python3.12 exists. acceptance: everything (hours).
+# fast: what needs no real job, kill or browser. full (the default): that and those, and, where a python3.12 exists, the
+# fast tests of the files in tests/newest.txt once more on Python 3.12 with the newest JAX. acceptance: only what is
+# marked so (hours).
 #
-# The parity tests' PyTorch may be a CPU build; which one pip takes is up to its index: PIP_EXTRA_INDEX_URL or
-# PIP_FIND_LINKS may name a place that has it. The full tier also makes the vLLM servers' environment
+# --changed: only the test files that a change may affect (tests/affected.py): what is not committed, and the commits
+# since COMMIT, by default since the branch left origin/main or main. --workers: test processes at a time; by default one
+# a core, up to 8. Test files named among the pytest arguments take the place of those chosen otherwise.
+#
+# The parity tests' PyTorch may be a CPU build; which one is taken is up to the index: PIP_EXTRA_INDEX_URL or
+# PIP_FIND_LINKS may name a place that has it. But for the fast tier, the vLLM servers' environment
 # (launch/install_vllm.sh), that of TRL and Tunix (launch/install_peers.sh) and that of the compilers for devices that
-# are not here (launch/install_aot.sh), and installs Debian packages where root (or sudo without a password) permits it:
-# Chromium and its driver, iproute2, openssl, bubblewrap; otherwise the tests that use them are skipped.
+# are not here (launch/install_aot.sh) are made too, and Debian packages installed where root (or sudo without a
+# password) permits it: Chromium and its driver, iproute2, openssl, bubblewrap; otherwise the tests that use them are
+# skipped.
+#
+# What parts beside others said is in runs/tests/*.log, and where the time went in runs/tests/times.md.
 # Every part runs even if one before it failed; the exit code is 0 only if all went well.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
@@ -18,12 +26,22 @@ SAY=test
 source launch/environment.sh
 
 tier=full
+changed=
+since=
+workers=
 while [ $# -gt 0 ]; do
   case $1 in
     --tier=fast | --tier=full | --tier=acceptance) tier=${1#--tier=} ;;
     --tier=*) fail "$1: wanted --tier=fast, --tier=full or --tier=acceptance" ;;
+    --changed) changed=yes ;;
+    --changed=?*)
+      changed=yes
+      since=${1#--changed=}
+      ;;
+    --workers=[1-9] | --workers=[1-9][0-9]) workers=${1#--workers=} ;;
+    --workers=*) fail "$1: wanted --workers=N, a number from 1 to 99" ;;
     --) shift && break ;;
-    *) fail "$1: unknown argument; wanted [--tier=fast|full|acceptance] [-- PYTEST ARGUMENTS]" ;;
+    *) fail "$1: unknown argument; wanted [--tier=fast|full|acceptance] [--changed[=COMMIT]] [--workers=N] [-- PYTEST ARGUMENTS]" ;;
   esac
   shift
 done
@@ -70,56 +88,222 @@ find_python312() {
   return 1
 }
 
-summary=()
-status=0
-
-# part NAME COMMAND...: runs one part, and keeps its last line for the summary.
-part() {
-  local name=$1 log code
-  shift
-  say "$name: $*"
-  log=$(mktemp)
-  "$@" 2>&1 | tee "$log"
-  code=${PIPESTATUS[0]}
-  summary+=("$name: $([ "$code" = 0 ] && echo passed || echo "FAILED (exit code $code)"): $(grep -v '^ *$' "$log" | tail -n 1)")
-  rm -f "$log"
-  [ "$code" = 0 ] || status=1
+# Whether a pytest argument names a test file or folder.
+names_tests() {
+  local argument
+  for argument; do
+    case $argument in
+      tests | tests/* | *_test.py | *_test.py::*) [ ! -e "${argument%%::*}" ] || return 0 ;;
+    esac
+  done
+  return 1
 }
 
-python=$(find_python) || exit 2
-ensure_environment .venv "$python" test
-[ "$tier" = fast ] || ensure_commands
+summary=()
+status=0
+declare -A parts=()  # The process of each part that runs beside others, by the name of its log.
 
-# Bits may follow the number of threads of XLA's CPU pool, so it is said, not guessed.
-export NPROC=${NPROC:-$(nproc)}
-# A worker per core up to 8 (each holds about 1 GB); a file stays on one worker, for its module fixtures.
-workers=$((NPROC < 8 ? NPROC : 8))
-case $tier in
-  fast) marks='not full and not acceptance' ;;
-  full) marks='not acceptance' ;;
-  acceptance) marks='' ;;
-esac
-# A worker that crashes ends its part: one started anew would leave --dist=loadfile waiting for ever.
-# Files are dealt in the order of tests/conftest.py, not by how many tests they have.
-pytest=(-m pytest --numprocesses="$workers" --dist=loadfile --no-loadscope-reorder --max-worker-restart=0)
+# timed NAME COMMAND...: runs it, and adds a line to the phases.
+timed() {
+  local name=$1 begin code
+  shift
+  begin=$(date +%s.%N)
+  ("$@")
+  code=$?
+  printf '{"name": "%s", "begin": %s, "end": %s, "code": %d}\n' "$name" "$begin" "$(date +%s.%N)" "$code" \
+    >>"$logs/phases.jsonl"
+  return "$code"
+}
 
-[ "$tier" = fast ] || part 'vLLM environment' bash launch/install_vllm.sh
-[ "$tier" = fast ] || part "peers' environment" bash launch/install_peers.sh
-[ "$tier" = fast ] || part 'compilers for other devices' bash launch/install_aot.sh
-part 'ruff' .venv/bin/python -m ruff check .
-part "pytest, tier $tier, Python $(version_of .venv/bin/python)" .venv/bin/python "${pytest[@]}" -m "$marks" "$@"
+# begin_part LOG NAME COMMAND...: starts a part beside others; its output goes to $logs/LOG.log.
+begin_part() {
+  local log=$1
+  shift
+  # A command in the background would ignore Ctrl-C.
+  (trap - INT && timed "$@") >"$logs/$log.log" 2>&1 </dev/null 7>&- &
+  parts[$log]=$!
+}
 
-if [ "$tier" != fast ]; then
-  if [ "$(version_of .venv/bin/python)" = 3.12 ]; then
-    say ".venv has Python 3.12 itself: no second pass"
-  elif python312=$(find_python312); then
-    ensure_environment .venv312 "$python312" test-without-torch
-    part 'pytest, tier fast, Python 3.12' .venv312/bin/python "${pytest[@]}" -m 'not full and not acceptance' "$@"
+# run_part LOG NAME COMMAND...: runs a part, and shows its output at once; its exit code.
+run_part() {
+  local log=$1
+  shift
+  timed "$@" 2>&1 </dev/null 7>&- | tee -i "$logs/$log.log"
+  return "${PIPESTATUS[0]}"
+}
+
+# count_part LOG NAME CODE: a line of the summary, with the part's last words.
+count_part() {
+  summary+=("$2: $([ "$3" = 0 ] && echo passed || echo "FAILED (exit code $3)"): $(grep -v '^ *$' "$logs/$1.log" | tail -n 1)")
+  [ "$3" = 0 ] || status=1
+}
+
+# finish_part LOG NAME: waits for a part beside others, prints what it said, and counts it.
+finish_part() {
+  local code
+  wait "${parts[$1]}"
+  code=$?
+  say "$2:"
+  cat "$logs/$1.log"
+  count_part "$1" "$2" "$code"
+  return "$code"
+}
+
+# part LOG NAME COMMAND...: runs one part, and counts it.
+part() {
+  local log=$1 name=$2
+  say "$name: ${*:3}"
+  run_part "$@"
+  count_part "$log" "$name" $?
+}
+
+# pytest_part LOG NAME PYTHON MARKS ARGUMENTS...: runs tests; none found is a failure, unless a change chose the files.
+pytest_part() {
+  local log=$1 name=$2 python=$3 marks=$4 code
+  shift 4
+  # A file stays on one worker, for its module fixtures; files are dealt in the order of tests/conftest.py, not by how
+  # many tests they have. A worker that crashes ends its part: one started anew would leave --dist=loadfile waiting for
+  # ever.
+  local command=("$python" -m pytest --numprocesses="$workers" --dist=loadfile --no-loadscope-reorder)
+  command+=(--max-worker-restart=0 "${plugins[@]}" -m "$marks" "$@")
+  say "$name: ${command[*]}"
+  JAXRL_TEST_TIMES=$PWD/$logs/$log.jsonl run_part "$log" "$name" "${command[@]}"
+  code=$?
+  if [ "$code" = 5 ] && [ -n "$changed" ]; then
+    summary+=("$name: no test of this tier in the files that the change affects")
   else
-    summary+=('pytest, tier fast, Python 3.12: skipped: there is no python3.12 here')
+    count_part "$log" "$name" "$code"
   fi
-fi
+}
 
-say 'summary'
-printf '  %s\n' "${summary[@]}"
-exit $status
+run_all() {
+  python=$(find_python) || exit 2
+  files=()
+  if [ -n "$changed" ]; then
+    affected=$("$python" tests/affected.py ${since:+"--since=$since"}) || exit 2
+    [ -z "$affected" ] || mapfile -t files <<<"$affected"
+    say "test files that the change affects: ${#files[@]}"
+  fi
+  if names_tests "$@"; then
+    files=()
+    changed=
+    chosen=yes
+  else
+    chosen=
+  fi
+  has_tests() { [ -z "$changed" ] || [ ${#files[@]} -gt 0 ]; }
+
+  # Two of these scripts in one tree keep their words apart.
+  logs=runs/tests
+  mkdir -p "$logs"
+  exec 7>>runs/tests.lock
+  if command -v flock >/dev/null && ! flock --nonblock 7; then
+    logs=runs/tests-$$
+    say "another test.sh runs here; this one's logs are in $logs"
+    mkdir -p "$logs"
+  fi
+  rm -f "$logs"/*.log "$logs"/*.jsonl "$logs"/times.md
+
+  # The environments have nothing to do with each other, and are made side by side.
+  beside=(vllm peers aot packages)
+  declare -A names=([vllm]='vLLM environment' [peers]="peers' environment" [aot]='compilers for other devices'
+    [packages]='Debian packages')
+  if [ "$tier" = fast ] || ! has_tests; then
+    beside=()
+  else
+    begin_part packages "${names[packages]}" ensure_commands
+    for log in vllm peers aot; do begin_part "$log" "${names[$log]}" bash "launch/install_$log.sh"; done
+  fi
+  run_part environment '.venv' ensure_environment .venv "$python" test || exit
+
+  # Bits may follow the number of threads of XLA's CPU pool, so it is said, not guessed.
+  export NPROC=${NPROC:-$(nproc)}
+  # Each worker holds about 1 GB.
+  workers=${workers:-$((NPROC < 8 ? NPROC : 8))}
+  plugins=()
+  case $tier in
+    fast) marks='not full and not acceptance' ;;
+    full) marks='not acceptance' ;;
+    acceptance)
+      marks='acceptance'
+      export JAXRL_TEST_LEDGER=$PWD/runs
+      plugins=(-p ledger)
+      export PYTHONPATH=tests${PYTHONPATH:+:$PYTHONPATH}
+      ;;
+  esac
+
+  part ruff 'ruff' .venv/bin/python -m ruff check .
+  for log in "${beside[@]}"; do
+    if [ "$log" = packages ]; then
+      wait "${parts[packages]}"
+      cat "$logs/packages.log"
+    else
+      finish_part "$log" "${names[$log]}"
+    fi
+  done
+
+  version=$(version_of .venv/bin/python)
+  python312=
+  if [ "$tier" = full ] && has_tests && [ "$version" != 3.12 ] && python312=$(find_python312); then
+    begin_part environment312 "Python 3.12's environment" nice -n 10 bash -c \
+      'SAY=$1; source launch/environment.sh; ensure_environment .venv312 "$2" test-without-torch' - "$SAY" "$python312"
+  fi
+
+  name="pytest, tier $tier, Python $version"
+  if has_tests; then
+    pytest_part pytest "$name" .venv/bin/python "$marks" "${files[@]}" "$@"
+  else
+    summary+=("$name: the change affects no test")
+  fi
+
+  name='pytest, tier fast, Python 3.12'
+  if [ -n "$python312" ]; then
+    newest=()
+    if [ -z "$chosen" ]; then
+      # Of the files on the list, those that the change affects, where it chooses.
+      mapfile -t newest < <(sed -n 's/^\([^# ][^ ]*\).*/\1/p' tests/newest.txt |
+        { [ -z "$changed" ] && cat || grep -Fx -f <(printf '%s\n' "${files[@]}"); })
+    fi
+    if ! finish_part environment312 "Python 3.12's environment"; then
+      summary+=("$name: not run: it has no environment")
+    elif [ -n "$changed" ] && [ ${#newest[@]} = 0 ]; then
+      summary+=("$name: the change affects none of tests/newest.txt")
+    else
+      pytest_part pytest312 "$name" .venv312/bin/python 'not full and not acceptance' "${newest[@]}" "$@"
+    fi
+  elif [ "$tier" = full ] && has_tests; then
+    if [ "$version" = 3.12 ]; then
+      say ".venv has Python 3.12 itself: no second pass"
+    else
+      summary+=("$name: skipped: there is no python3.12 here")
+    fi
+  fi
+
+  .venv/bin/python tests/times.py "$logs"
+  say 'summary'
+  printf '  %s\n' "${summary[@]}"
+  exit $status
+}
+
+# A stop ends all of it: it runs in one process group, and the shell that hears the stop does nothing but wait. (bash 5.2
+# loses a trap that comes while it reads a command substitution.)
+end_all() {
+  local tries
+  trap '' INT TERM
+  exec 2>/dev/null  # bash names each process that a signal ended.
+  kill -0 -- "-$!" || return
+  kill -KILL "$!"  # Before the others, so that it begins no further part.
+  kill -INT -- "-$!"
+  for ((tries = 0; tries < 100; tries++)); do
+    kill -0 -- "-$!" || break
+    sleep 0.1
+  done
+  kill -KILL -- "-$!"
+}
+trap end_all EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+set -m
+run_all "$@" &
+set +m
+wait "$!"

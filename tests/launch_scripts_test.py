@@ -1,12 +1,16 @@
 """quickstart.sh, test.sh and .ci/run, run for real in a small copy of the repository that needs no network."""
 
+import fcntl
+import json
 import os
 import pathlib
 import shutil
+import signal
 import site
 import subprocess
 import sys
 import textwrap
+import time
 import tomllib
 import venv
 
@@ -66,6 +70,8 @@ def tree(tmp_path):
   for name in ('environment.sh', 'quickstart.sh', 'test.sh'):
     shutil.copy(ROOT / 'launch' / name, tree / 'launch' / name)
   (tree / 'constraints').mkdir()
+  (tree / 'tests').mkdir()
+  shutil.copy(ROOT / 'tests' / 'times.py', tree / 'tests' / 'times.py')
   (tree / 'backend.py').write_text(BACKEND)
   (tree / 'pyproject.toml').write_text(PYPROJECT)
   (tree / 'launch' / 'train.py').write_text(
@@ -189,7 +195,14 @@ def test_which_versions_are_new_enough(tmp_path, version, accepted):
   ('argument', 'line'),
   [
     ('--tier=slow', 'test: --tier=slow: wanted --tier=fast, --tier=full or --tier=acceptance'),
-    ('--teir=fast', 'test: --teir=fast: unknown argument; wanted [--tier=fast|full|acceptance] [-- PYTEST ARGUMENTS]'),
+    (
+      '--teir=fast',
+      'test: --teir=fast: unknown argument; '
+      'wanted [--tier=fast|full|acceptance] [--changed[=COMMIT]] [--workers=N] [-- PYTEST ARGUMENTS]',
+    ),
+    ('--workers=0', 'test: --workers=0: wanted --workers=N, a number from 1 to 99'),
+    ('--workers=two', 'test: --workers=two: wanted --workers=N, a number from 1 to 99'),
+    ('--changed=nowhere', 'affected: git does not know the commit nowhere'),
   ],
 )
 def test_bad_arguments_of_test_sh_are_one_line(argument, line):
@@ -200,7 +213,6 @@ def test_bad_arguments_of_test_sh_are_one_line(argument, line):
 @pytest.mark.full
 def test_the_fast_tier_leaves_out_the_slow_and_reports_each_part(tree):
   add_environment(tree)
-  (tree / 'tests').mkdir()
   tests = """
     import pytest
 
@@ -233,6 +245,186 @@ def test_the_fast_tier_leaves_out_the_slow_and_reports_each_part(tree):
 
   chosen = run(tree / 'launch' / 'test.sh', '--tier=fast', '--', '-k', 'nothing', NPROC='1', PYTHON=sys.executable)
   assert chosen.returncode == 1  # A run that found no test is no success.
+
+
+@pytest.fixture
+def full_tree(tree):
+  """One whose full tier finds its Debian packages there and no Python 3.12, with nothing to install."""
+  add_environment(tree)
+  with (tree / 'launch' / 'environment.sh').open('a') as script:
+    script.write('\nensure_environment() { say "$1 is up to date"; }\n')
+  (tree / 'tests' / 'a_test.py').write_text('def test_good():\n    assert True\n')
+  for name in ('vllm', 'peers', 'aot'):
+    (tree / 'launch' / f'install_{name}.sh').write_text(f'echo {name} is made\n')
+  (tree / 'commands').mkdir()
+  for name in ('chromium', 'chromedriver', 'ip', 'openssl', 'bwrap', 'python3.12'):
+    (tree / 'commands' / name).write_text('#!/bin/sh\n')
+    (tree / 'commands' / name).chmod(0o755)
+  return tree
+
+
+def full_tier(tree: pathlib.Path) -> dict[str, str]:
+  """The variables of a run of the full tier in it."""
+  path = f'{tree / "commands"}:{os.environ["PATH"]}'
+  return {'NPROC': '1', 'PYTHON': sys.executable, 'PATH': path, 'PYENV_ROOT': '/nowhere'}
+
+
+@pytest.mark.full
+def test_environments_are_made_side_by_side_and_one_that_fails_stops_no_other_part(full_tree):
+  waits = 'for i in $(seq 600); do [ ! -e peers-began ] || exit 3; echo "waits for peers"; sleep 0.1; done; exit 4\n'
+  (full_tree / 'launch' / 'install_vllm.sh').write_text(waits)
+  (full_tree / 'launch' / 'install_peers.sh').write_text('touch peers-began; echo peers are made\n')
+  ran = run(full_tree / 'launch' / 'test.sh', **full_tier(full_tree))
+  assert ran.returncode == 1, ran
+  lines = ran.stdout.splitlines()
+  lines = lines[lines.index('test: summary') + 1 :]
+  version = f'Python 3.{sys.version_info.minor}'
+  assert lines[0] == '  ruff: passed: All checks passed!'
+  assert lines[1].startswith('  vLLM environment: FAILED (exit code 3): ')
+  assert lines[2:4] == [
+    "  peers' environment: passed: peers are made",
+    '  compilers for other devices: passed: aot is made',
+  ]
+  assert lines[4].startswith(f'  pytest, tier full, {version}: passed: ') and ' 1 passed in ' in lines[4]
+  assert lines[5:] == ['  pytest, tier fast, Python 3.12: skipped: there is no python3.12 here']
+  logs = full_tree / 'runs' / 'tests'
+  assert (logs / 'peers.log').read_text() == 'peers are made\n'
+  phases = [json.loads(line) for line in (logs / 'phases.jsonl').read_text().splitlines()]
+  assert {phase['name']: phase['code'] for phase in phases} == {
+    '.venv': 0,
+    'Debian packages': 0,
+    'vLLM environment': 3,
+    "peers' environment": 0,
+    'compilers for other devices': 0,
+    'ruff': 0,
+    f'pytest, tier full, {version}': 0,
+  }
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(('stop', 'code'), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stop_ends_what_runs_beside_with_its_children(full_tree, stop, code):
+  child = full_tree / 'child'
+  endless = f"bash -c 'echo $$ >child.new; mv child.new {child.name}; exec sleep 600'; echo the child has ended\n"
+  (full_tree / 'launch' / 'install_vllm.sh').write_text(endless)
+  environment = {key: value for key, value in os.environ.items() if not key.startswith('PYTEST_')}
+  script = subprocess.Popen(
+    ['bash', str(full_tree / 'launch' / 'test.sh')],
+    env={**environment, **full_tier(full_tree)},
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.DEVNULL,
+    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # Of which a background job hears nothing else.
+  )
+  try:
+    until(child.exists)
+    script.send_signal(stop)
+    assert script.wait(timeout=120) == code
+    until(lambda: not runs(int(child.read_text())))
+  finally:
+    script.kill()
+
+
+def until(condition) -> None:
+  deadline = time.monotonic() + 120
+  while not condition():
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
+
+
+def runs(process: int) -> bool:
+  try:
+    state = pathlib.Path(f'/proc/{process}/stat').read_text().rpartition(')')[2].split()[0]
+  except OSError:
+    return False
+  return state != 'Z'
+
+
+@pytest.mark.full
+def test_only_what_a_change_affects_is_run_and_nothing_is_no_failure(full_tree):
+  shutil.copy(ROOT / 'tests' / 'affected.py', full_tree / 'tests' / 'affected.py')
+  (full_tree / 'tests' / 'b_test.py').write_text(
+    'import pytest\n\n\n@pytest.mark.full\ndef test_b():\n    assert True\n'
+  )
+  (full_tree / '.gitignore').write_text('*\n!tests/\n!tests/*.py\n')
+  git = ['git', '-c', 'user.name=test', '-c', 'user.email=test@localhost', '-c', 'commit.gpgsign=false']
+  for arguments in (['init', '--initial-branch=main'], ['add', 'tests'], ['commit', '--message=1']):
+    subprocess.run([*git, *arguments], cwd=full_tree, check=True, capture_output=True)
+
+  def last_line(*arguments: str) -> str:
+    ran = run(full_tree / 'launch' / 'test.sh', *arguments, '--changed', **full_tier(full_tree))
+    assert ran.returncode == 0, ran
+    return ran.stdout.splitlines()[-1]
+
+  name = f'pytest, tier fast, Python 3.{sys.version_info.minor}'
+  assert last_line('--tier=fast') == f'  {name}: the change affects no test'
+  (full_tree / 'tests' / 'b_test.py').open('a').write('# changed\n')
+  assert last_line('--tier=fast') == f'  {name}: no test of this tier in the files that the change affects'
+  (full_tree / 'tests' / 'a_test.py').open('a').write('# changed\n')
+  line = last_line('--tier=fast')
+  assert line.startswith(f'  {name}: passed: ') and ' 1 passed' in line
+
+
+def test_the_files_of_the_second_pass_are_there_each_with_its_reason():
+  lines = [line for line in (ROOT / 'tests' / 'newest.txt').read_text().splitlines() if not line.startswith('#')]
+  assert lines == list(dict.fromkeys(lines))
+  for line in lines:
+    path, separator, reason = line.partition('  # ')
+    assert (ROOT / path).exists() and path.endswith('_test.py') and separator and reason, line
+
+
+def test_pips_settings_are_uvs_too_where_uv_has_none(tmp_path):
+  venv.create(tmp_path / 'venv', symlinks=True)
+  packages = next(path for path in site.getsitepackages() if path.endswith('site-packages'))
+  here = f'lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages/here.pth'
+  (tmp_path / 'venv' / here).write_text(packages + '\n')
+  (tmp_path / 'pip.conf').write_text(
+    f'[global]\nindex-url = https://index.test/simple\nfind-links = {tmp_path} /nowhere\n'
+    '[install]\nextra-index-url = https://a.test/simple\n  https://b.test/simple\n'
+  )
+  words = 'UV_FIND_LINKS UV_INDEX UV_DEFAULT_INDEX SSL_CERT_FILE UV_INDEX_STRATEGY'
+
+  def settings(**variables: str) -> list[str]:
+    check = f'source "{ROOT}/launch/environment.sh"; adopt_pip_settings "{tmp_path}/venv"; '
+    check += f'for name in {words}; do echo "${{!name:-}}"; done'
+    environment = {'PATH': os.environ['PATH'], 'HOME': str(tmp_path), 'PIP_CONFIG_FILE': str(tmp_path / 'pip.conf')}
+    ran = subprocess.run(['bash', '-c', check], env={**environment, **variables}, capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, '')
+    return ran.stdout.splitlines()
+
+  both = 'https://a.test/simple https://b.test/simple'
+  found = settings(PIP_CERT='/certificates.pem')
+  assert found == [str(tmp_path), both, 'https://index.test/simple', '/certificates.pem', 'unsafe-best-match']
+  own = settings(PIP_INDEX_URL='https://c.test/simple', UV_INDEX='https://d.test/simple', SSL_CERT_FILE='/own.pem')
+  assert own == [str(tmp_path), 'https://d.test/simple', 'https://c.test/simple', '/own.pem', 'unsafe-best-match']
+
+
+@pytest.mark.full
+def test_without_uv_pip_installs_and_says_so(tree):
+  ran = run(tree / 'launch' / 'quickstart.sh', PYTHON=sys.executable, PIP_NO_INDEX='1', PIP_FIND_LINKS='')
+  assert (ran.returncode, ran.stderr) == (7, '')
+  said = 'quickstart: no uv could be had for .venv (ERROR: No matching distribution found for uv); installing with pip'
+  assert ran.stdout.splitlines()[2] == said
+  assert (tree / 'builds').read_text() == 'built\n'
+
+
+@pytest.mark.full
+def test_environments_have_locks_of_their_own(tree):
+  """A script waits for one that sets up the same environment, and not for one that sets up another."""
+  add_environment(tree)
+  for name in ('.venv-other.lock', '.venv.lock'):
+    with (tree / name).open('w') as held:
+      fcntl.flock(held, fcntl.LOCK_EX)
+      script = subprocess.Popen(
+        ['bash', str(tree / 'launch' / 'quickstart.sh')],
+        env={**os.environ, 'PYTHON': sys.executable, 'NPROC': '1'},
+        stdout=subprocess.PIPE,
+        text=True,
+      )
+      line = script.stdout.readline()
+      waiting = 'quickstart: waiting for another script that is setting up .venv\n'
+      assert (line == waiting) == (name == '.venv.lock')
+    script.communicate(timeout=300)
+    assert script.returncode == 7
 
 
 def test_ci_runs_the_full_tier():
