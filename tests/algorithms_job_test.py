@@ -11,53 +11,11 @@ import transformers
 from jaxrl_llm.replay.audit import audit
 
 pytestmark = pytest.mark.full
-MODEL = (
-  '--config.policy.model={"hidden_size":64,"intermediate_size":96,"num_hidden_layers":2,'
-  '"num_attention_heads":2,"num_key_value_heads":1,"head_dim":32}',
-)
-TASKS = (
-  '--config.tasksets.train.size=4000',
-  '--config.tasksets.eval.size=4000',
-  '--config.evaluation.held_out.tasks=24',
-  '--config.rollout.embedded.slots=24',
-  '--config.checkpoint.every_steps=3',
-  '--config.rewards.scorers.0.options={"partial_credit":true}',
-)
-
-
-def small(config: str, *flags: str, steps: int = 6) -> tuple[str, ...]:
-  """A shipped configuration in seconds: a stage of demonstrations, then `steps` batches of 6 groups of 4."""
-  return (
-    f'--config=configs/{config}',
-    *MODEL,
-    *TASKS,
-    '--config.stages.0.demonstrations.count=400',
-    '--config.stages.0.steps=12',
-    f'--config.stages.1.steps={steps}',
-    '--config.stages.1.groups_per_batch=6',
-    '--config.stages.1.group_size=4',
-    *flags,
-  )
-
-
-PPO = small(
-  'ppo.py',
-  '--config.stages.1.minibatches=2',
-  '--config.stages.1.epochs=2',
-  # A critic that warms up, a reference that is refreshed, a coefficient that is adapted: all of it is kept.
-  '--config.stages.1.algorithm.options='
-  + json.dumps(
-    {'critic_warmup': 2, 'kl_reward_coef': 0.05, 'kl_target': 1e-4, 'kl_horizon': 100.0, 'reference': {'every': 4}}
-  ),
-  steps=9,
-)
 
 
 @pytest.fixture(scope='module')
-def ppo(tmp_path_factory):
-  workdir = tmp_path_factory.mktemp('ppo') / 'run'
-  job.train(workdir, config=PPO)
-  return workdir
+def ppo():
+  return job.ppo_run()
 
 
 def stage_rows(workdir, stage, key):
@@ -80,24 +38,10 @@ def test_ppo_warms_its_critic_up_and_moves_the_policy_after(ppo):
   assert {row['perf/compilations'] for row in rows[3:]} == {0}
 
 
-def test_a_killed_ppo_goes_on_bit_for_bit(ppo, tmp_path):
-  run = tmp_path / 'run'
-  for count in (16, 21):  # Inside the warm-up, and after a refresh.
-    process = job.start(run, config=PPO)
-    job.wait_for_rows(run, count, process)
-    job.kill(process)
-  job.train(run, config=PPO)
+def test_a_killed_ppo_goes_on_bit_for_bit(ppo):
+  run = job.killed_ppo_run()
   job.assert_equal_runs(run, ppo)
   assert job.files(run / 'critic') == job.files(ppo / 'critic')
-
-
-def test_ppo_in_two_processes_does_the_same(ppo, tmp_path):
-  """Token columns are gathered in both: the critic's first batch, and the policy's, are those of one process."""
-  run = tmp_path / 'run'
-  job.train(run, config=PPO, processes=2)
-  for key, tolerance in (('critic/vf_loss', 1e-4), ('critic/values/mean', 1e-4), ('actor/entropy', 1e-3)):
-    found, wanted = (stage_rows(path, 'ppo', key)[0][key] for path in (run, ppo))
-    assert found == pytest.approx(wanted, rel=tolerance), key
 
 
 def test_exported_critics_and_reward_models_are_loaded_by_transformers_and_start_a_critic(ppo, tmp_path):
@@ -106,22 +50,24 @@ def test_exported_critics_and_reward_models_are_loaded_by_transformers_and_start
   reward = tmp_path / 'reward'
   pairs = ('--config.preferences.0.size=300', '--config.preferences.1.size=50')
   steps = ('--config.stages.0.steps=6', '--config.stages.0.evaluate_every=3')
-  tasks = tuple(flag for flag in TASKS if 'tasksets' in flag)
-  job.train(reward, config=('--config=configs/reward_model.py', *MODEL, *tasks, *pairs, *steps))
+  shared = tuple(flag for flag in job.SMALL if 'policy.model' in flag or 'tasksets' in flag)
+  job.train(reward, config=('--config=configs/reward_model.py', *shared, *pairs, *steps))
   held_out = stage_rows(reward, 'reward_model', 'val-core/eval_pairs/rewards/accuracies')
   assert len(held_out) == 2
   model = transformers.AutoModelForSequenceClassification.from_pretrained(reward / 'hf')
   assert model.config.num_labels == 1
   run = tmp_path / 'run'
   critic = (f'--config.stages.1.critic.init_from={reward}', '--config.stages.1.algorithm.options.critic_warmup=1')
-  job.train(run, config=small('ppo.py', *critic, steps=2))
+  job.train(run, config=job.small('ppo.py', *critic, steps=2))
   assert len(stage_rows(run, 'ppo', 'critic/vf_loss')) == 2
 
 
 @pytest.mark.parametrize(
   ('config', 'flags', 'stage', 'key'),
   [
-    ('opmd.py', ('--config.stages.1.minibatches=2',), 'opmd', 'actor/log_ratio_sum'),
+    pytest.param(
+      *('opmd.py', ('--config.stages.1.minibatches=2',), 'opmd', 'actor/log_ratio_sum'), marks=pytest.mark.acceptance
+    ),
     (
       'mix.py:mix',
       ('--config.stages.1.minibatches=2', '--config.stages.1.experts.demonstrations.count=40'),
@@ -136,10 +82,7 @@ def test_every_sample_is_accounted_for(tmp_path, config, flags, stage, key):
   """Whatever is chosen of a group, paired, or mixed with experts, and with a kill in between."""
   run = tmp_path / 'run'
   first = 152 if stage == 'online' else 14
-  process = job.start(run, config=small(config, *flags))
-  job.wait_for_rows(run, first + 4, process)
-  job.kill(process)
-  job.train(run, config=small(config, *flags))
+  job.killed_and_resumed(run, first + 4, config=job.small(config, *flags))
   assert len(stage_rows(run, stage, key)) == 6
   report = audit(run / 'replay')
   assert report.ok, report.lines
@@ -149,7 +92,7 @@ def test_a_users_own_algorithm_and_scorer(tmp_path):
   """They lie beside the configuration, which is where they are looked for."""
   for name in ('configs/grpo', 'configs/quickstart', 'tests/fixtures/own_algorithm', 'tests/fixtures/own_scorer'):
     shutil.copy(job.ROOT / f'{name}.py', tmp_path)
-  config = lambda *more: (f'--config={tmp_path}/grpo.py', *small('grpo.py', *more)[1:])
+  config = lambda *more: (f'--config={tmp_path}/grpo.py', *job.small('grpo.py', *more)[1:])
   flags = (
     '--config.stages.1.algorithm.name=own_algorithm:ALGORITHM',
     '--config.stages.1.algorithm.options={"baseline":0.25}',
@@ -168,13 +111,9 @@ def test_a_users_own_algorithm_and_scorer(tmp_path):
 
 
 def test_tasks_are_drawn_by_what_became_of_them_and_a_killed_run_remembers_it(tmp_path):
-  drawn = small('grpo.py:dapo', '--config.stages.1.sampler.order=prioritised', steps=8)
+  drawn = job.small('grpo.py:dapo', '--config.stages.1.sampler.order=prioritised', steps=8)
   job.train(tmp_path / 'whole', config=drawn)
-  run = tmp_path / 'run'
-  process = job.start(run, config=drawn)
-  job.wait_for_rows(run, 17, process)
-  job.kill(process)
-  job.train(run, config=drawn)
+  run = job.killed_and_resumed(tmp_path / 'run', 17, config=drawn)
   job.assert_equal_runs(run, tmp_path / 'whole')
   newest = max((run / 'checkpoints').iterdir(), key=lambda path: int(path.name) if path.name.isdigit() else -1)
   (pool,) = json.loads((newest / 'host.json').read_text())['batches']['sampler']['pools']

@@ -6,6 +6,7 @@ import json
 import os
 
 import pytest
+from clocks import simulated
 
 from jaxrl_llm.app.preflight import print_list
 from jaxrl_llm.app.score import read_attempts, score_file
@@ -113,7 +114,7 @@ def test_scores_are_in_the_order_of_the_rows_whatever_ends_first(tmp_path):
   scorer, rewards = score_of('s', act)
   told = []
   attempts = read_attempts(written(tmp_path, *rows))
-  summary = asyncio.run(score_file(scorer, rewards, attempts, tmp_path / 'out.jsonl', told.append))
+  summary = simulated(score_file(scorer, rewards, attempts, tmp_path / 'out.jsonl', told.append))
   lines = scores_in(tmp_path / 'out.jsonl')
   assert [line['value'] for line in lines] == [float(i) if i % 2 else None for i in range(600)]
   assert [line['uid'] for line in lines] == [f'rows.jsonl:{i + 1}' for i in range(600)]
@@ -163,7 +164,7 @@ def test_as_many_rows_are_under_way_as_the_scorer_permits(tmp_path):
 
   scorer, rewards = score_of('s', act)
   path = written(tmp_path, *[VERL_ROW] * 40)
-  asyncio.run(score_file(scorer, rewards, read_attempts(path), tmp_path / 'out', lambda count: None))
+  simulated(score_file(scorer, rewards, read_attempts(path), tmp_path / 'out', lambda count: None))
   assert most == scorer.concurrency
 
 
@@ -179,7 +180,7 @@ def test_what_fails_does_not_wait_for_rows_that_are_under_way(tmp_path):
   rewards = dataclasses.replace(rewards, scorers=(dataclasses.replace(rewards.scorers[0], deadline_s=3600.0),))
   path = written(tmp_path, *[VERL_ROW] * 3)
   with pytest.raises(KeyError):
-    asyncio.run(asyncio.wait_for(score_file(scorer, rewards, read_attempts(path), tmp_path / 'out', done), 30))
+    simulated(score_file(scorer, rewards, read_attempts(path), tmp_path / 'out', done))
 
 
 def test_only_the_file_of_scores_is_said_to_be_one_that_cannot_be_written(tmp_path):

@@ -1,6 +1,7 @@
 """Stages that cannot learn, or would learn something else than they seem to, are refused before anything starts."""
 
 import dataclasses
+import functools
 import pathlib
 import sys
 
@@ -23,6 +24,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 REFERENCE = {'kl_loss_coef': 0.1, 'reference': {'every': 1}}
 
 
+@functools.cache
 def config_of(name: str, **overrides: str) -> Config:
   return apply_overrides(load_file(f'{ROOT}/configs/{name}', Config), overrides)
 

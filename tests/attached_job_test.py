@@ -37,7 +37,7 @@ def fakes(folder, count=2):
     deadline = time.monotonic() + 120
     while not all(socket.exists() for socket in sockets):
       assert time.monotonic() < deadline and all(process.poll() is None for process in processes)
-      time.sleep(0.1)
+      time.sleep(0.02)
     addresses = json.dumps([f'unix:{socket}' for socket in sockets])
     yield ('--config.rollout.engine=vllm', f'--config.rollout.vllm.addresses={addresses}', *POLICY)
     assert all(process.poll() is None for process in processes), 'attached servers outlive a trainer'
@@ -68,15 +68,12 @@ def test_two_processes_publish_together(tmp_path):
 
 def test_a_killed_trainer_goes_on_with_the_servers_it_left(tmp_path):
   with fakes(tmp_path) as flags:
-    process = job.start(tmp_path / 'run', *flags)
-    job.wait_for_rows(tmp_path / 'run', 12 + 5, process)
-    job.kill(process)
-    job.train(tmp_path / 'run', *flags)
+    job.killed_and_resumed(tmp_path / 'run', 12 + 5, flags=flags)
   check(tmp_path / 'run')
 
 
 def test_after_three_kills_at_a_bound_of_two_every_task_was_trained_once(tmp_path):
   with fakes(tmp_path) as flags:
     run = tmp_path / 'run'
-    job.kill_at_random(run, *flags, *job.ASYNCHRONOUS, '--config.stages.grpo.steps=15', kills=3, seed=1)
-  job.check_accounts(run, steps=15, processed=False)
+    job.kill_at_random(run, *flags, *job.ASYNCHRONOUS, '--config.stages.grpo.steps=21', kills=3, seed=1)
+  job.check_accounts(run, steps=21, processed=False)

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -75,17 +76,24 @@ def test_pairs_share_their_number():
 def test_packing_runs():
   done = run('packing.py', '--tiny', '--rows=32', '--trained=16', '--rounds=1')
   assert done.returncode == 0, done.stderr
-  assert '16 rows, ' in done.stdout and 'padded' in done.stdout
+  last = done.stdout.splitlines()[-1]
+  assert re.fullmatch(r'16 rows, \d+ tokens: packed [\d.]+ full, .+; padded .+: ratio [\d.]+', last), done.stdout
 
 
 @pytest.mark.full
-def test_accelerator_runs_without_one():
-  done = run(
-    'accelerator.py', '--tiny', '--minutes=60', '--steps=1', '--chunks=2', '--micro_batches=2', '--models=0.5B'
-  )
+@pytest.mark.parametrize(
+  ('parts', 'told'),
+  [
+    ('product,attention', ('product: ', 'attention 0.5B masked: values')),
+    pytest.param('steps,offload', ('0.5B here: ', 'offload: '), marks=pytest.mark.acceptance),
+  ],
+)
+def test_accelerator_runs_without_one(parts, told):
+  small = ('--tiny', '--minutes=60', '--steps=1', '--chunks=2', '--micro_batches=2', '--models=0.5B')
+  done = run('accelerator.py', *small, f'--parts={parts}')
   assert done.returncode == 0, done.stdout + done.stderr
-  for part in ('product: ', 'attention 0.5B masked: values', '0.5B here: ', 'offload: '):
-    assert part in done.stdout, done.stdout
+  for line in told:
+    assert line in done.stdout, done.stdout
 
 
 @pytest.mark.full
@@ -106,10 +114,23 @@ def test_accelerator_begins_nothing_when_the_time_is_over():
 
 @pytest.mark.full
 @pytest.mark.skipif(not PEERS.exists(), reason='.venv-peers is missing: launch/install_peers.sh makes it')
-def test_all_sides_do_the_same_work():
+@pytest.mark.parametrize(
+  ('flags', 'works'),
+  [
+    (('--against=trl', '--works=grpo'), ('grpo: trl',)),
+    pytest.param(
+      (),
+      ('logprobs: trl', 'generate: trl', 'grpo: trl', 'grpo, lognormal lengths: trl', 'dpo: trl', 'grpo: tunix'),
+      marks=pytest.mark.acceptance,
+    ),
+  ],
+  ids=['grpo of trl', 'every work'],
+)
+def test_all_sides_do_the_same_work(flags, works):
   """The script itself refuses to measure works whose results differ."""
-  done = run('steps.py', '--tiny', '--rounds=1', '--chunks=4', cwd=ROOT)
+  done = run('steps.py', '--tiny', '--rounds=1', '--chunks=4', *flags, cwd=ROOT)
   assert done.returncode == 0, done.stdout + done.stderr
-  for work in ('logprobs', 'generate', 'grpo', 'grpo, lognormal lengths', 'dpo'):
-    assert f'{work}: trl' in done.stdout
-  assert 'grpo: tunix' in done.stdout
+  cost = r'[\d.]+ s, [\d.]+ CPU-s; '
+  for work in works:
+    line = rf'^{work} {cost}here {cost}ratio [\d.]+, CPU [\d.]+ \(both found '
+    assert re.search(line, done.stdout, re.MULTILINE), done.stdout

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import pathlib
 import shutil
 import subprocess
 
@@ -12,9 +13,19 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 import jax
 import job
 import pytest
+import times
 from jaxtyping import install_import_hook
 
-install_import_hook('jaxrl_llm', 'beartype.beartype')
+_PACKAGE = pathlib.Path(__file__).parents[1] / 'jaxrl_llm'
+# Those that have array annotations: the hook costs time for each module that it rewrites.
+install_import_hook(
+  [
+    '.'.join(path.relative_to(_PACKAGE.parent).with_suffix('').parts)
+    for path in sorted(_PACKAGE.rglob('*.py'))
+    if 'jaxtyping' in path.read_text()
+  ],
+  'beartype.beartype',
+)
 
 
 _LONGEST = (
@@ -39,17 +50,33 @@ _LONGEST = (
 """Files that take minutes: dealt out first, so that no worker is left alone with one at the end."""
 
 
+def pytest_configure(config):
+  config.pluginmanager.register(times, 'times')
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+  """Thousands of tests and their modules stay: looking through them for garbage is in vain."""
+  gc.disable()
+  try:
+    return (yield)
+  finally:
+    gc.enable()
+
+
 def pytest_collection_modifyitems(items):
   place = {name: number for number, name in enumerate(_LONGEST)}
   items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
 @pytest.fixture(scope='session', autouse=True)
-def _shared_programs(tmp_path_factory):
-  """What a job compiles, the next one reads; with several workers their base directories lie in one of the session."""
+def _shared_by_the_session(tmp_path_factory):
+  """What a job or a test process compiles, the next one reads; finished runs are built once for all workers."""
   base = tmp_path_factory.getbasetemp()
   session = base.parent if 'PYTEST_XDIST_WORKER' in os.environ else base
-  os.environ[job.PROGRAMS] = str(session / 'programs')
+  os.environ[job.SESSION] = str(session)
+  jax.config.update('jax_compilation_cache_dir', str(session / 'test_programs'))
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.05)
 
 
 @pytest.fixture(scope='module')

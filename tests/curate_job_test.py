@@ -3,8 +3,6 @@
 import collections
 import dataclasses
 import json
-import subprocess
-import sys
 
 import job
 import pytest
@@ -27,9 +25,7 @@ def run(tmp_path_factory):
 
 
 def call(script, workdir, *flags, expect=0):
-  command = [sys.executable, f'launch/{script}.py', f'--workdir={workdir}', *FEW, *flags]
-  done = subprocess.run(command, cwd=job.ROOT, env=job.environment(), capture_output=True, text=True, timeout=600)
-  assert done.returncode == expect, done.stderr[-3000:]
+  done = job.call(f'launch/{script}.py', f'--workdir={workdir}', *FEW, *flags, expect=expect)
   return (done.stdout + done.stderr).splitlines()
 
 

@@ -1,5 +1,6 @@
 """Two real jax.distributed processes on loopback: the same job, the same numbers, and deaths that are noticed."""
 
+import contextlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.replay.audit import audit
+from jaxrl_llm.replay.browse import open_copy
 
 pytestmark = pytest.mark.full
 
@@ -38,12 +40,12 @@ from jaxrl_llm.replay.index import open_store
 from jaxrl_llm.sync.full import Gatherer
 from jaxrl_llm.weights.hf import load_params, read_spec
 
-workdir, out = map(pathlib.Path, sys.argv[1:])
+workdir, recorded, out = map(pathlib.Path, sys.argv[1:])
 mesh = build_mesh(MeshConfig(fsdp=2))
 spec = read_spec(workdir / 'hf')
 model = build_model(spec)
 params = place_params(model, mesh, load_params(workdir / 'hf', spec))
-plans = json.loads((workdir / 'plans.json').read_text())
+plans = json.loads(recorded.read_text())
 loader, found = RowLoader(workdir, mesh), {}
 setting = Setting(max_response_length=8)
 algorithms = {'sft': sft(SftConfig(), setting), 'grpo': policy_gradient(GrpoConfig(), setting)}
@@ -71,22 +73,18 @@ if jax.process_index() == 0:
 
 @pytest.fixture(scope='module')
 def recorded(tmp_path_factory):
-  """A finished run of one process, with its recorded plans beside it."""
-  from jaxrl_llm.replay.index import open_store
-
-  workdir = tmp_path_factory.mktemp('recorded') / 'run'
-  job.train(workdir)
-  store = open_store(workdir / 'replay')
-  plans = store.plans()
-  store.close()
-  (workdir / 'plans.json').write_text(json.dumps([plans[step] for step in sorted(plans)[6:16]]))
-  return workdir
+  """A finished run of one process, and a file of ten of its plans."""
+  file = tmp_path_factory.mktemp('recorded') / 'plans.json'
+  with contextlib.closing(open_copy(job.quick_run() / 'replay', file.parent / 'copy')) as store:
+    plans = store.plans()
+  file.write_text(json.dumps([plans[step] for step in sorted(plans)[6:16]]))
+  return job.quick_run(), file
 
 
 def gradients_of(recorded, out, *, processes):
   script = out.with_suffix('.py')
   script.write_text(GRADIENTS)
-  command = [sys.executable, str(script), str(recorded), str(out)]
+  command = [sys.executable, str(script), *map(str, recorded), str(out)]
   if processes > 1:
     command = [sys.executable, 'launch/cluster/local.py', f'--processes={processes}', '--', *command]
   devices = {} if processes > 1 else {'XLA_FLAGS': '--xla_force_host_platform_device_count=2'}
@@ -107,20 +105,29 @@ def test_two_processes_compute_the_gradients_of_one_for_ten_recorded_plans(recor
 
 
 @pytest.fixture(scope='module')
-def two_processes(tmp_path_factory):
-  workdir = tmp_path_factory.mktemp('two') / 'run'
-  job.train(workdir, processes=2)
-  return workdir
+def two_processes():
+  """PPO: what two processes gather and shard is more than in other algorithms."""
+  return job.finished('two_processes', config=job.PPO, processes=2)
 
 
 def test_two_processes_leave_a_whole_run(two_processes):
   assert [(stage, step) for stage, step, _ in job.accuracies(two_processes)] == [
-    ('sft', 0), ('sft', 12), ('grpo', 16), ('grpo', 20),
-  ]  # fmt: skip
+    (stage, step) for stage, step, _ in job.accuracies(job.ppo_run())
+  ]
   assert (two_processes / 'hf' / 'model.safetensors').exists()
   losses = [r['actor/sft_loss'] for r in job.rows(two_processes) if 'actor/sft_loss' in r]
   assert losses[-1] < losses[0] - 0.3
   assert audit(two_processes / 'replay').ok
+
+
+def test_two_processes_measure_what_one_does(two_processes):
+  """Token columns are gathered in both: the critic's first batch, and the policy's, are those of one process."""
+  for key, tolerance in (('critic/vf_loss', 1e-4), ('critic/values/mean', 1e-4), ('actor/entropy', 1e-3)):
+    found, wanted = (
+      next(row[key] for row in job.rows(run) if row['stage'] == 'ppo' and key in row)
+      for run in (two_processes, job.ppo_run())
+    )
+    assert found == pytest.approx(wanted, rel=tolerance), key
 
 
 def children(supervisor: int) -> dict[int, int]:
@@ -136,16 +143,16 @@ def children(supervisor: int) -> dict[int, int]:
   return found
 
 
-@pytest.mark.parametrize('rank', [0, 1])
-def test_either_killed_the_job_ends_names_it_and_resumes_bit_for_bit(two_processes, tmp_path, rank):
-  workdir = tmp_path / 'run'
-  process = job.start(workdir, processes=2)
-  job.wait_for_rows(workdir, 15, process)
-  os.kill(children(process.pid)[rank], signal.SIGKILL)
-  started = time.monotonic()
-  out, err = process.communicate(timeout=60)
-  assert time.monotonic() - started < 45, 'the stated time is 30 s, and some to start and read'
-  assert process.returncode == 128 + signal.SIGKILL
-  assert re.search(rf'process {rank}.*SIGKILL', out + err), out + err
-  job.train(workdir, processes=2)
-  job.assert_equal_runs(workdir, two_processes)
+def test_either_killed_the_job_ends_names_it_and_resumes_bit_for_bit(two_processes, tmp_path):
+  run = tmp_path / 'run'
+  for rank, count in ((0, 15), (1, 18)):
+    process = job.start(run, config=job.PPO, processes=2)
+    job.wait_for_rows(run, count, process)
+    os.kill(children(process.pid)[rank], signal.SIGKILL)
+    started = time.monotonic()
+    out, err = process.communicate(timeout=60)
+    assert time.monotonic() - started < 45, 'the stated time is 30 s, and some to start and read'
+    assert process.returncode == 128 + signal.SIGKILL
+    assert re.search(rf'process {rank}.*SIGKILL', out + err), out + err
+  job.train(run, config=job.PPO, processes=2)
+  job.assert_equal_runs(run, two_processes)

@@ -6,14 +6,13 @@ import collections
 import contextlib
 import json
 import string
-import subprocess
-import sys
 import time
 
 import jax
 import job
 import numpy as np
 import pytest
+import warm
 from services import Service, chat
 
 from jaxrl_llm.models.api import build_model
@@ -71,8 +70,8 @@ def reward_service(directory):
   how = dict(tokenizer_dir=directory / 'tokenizer', eos_ids=tokenizer.stop_ids, pad_id=tokenizer.pad_id)
   export(directory / 'model', params, spec, **how)
   file = directory / 'address.json'
-  serve = [sys.executable, 'launch/serve.py', '--role=reward', f'--model={directory / "model"}', '--dtype=float32']
-  process = subprocess.Popen([*serve, f'--addresses_file={file}'], cwd=job.ROOT, env=job.environment())
+  serve = ['launch/serve.py', '--role=reward', f'--model={directory / "model"}', '--dtype=float32']
+  process = warm.start([*serve, f'--addresses_file={file}'], cwd=job.ROOT, env=job.environment(), piped=False)
   try:
     while not file.exists():
       assert process.poll() is None
@@ -135,6 +134,5 @@ def test_pictures_are_scored_from_recorded_answers(tmp_path):
       'images': [{'kind': 'image', 'bytes': PIXEL}],
     }
     file.write_text('\n'.join(json.dumps(row(said, truth)) for said, truth, _ in rows))
-    command = [sys.executable, 'launch/score.py', f'--scorer={scorer}', f'--rows={file}', f'--out={out}']
-    subprocess.run(command, cwd=job.ROOT, env=job.environment(), check=True)
+    job.call('launch/score.py', f'--scorer={scorer}', f'--rows={file}', f'--out={out}')
     assert [json.loads(line)['value'] for line in out.open()] == [value for *_, value in rows]

@@ -10,13 +10,13 @@ from jaxrl_llm.rollout.embedded import EmbeddedConfig, EmbeddedEngine
 from jaxrl_llm.rollout.fake import FakeServer, Sampled
 
 MODEL = serving.model_of('qwen2', tied=True)
+CONFIG = EmbeddedConfig(slots=8, prefill_rows=2, prefill_buckets=(16, 400), decode_steps=8, filters=False)
 
 
 def test_embedded_engine():
   async def main():
     thread = DeviceThread()
-    config = EmbeddedConfig(slots=8, prefill_rows=2, prefill_buckets=(16, 400), decode_steps=8, filters=False)
-    engine = EmbeddedEngine(MODEL, config, max_length=serving.LENGTH, seed=3, run=thread.run)
+    engine = EmbeddedEngine(MODEL, CONFIG, max_length=serving.LENGTH, seed=3, run=thread.run)
     await engine.start()
     await engine_contract.hold(engine, MODEL, atol=1e-4)
     await engine_contract.hold_closed(engine)
@@ -27,7 +27,7 @@ def test_embedded_engine():
 def test_fleet_of_fake_servers(tmp_path):
   async def main():
     shape = dict(max_model_len=serving.LENGTH, vocab_size=serving.VOCAB)
-    servers = [FakeServer(Sampled(MODEL.spec), **shape) for _ in range(2)]
+    servers = [FakeServer(Sampled(MODEL.spec, config=CONFIG), **shape) for _ in range(2)]
     addresses = [await server.start(uds=str(tmp_path / f'{i}.sock')) for i, server in enumerate(servers)]
     async with serving.attached(MODEL, addresses, tmp_path) as fleet:
       await engine_contract.hold(fleet, MODEL, atol=1e-4)

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import job
 import pytest
@@ -12,16 +10,12 @@ pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope='module')
-def run(tmp_path_factory):
-  workdir = tmp_path_factory.mktemp('evaluate') / 'run'
-  job.train(workdir)
-  return workdir
+def run():
+  return job.quick_run()
 
 
 def evaluate(workdir, *flags, expect=0):
-  command = [sys.executable, 'launch/evaluate.py', f'--workdir={workdir}', *flags]
-  done = subprocess.run(command, cwd=job.ROOT, env=job.environment(), capture_output=True, text=True, timeout=600)
-  assert done.returncode == expect, done.stderr[-3000:]
+  done = job.call('launch/evaluate.py', f'--workdir={workdir}', *flags, expect=expect)
   return done.stderr if expect else done.stdout
 
 

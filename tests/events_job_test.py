@@ -3,8 +3,6 @@
 import collections
 import itertools
 import json
-import subprocess
-import sys
 
 import job
 import pytest
@@ -105,21 +103,14 @@ def test_the_report_has_a_timeline_of_the_last_attempt_and_idle_shares_of_all_st
 
 
 def test_the_command_writes_a_trace_that_a_viewer_can_read(run, tmp_path):
-  command = [sys.executable, 'launch/report.py', f'--workdir={run}', f'--target={tmp_path}/report.html']
+  command = ('launch/report.py', f'--workdir={run}', f'--target={tmp_path}/report.html')
   for flag, path in (('--perfetto', run / 'perfetto.json'), (f'--perfetto={tmp_path}/x.json', tmp_path / 'x.json')):
-    done = subprocess.run([*command, flag], cwd=job.ROOT, env=job.environment(), capture_output=True, text=True)
-    assert done.returncode == 0 and f'{path}  (' in done.stdout, done.stderr
+    assert f'{path}  (' in job.call(*command, flag).stdout
     rows = json.loads(path.read_text())['traceEvents']
     assert {row['ph'] for row in rows} == set('MXstf') and all(row.get('dur', 0) >= 0 for row in rows)
     opened = collections.Counter(row['id'] for row in rows if row['ph'] == 's')
     assert opened == collections.Counter(row['id'] for row in rows if row['ph'] == 'f')
     named = {(row['pid'], row['tid']) for row in rows if row['ph'] == 'M' and row['name'] == 'thread_name'}
     assert {(row['pid'], row['tid']) for row in rows} == named
-  (line,) = subprocess.run(
-    [*command, f'--perfetto={tmp_path}/nowhere/x.json'],
-    cwd=job.ROOT,
-    env=job.environment(),
-    capture_output=True,
-    text=True,
-  ).stderr.splitlines()
+  (line,) = job.call(*command, f'--perfetto={tmp_path}/nowhere/x.json', expect=2).stderr.splitlines()
   assert line.startswith('error: --perfetto=')

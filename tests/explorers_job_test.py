@@ -6,13 +6,12 @@ import os
 import pathlib
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import job
 import numpy as np
 import pytest
+import warm
 from services import Service, chat
 
 from jaxrl_llm.experience.sample import Role
@@ -42,8 +41,7 @@ def explorers(run):
 
 
 def test_explorers_make_what_the_master_would_through_kills_of_theirs_and_of_the_run(tmp_path):
-  whole, run = tmp_path / 'whole', tmp_path / 'run'
-  job.train(whole)
+  run = tmp_path / 'run'
   process = job.start(run, TWO)
   job.wait_for_rows(run, 12 + 1, process)
   first = explorers(run)
@@ -53,11 +51,11 @@ def test_explorers_make_what_the_master_would_through_kills_of_theirs_and_of_the
   job.kill(process)
   deadline = time.monotonic() + 30
   while explorers(run) and time.monotonic() < deadline:
-    time.sleep(0.1)
+    time.sleep(0.02)
   assert not explorers(run), 'they end with the run'
   job.train(run, TWO)
   assert not explorers(run)
-  job.assert_equal_runs(run, whole)
+  job.assert_equal_runs(run, job.quick_run())
   assert audit(run / 'replay').ok
 
 
@@ -69,10 +67,8 @@ def test_an_explorer_of_another_machine_comes_over_tcp_with_the_token(tmp_path):
   with socket.create_server(('127.0.0.1', 0)) as free:
     port = free.getsockname()[1]
   listen = {'processes': 0, 'listen': {'port': port, 'token_file': str(token)}}
-  explore = [sys.executable, 'launch/serve.py', '--role=explorer', f'--master=http://127.0.0.1:{port}']
-  start = lambda key: subprocess.Popen(
-    [*explore, f'--key_file={key}'], cwd=job.ROOT, env=job.environment(), stderr=subprocess.PIPE, text=True
-  )
+  explore = ['launch/serve.py', '--role=explorer', f'--master=http://127.0.0.1:{port}']
+  start = lambda key: warm.start([*explore, f'--key_file={key}'], cwd=job.ROOT, env=job.environment())
   helper, stranger = start(token), None
   try:
     process = job.start(run, f'--config.rollout.explorers={json.dumps(listen)}', '--config.stages.grpo.steps=2')
@@ -106,8 +102,7 @@ def finish(run, helper, *flags):
     *flags,
   ]
   environment = job.environment(PYTHONPATH=os.environ['PYTHONPATH'])
-  done = subprocess.run(job.command(run, *flags), cwd=job.ROOT, env=environment, capture_output=True, text=True)
-  assert done.returncode == 0, done.stderr
+  job.train(run, *flags, environ=environment)
 
 
 @pytest.mark.parametrize('processes', [0, 1])

@@ -72,7 +72,7 @@ class FakeEngine:
         for _ in range(0 if self.prompt else self._random.randrange(8)):
           await asyncio.sleep(0)
         while self.hold(request):
-          await asyncio.sleep(0.001)
+          await asyncio.sleep(0.01)
         yield index, self.complete(request, index)
     except asyncio.CancelledError:
       self.cancelled += 1

@@ -4,40 +4,81 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import fcntl
 import json
 import os
 import pathlib
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
+
+import times
+import warm
 
 ROOT = pathlib.Path(__file__).parents[1]
-QUICK = (
-  '--config=configs/quickstart.py',
+SMALL = (
+  '--config.policy.model={"hidden_size":64,"intermediate_size":96,"num_hidden_layers":2,'
+  '"num_attention_heads":2,"num_key_value_heads":1,"head_dim":32}',
   '--config.tasksets.train.size=4000',
   '--config.tasksets.eval.size=4000',
+  '--config.evaluation.held_out.tasks=24',
+  '--config.rollout.embedded.slots=24',
+  '--config.checkpoint.every_steps=3',
+  # So that rewards differ inside groups from the first step on.
+  '--config.rewards.scorers.0.options={"partial_credit":true}',
+)
+"""What all shipped configurations share: same code, smaller numbers."""
+QUICK = (
+  '--config=configs/quickstart.py',
+  *SMALL,
   '--config.stages.sft.demonstrations.count=400',
   '--config.stages.sft.steps=12',
   '--config.stages.grpo.steps=8',
   '--config.stages.grpo.groups_per_batch=6',
   '--config.stages.grpo.group_size=4',
   '--config.stages.grpo.evaluate_every=4',
-  '--config.evaluation.held_out.tasks=24',
-  '--config.rollout.embedded.slots=24',
-  '--config.checkpoint.every_steps=3',
-  # So that rewards differ inside groups from the first step on.
-  '--config.rewards.scorers.0.options={"partial_credit":true}',
-  '--config.policy.model={"hidden_size":64,"intermediate_size":96,"num_hidden_layers":2,'
-  '"num_attention_heads":2,"num_key_value_heads":1,"head_dim":32}',
 )
-"""The quickstart's job in seconds: same code, smaller numbers."""
+"""The quickstart's job in seconds."""
 UNTIMED = ('timing_s/', 'timing_per_token_ms/', 'perf/')
 """Metrics that may differ between two equal runs."""
-PROGRAMS = 'JAXRL_TEST_PROGRAMS'
-"""Environment variable with the directory of compiled programs that all jobs of a test session share."""
+SESSION = 'JAXRL_TEST_SESSION'
+"""Environment variable with the directory that all workers of a test session share."""
+
+
+def small(config: str, *flags: str, steps: int = 6) -> tuple[str, ...]:
+  """A shipped configuration in seconds: a stage of demonstrations, then `steps` batches of 6 groups of 4."""
+  return (
+    f'--config=configs/{config}',
+    *SMALL,
+    '--config.stages.0.demonstrations.count=400',
+    '--config.stages.0.steps=12',
+    f'--config.stages.1.steps={steps}',
+    '--config.stages.1.groups_per_batch=6',
+    '--config.stages.1.group_size=4',
+    *flags,
+  )
+
+
+PPO = small(
+  'ppo.py',
+  '--config.stages.1.minibatches=2',
+  '--config.stages.1.epochs=2',
+  # A critic that warms up, a reference that is refreshed, a coefficient that is adapted: all of it is kept.
+  '--config.stages.1.algorithm.options='
+  + json.dumps(
+    {'critic_warmup': 2, 'kl_reward_coef': 0.05, 'kl_target': 1e-4, 'kl_horizon': 100.0, 'reference': {'every': 4}}
+  ),
+  steps=9,
+)
+
+
+def session() -> pathlib.Path:
+  return pathlib.Path(os.environ[SESSION])
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -47,7 +88,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def command(workdir: pathlib.Path, *flags: str, config: tuple[str, ...] = QUICK, processes: int = 1) -> list[str]:
-  programs = f'--config.compilation_cache={os.environ[PROGRAMS]}'
+  programs = f'--config.compilation_cache={session() / "programs"}'
   train = [sys.executable, 'launch/train.py', *config, programs, f'--workdir={workdir}', *flags]
   if processes == 1:
     return train
@@ -59,25 +100,106 @@ def own_programs(workdir: pathlib.Path) -> str:
   return f'--config.compilation_cache={workdir.parent / "programs"}'
 
 
-def start(workdir: pathlib.Path, *flags: str, **options) -> subprocess.Popen:
-  return subprocess.Popen(
-    command(workdir, *flags, **options),
-    cwd=ROOT,
-    env=environment(),
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-    start_new_session=True,
-  )
+def start(
+  workdir: pathlib.Path, *flags: str, environ: Mapping[str, str] | None = None, **options
+) -> subprocess.Popen | warm.Process:
+  """Starts a job: a fork of what has its imports (`warm`), or a supervisor of several processes."""
+  train, env = command(workdir, *flags, **options), environment() if environ is None else environ
+  if options.get('processes', 1) == 1:
+    return warm.start(train[1:], cwd=ROOT, env=env)
+  pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+  return subprocess.Popen(train, cwd=ROOT, env=env, start_new_session=True, **pipes)
 
 
-def train(workdir: pathlib.Path, *flags: str, expect: int = 0, **options) -> subprocess.CompletedProcess:
+def train(
+  workdir: pathlib.Path, *flags: str, expect: int = 0, timeout_s: float = 600, **options
+) -> subprocess.CompletedProcess:
   """Runs to the end; raises with the output when the exit code is another than `expect`."""
-  process = start(workdir, *flags, **options)
-  out, err = process.communicate(timeout=600)
+  return _finish(start(workdir, *flags, **options), expect, timeout_s=timeout_s)
+
+
+def call(
+  script: str, *arguments: object, expect: int = 0, timeout_s: float = 600, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess:
+  """Runs a script of ours to the end; raises with the output when the exit code is another than `expect`."""
+  arguments = [str(argument) for argument in arguments]
+  process = warm.start([script, *arguments], cwd=ROOT, env=environment() if environ is None else environ)
+  return _finish(process, expect, timeout_s=timeout_s)
+
+
+def _finish(process, expect: int, *, timeout_s: float) -> subprocess.CompletedProcess:
+  try:
+    with times.phase('job'):
+      out, err = process.communicate(timeout=timeout_s)
+  except subprocess.TimeoutExpired:
+    kill(process)
+    raise
   if process.returncode != expect:
     raise AssertionError(f'exit code {process.returncode}, wanted {expect}\n--- stdout\n{out}\n--- stderr\n{err}')
   return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def shared(name: str, build: Callable[[pathlib.Path], object]) -> pathlib.Path:
+  """A directory that is built once in a test session, whichever worker asks first; nobody may write there afterwards.
+
+  Args:
+    build: makes the directory that it is given. A failure is nobody else's: the next who asks builds again.
+  """
+  folder = session() / 'shared'
+  folder.mkdir(exist_ok=True)
+  with open(folder / f'{name}.lock', 'w') as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    done = folder / f'{name}.done'
+    if not done.exists():
+      shutil.rmtree(folder / name, ignore_errors=True)
+      build(folder / name)
+      done.touch()
+  return folder / name
+
+
+def finished(name: str, *flags: str, **options) -> pathlib.Path:
+  """The directory of a run that has ended, trained once in a session; what it printed lies beside it."""
+
+  def build(workdir: pathlib.Path) -> None:
+    workdir.with_suffix('.stdout').write_text(train(workdir, *flags, **options).stdout)
+
+  return shared(name, build)
+
+
+def printed(workdir: pathlib.Path) -> str:
+  """What a `finished` run wrote to stdout."""
+  return workdir.with_suffix('.stdout').read_text()
+
+
+def quick_run() -> pathlib.Path:
+  """QUICK, run to its end."""
+  return finished('quick')
+
+
+def ppo_run() -> pathlib.Path:
+  """PPO, run to its end."""
+  return finished('ppo', config=PPO)
+
+
+def killed_ppo_run() -> pathlib.Path:
+  """PPO, killed inside the warm-up and after a refresh of the reference, and run to its end."""
+  return shared('killed_ppo', lambda workdir: killed_and_resumed(workdir, 16, 21, config=PPO))
+
+
+def killed_and_resumed(workdir: pathlib.Path, *counts: int, **options) -> pathlib.Path:
+  """Kills a run each time that metrics.jsonl has so many rows, and then lets it end."""
+  flags = options.pop('flags', ())
+  for count in counts:
+    process = start(workdir, *flags, **options)
+    wait_for_rows(workdir, count, process)
+    kill(process)
+  train(workdir, *flags, **options)
+  return workdir
+
+
+def copy(workdir: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+  """Of a shared run, to be written to."""
+  return shutil.copytree(workdir, target)
 
 
 def rows(workdir: pathlib.Path) -> list[dict]:
@@ -96,12 +218,13 @@ def accuracies(workdir: pathlib.Path, taskset: str = 'eval') -> list[tuple[str, 
 def wait_for_rows(workdir: pathlib.Path, count: int, process: subprocess.Popen, *, timeout_s: float = 300) -> None:
   """Returns when metrics.jsonl has `count` rows; raises when the process ends before."""
   deadline = time.monotonic() + timeout_s
-  while len(rows(workdir)) < count:
-    if process.poll() is not None:
-      raise AssertionError(f'ended with {process.returncode} before {count} rows:\n{process.communicate()[1]}')
-    if time.monotonic() > deadline:
-      raise AssertionError(f'{len(rows(workdir))} rows of {count} after {timeout_s} s')
-    time.sleep(0.01)
+  with times.phase('job'):
+    while len(rows(workdir)) < count:
+      if process.poll() is not None:
+        raise AssertionError(f'ended with {process.returncode} before {count} rows:\n{process.communicate()[1]}')
+      if time.monotonic() > deadline:
+        raise AssertionError(f'{len(rows(workdir))} rows of {count} after {timeout_s} s')
+      time.sleep(0.01)
 
 
 def kill(process: subprocess.Popen) -> None:
@@ -147,18 +270,21 @@ def newest_arrays(workdir: pathlib.Path) -> dict[str, tuple[str, tuple[int, ...]
   }
 
 
-def kill_at_random(workdir: pathlib.Path, *flags: str, kills: int, seed: int, **options) -> list[int]:
+def kill_at_random(workdir: pathlib.Path, *flags: str, kills: int, seed: int, after: int = 0, **options) -> list[int]:
   """Starts a run, kills it after a random while, checks its accounts, and again; then lets it end.
+
+  Args:
+    after: rows before the first kill; a run of QUICK has 14 when its rollouts begin.
 
   Returns how many rows it had at each kill.
   """
   from jaxrl_llm.replay.audit import audit
 
-  rng, at, flags = random.Random(seed), [], (*flags, own_programs(workdir))
+  rng, at = random.Random(seed), []
   for _ in range(kills):
     process = start(workdir, *flags, **options)
-    wait_for_rows(workdir, len(rows(workdir)) + rng.randrange(1, 4), process)
-    time.sleep(rng.random())
+    wait_for_rows(workdir, max(after, len(rows(workdir))) + rng.randrange(1, 4), process)
+    time.sleep(rng.random() * 0.2)
     kill(process)
     at.append(len(rows(workdir)))
     report = audit(workdir / 'replay')

@@ -15,6 +15,10 @@ import os, signal, sys, time
 me, count = int(os.environ['JAX_PROCESS_ID']), int(os.environ['JAX_NUM_PROCESSES'])
 open(f'pid.{me}', 'w').write(str(os.getpid()))
 while any(not os.path.exists(f'pid.{i}') for i in range(count)): time.sleep(0.01)
+
+def wait_for_end_of(other):
+  # Until the supervisor has collected it.
+  while os.path.exists('/proc/' + open(f'pid.{other}').read()): time.sleep(0.01)
 """
 """Every child writes its pid, and waits until all have."""
 
@@ -100,7 +104,7 @@ def test_a_killed_process_is_named_with_its_signal(tmp_path, victim):
 @pytest.mark.parametrize('consequence', ['os.abort()', 'os._exit(75)'])
 def test_a_consequence_is_not_the_culprit(tmp_path, consequence):
   # Process 1 ends first, as one that lost its peer; process 0, the cause, is seen to end just after it.
-  child = f'{consequence} if me == 1 else (time.sleep(0.2), os.kill(os.getpid(), signal.SIGKILL))'
+  child = f'{consequence} if me == 1 else (wait_for_end_of(1), os.kill(os.getpid(), signal.SIGKILL))'
   code, _, err = finish(start(tmp_path, child))
   assert (code, err[-1]) == (137, 'local: culprit: process 0, ended by signal SIGKILL')
 
@@ -118,7 +122,7 @@ while not os.path.exists('ready.0'): time.sleep(0.01)
 if me == 0: time.sleep(600)
 sys.exit(5)
 """
-  code, _, err = finish(start(tmp_path, child, '--grace_s=0.3'))
+  code, _, err = finish(start(tmp_path, child, '--grace_s=0.1'))
   assert code == 5
   assert err[1:] == [
     'local: killing processes 0, which SIGTERM did not end',
@@ -128,13 +132,13 @@ sys.exit(5)
 
 
 def test_after_a_good_end_the_others_have_time_but_not_forever(tmp_path):
-  code, out, _ = finish(start(tmp_path, 'me or (time.sleep(0.5), print("late"))'))
+  code, out, _ = finish(start(tmp_path, 'me or (wait_for_end_of(1), time.sleep(0.1), print("late"))'))
   assert (code, out) == (0, ['[0] late'])
   other = tmp_path / 'other'
   other.mkdir()
-  code, _, err = finish(start(other, 'me or time.sleep(600)', '--linger_s=0.5'))
+  code, _, err = finish(start(other, 'me or time.sleep(600)', '--linger_s=0.1'))
   assert code == 137
-  assert err[0] == 'local: processes 0 have not ended within 0.5 s; killing them'
+  assert err[0] == 'local: processes 0 have not ended within 0.1 s; killing them'
 
 
 @pytest.mark.parametrize(('number', 'wanted'), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -6,7 +6,18 @@ import re
 import jax
 import numpy as np
 import pytest
-from learning import CHUNK, LIMITS, SETTING, Case, host_params, rollouts, write_samples
+from learning import (
+  CHUNK,
+  LIMITS,
+  SETTING,
+  Case,
+  host_params,
+  quick,
+  quick_once,
+  quick_options,
+  rollouts,
+  write_samples,
+)
 
 from jaxrl_llm.core.trees import flatten, unflatten
 from jaxrl_llm.learner.optimizer import OptimizerConfig, build_optimizer
@@ -55,12 +66,8 @@ class Adapted(Case):
   def gradients(self, algorithm):
     packed, constants = self.packed(algorithm)
     function = functools.partial(gradients, self.model, algorithm.loss, token_chunk=CHUNK, on_policy=ON_POLICY)
-    # Compiling takes longer than running: LLVM may do less.
-    compiled = jax.jit(
-      lambda params, base: function(params, packed.chunks, packed.used, constants, base=base),
-      compiler_options={'xla_backend_optimization_level': 0},
-    )
-    return lambda trained: jax.device_get(compiled(trained, self.base))
+    jitted = quick(lambda params, base: function(params, packed.chunks, packed.used, constants, base=base))
+    return lambda trained: jax.device_get(jitted(trained, self.base))
 
 
 @functools.cache
@@ -91,11 +98,17 @@ def test_the_gradient_is_that_of_the_merged_weights_by_the_chain_rule(folder):
   assert_same(found, merged._replace(grads=wanted), *LIMITS['float64'])
 
 
+@functools.cache
+def supervised(folder):
+  """A case, and its gradients as a function of the adapters; compiled once for both of them."""
+  case = Adapted(folder)
+  return case, case.gradients(SFT)
+
+
 @pytest.mark.parametrize('kind', ['lora_a', 'lora_b'])
 def test_the_gradient_is_that_of_finite_differences(folder, kind):
   with jax.enable_x64(True):
-    case = Adapted(folder)
-    function = case.gradients(SFT)
+    case, function = supervised(folder)
     rng, trained = np.random.default_rng(5), flatten(case.trained)
     direction = {name: rng.normal(size=x.shape) * name.endswith(kind) for name, x in trained.items()}
     loss = lambda step: function(unflatten({name: x + step * direction[name] for name, x in trained.items()})).loss
@@ -139,7 +152,7 @@ def test_an_update_moves_the_adapters_alone(folder, axes):
   update, state, (packed, constants) = build(case)
   before, base = jax.device_get(flatten(state.params)), jax.device_get(flatten(case.base))
   shardings = jax.tree.map(lambda x: x.sharding, state)
-  state, report = update(state, packed.chunks, packed.used, constants, case.base)
+  state, report = quick_once(update)(state, packed.chunks, packed.used, constants, case.base)
   assert not report.skipped and not report.empty
   assert jax.tree.map(lambda x: x.sharding, state) == shardings
   after = flatten(state.params)
@@ -173,7 +186,7 @@ def test_no_gradient_of_a_targets_kernel_is_computed(folder):
   def products(merge):
     case = Adapted(folder, merge=merge, dtype='float32')
     update, state, (packed, constants) = build(case)
-    program = update.lower(state, packed.chunks, packed.used, constants, case.base).compile()
+    program = update.lower(state, packed.chunks, packed.used, constants, case.base).compile(quick_options())
     kernels = {x.shape for x in flatten(host_params('decoder')['layers']).values() if x.ndim == 2}
     shapes = {tuple(map(int, s.split(','))) for s in re.findall(r'= f32\[(\d+,\d+)\]\S* dot\(', program.as_text())}
     return kernels & (shapes | {shape[::-1] for shape in shapes})

@@ -134,15 +134,27 @@ PACKED = {'chunks': 3, 'chunk_len': 48, 'token_chunk': 8, 'scan': True, 'remat':
 SHARDED = {'chunks': 2, 'axes': (('fsdp', 2), ('sequence', 2), ('tensor', 2))}
 
 
+LAYOUTS = {'float32': [PACKED], 'float64': [PACKED, SHARDED]}
+IN_FULL = {
+  *((name, 'float64') for name in KINDS),
+  *((name, 'float32') for name in ('grpo', 'ppo critic', 'reward_model')),
+}
+"""One of each kind of loss; and again in float32 one of each head."""
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(('precision', 'cuts'), [('float32', [PACKED]), ('float64', [PACKED, SHARDED])])
 @pytest.mark.parametrize(
-  'name', [name if name in KINDS else pytest.param(name, marks=pytest.mark.acceptance) for name in INVARIANT]
+  ('name', 'precision'),
+  [
+    pytest.param(name, precision, marks=() if (name, precision) in IN_FULL else pytest.mark.acceptance)
+    for name in INVARIANT
+    for precision in LAYOUTS
+  ],
 )
-def test_nothing_about_the_layout_changes_the_decoders_gradient(folder, name, precision, cuts):
+def test_nothing_about_the_layout_changes_the_decoders_gradient(folder, name, precision):
   """The cuts: micro-batches, packing, padding, chunk sizes and scanned layers; and a sharded batch and model."""
   whole = found_of(folder, name, model='decoder', dtype=precision)
-  for cut in cuts:
+  for cut in LAYOUTS[precision]:
     assert_same(found_of(folder, name, model='decoder', dtype=precision, **cut), whole, precision)
 
 

@@ -1,7 +1,6 @@
 """Adapters through the real program: what is committed, what a kill leaves, what is refused, what comes out."""
 
 import json
-import shutil
 
 import job
 import numpy as np
@@ -28,9 +27,8 @@ def config(base, *flags):
 
 @pytest.fixture(scope='module')
 def base(tmp_path_factory):
-  workdir = tmp_path_factory.mktemp('base') / 'run'
-  job.train(workdir, '--config.stages.sft.steps=4', '--config.stages.grpo.steps=1')
-  return workdir
+  """A copy, which a test may damage and mend."""
+  return job.copy(job.quick_run(), tmp_path_factory.mktemp('base') / 'run')
 
 
 @pytest.fixture(scope='module')
@@ -74,17 +72,29 @@ def test_the_merged_export_is_base_and_adapter(adapted, base):
   assert json.loads((adapted / 'adapter/adapter_config.json').read_text())['base_model_name_or_path'] == f'{base}/hf'
 
 
-def test_a_killed_run_goes_on_bit_for_bit(adapted, base, tmp_path):
+def flip_last_bit(file):
+  data = bytearray(file.read_bytes())
+  data[-1] ^= 1
+  file.write_bytes(data)
+
+
+def test_a_killed_run_goes_on_bit_for_bit_and_on_no_other_weights(adapted, base, tmp_path):
   run = tmp_path / 'run'
   for count in (5, 18):  # Inside each stage.
     process = job.start(run, config=config(base))
     job.wait_for_rows(run, count, process)
     job.kill(process)
+    if count == 5:
+      flip_last_bit(base / 'hf/model.safetensors')
+      error = job.train(run, config=config(base), expect=2).stderr
+      assert 'no longer gives the weights that the adapters of the commit at step 3 were trained on' in error
+      flip_last_bit(base / 'hf/model.safetensors')
   job.train(run, config=config(base))
   job.assert_equal_runs(run, adapted)
   assert job.files(run / 'adapter') == job.files(adapted / 'adapter')
 
 
+@pytest.mark.acceptance
 def test_two_processes_do_the_same(adapted, base, tmp_path):
   run = tmp_path / 'run'
   job.train(run, config=config(base), processes=2)
@@ -92,20 +102,6 @@ def test_two_processes_do_the_same(adapted, base, tmp_path):
   np.testing.assert_allclose(found, wanted, rtol=1e-4)
   for name, array in weights(run, 'adapter').items():
     assert array.shape == weights(adapted, 'adapter')[name].shape
-
-
-def test_adapters_of_other_weights_are_refused(base, tmp_path):
-  own, run = tmp_path / 'base', tmp_path / 'run'
-  shutil.copytree(base, own)
-  process = job.start(run, config=config(own))
-  job.wait_for_rows(run, 5, process)
-  job.kill(process)
-  file = own / 'hf/model.safetensors'
-  data = bytearray(file.read_bytes())
-  data[-1] ^= 1
-  file.write_bytes(data)
-  error = job.train(run, config=config(own), expect=2).stderr
-  assert 'no longer gives the weights that the adapters of the commit at step 3 were trained on' in error
 
 
 @pytest.mark.parametrize(
@@ -117,7 +113,9 @@ def test_adapters_of_other_weights_are_refused(base, tmp_path):
       'ppo',
       'critic/vf_loss',
     ),
-    ('dpo.py', ('--config.stages.1.steps=3',), 'dpo', 'rewards/accuracies'),
+    pytest.param(
+      *('dpo.py', ('--config.stages.1.steps=3',), 'dpo', 'rewards/accuracies'), marks=pytest.mark.acceptance
+    ),
   ],
 )
 def test_other_algorithms_train_adapters_too(base, tmp_path, name, flags, stage, key):

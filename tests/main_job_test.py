@@ -9,13 +9,11 @@ import pytest
 
 
 @pytest.fixture(scope='module')
-def finished(tmp_path_factory):
-  workdir = tmp_path_factory.mktemp('runs') / 'quick'
-  return workdir, job.train(workdir)
+def finished():
+  return job.quick_run()
 
 
 def test_leaves_a_whole_run_directory(finished):
-  workdir, result = finished
   for name in (
     'config.json',
     'metrics.jsonl',
@@ -24,13 +22,14 @@ def test_leaves_a_whole_run_directory(finished):
     'hf/model.safetensors',
     'hf/tokenizer.json',
   ):
-    assert (workdir / name).stat().st_size > 0, name
-  assert len(list((workdir / 'rollouts' / 'grpo').glob('*.jsonl'))) == 8
-  assert 'before' in result.stdout and 'after' in result.stdout and str(workdir / 'hf') in result.stdout
+    assert (finished / name).stat().st_size > 0, name
+  assert len(list((finished / 'rollouts' / 'grpo').glob('*.jsonl'))) == 8
+  printed = job.printed(finished)
+  assert 'before' in printed and 'after' in printed and str(finished / 'hf') in printed
 
 
 def test_evaluates_at_the_start_inside_and_after_each_stage(finished):
-  assert [(stage, step) for stage, step, _ in job.accuracies(finished[0])] == [
+  assert [(stage, step) for stage, step, _ in job.accuracies(finished)] == [
     ('sft', 0),
     ('sft', 12),
     ('grpo', 16),
@@ -39,21 +38,21 @@ def test_evaluates_at_the_start_inside_and_after_each_stage(finished):
 
 
 def test_each_step_has_one_row_and_nothing_compiles_after_warm_up(finished):
-  steps = [r for r in job.rows(finished[0]) if 'timing_s/step' in r]
+  steps = [r for r in job.rows(finished) if 'timing_s/step' in r]
   assert [r['training/global_step'] for r in steps] == list(range(1, 21))
   assert [r['perf/compilations'] for r in steps if r['stage'] == 'grpo'][2:] == [0] * 6
   assert [r['perf/compilations'] for r in steps if r['stage'] == 'sft'][2:] == [0] * 10
 
 
 def test_trainer_and_sampler_agree_on_every_rollout_token(finished):
-  for file in (finished[0] / 'rollouts' / 'grpo').glob('*.jsonl'):
+  for file in (finished / 'rollouts' / 'grpo').glob('*.jsonl'):
     for row in map(json.loads, file.read_text().splitlines()):
       differences = [abs(a - b) for a, b in zip(row['trainer_logprobs'], row['behaviour_logprobs'], strict=True)]
       assert max(differences) <= 1e-4
 
 
 def test_rollouts_carry_advantages_that_follow_from_their_rewards(finished):
-  file = sorted((finished[0] / 'rollouts' / 'grpo').glob('*.jsonl'))[-1]
+  file = sorted((finished / 'rollouts' / 'grpo').glob('*.jsonl'))[-1]
   groups = {}
   for row in map(json.loads, file.read_text().splitlines()):
     groups.setdefault(row['group_id'], []).append(row)
@@ -64,8 +63,8 @@ def test_rollouts_carry_advantages_that_follow_from_their_rewards(finished):
     assert len(set(rewards)) > 1 or all(set(r['advantages']) == {0.0} for r in rows)
 
 
-def test_a_finished_run_started_again_changes_nothing(finished):
-  workdir, _ = finished
+def test_a_finished_run_started_again_changes_nothing(finished, tmp_path):
+  workdir = job.copy(finished, tmp_path / 'run')
   before = job.files(workdir / 'rollouts'), job.rows(workdir)
   job.train(workdir)
   assert (job.files(workdir / 'rollouts'), job.rows(workdir)) == before
@@ -74,7 +73,7 @@ def test_a_finished_run_started_again_changes_nothing(finished):
 def test_audit_of_the_store_adds_up(finished):
   from jaxrl_llm.replay.audit import audit
 
-  report = audit(finished[0] / 'replay')
+  report = audit(finished / 'replay')
   assert report.ok, report.lines
   assert report.states['trained'] == 8 * 6 * 4
 
@@ -104,8 +103,8 @@ def test_bad_input_is_one_clear_line(tmp_path, flags, code, words):
     assert word in lines[0]
 
 
-def test_changed_configuration_is_refused_on_resume(finished):
-  result = job.train(finished[0], '--config.stages.grpo.group_size=8', expect=2)
+def test_changed_configuration_is_refused_on_resume(finished, tmp_path):
+  result = job.train(job.copy(finished, tmp_path / 'run'), '--config.stages.grpo.group_size=8', expect=2)
   assert 'stages.grpo.group_size' in result.stderr and '--init_from' in result.stderr
   assert len(result.stderr.strip().splitlines()) == 1
 
@@ -113,33 +112,32 @@ def test_changed_configuration_is_refused_on_resume(finished):
 @pytest.mark.full
 def test_branches_from_a_run_with_init_from(finished, tmp_path):
   workdir = tmp_path / 'branch'
-  job.train(workdir, f'--init_from={finished[0]}', '--config.stages.sft.steps=1', '--config.stages.grpo.steps=1')
+  job.train(workdir, f'--init_from={finished}', '--config.stages.sft.steps=1', '--config.stages.grpo.steps=1')
   score = lambda run: [r['val-aux/eval/score/mean'] for r in job.rows(run) if 'val-aux/eval/score/mean' in r]
-  assert score(workdir)[0] == score(finished[0])[-1] != score(finished[0])[0]
+  assert score(workdir)[0] == score(finished)[-1] != score(finished)[0]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('signum', [signal.SIGINT, signal.SIGTERM])
-def test_signals_commit_say_how_to_resume_and_exit_128_plus_signal(tmp_path, signum):
-  process = job.start(tmp_path / 'run')
-  job.wait_for_rows(tmp_path / 'run', 5, process)
-  os.kill(process.pid, signum)
-  _, err = process.communicate(timeout=60)
-  assert process.returncode == 128 + signum
-  assert 'same command' in err
-  steps = [r['training/global_step'] for r in job.rows(tmp_path / 'run') if 'timing_s/step' in r]
-  committed = max(int(p.parent.name) for p in (tmp_path / 'run' / 'checkpoints').glob('*/COMMIT'))
-  assert committed == steps[-1]
-
-
-@pytest.mark.full
-def test_a_run_directory_in_use_is_refused(tmp_path):
-  process = job.start(tmp_path / 'run')
-  job.wait_for_rows(tmp_path / 'run', 2, process)
-  process.send_signal(signal.SIGSTOP)  # Or it might end before the other one looks.
-  result = job.train(tmp_path / 'run', expect=2)
-  assert str(process.pid) in result.stderr and 'in use' in result.stderr
-  job.kill(process)
+def test_a_run_in_use_is_refused_and_stops_by_signal_commit_say_how_to_resume_and_change_no_bit(finished, tmp_path):
+  run = tmp_path / 'run'
+  for signum, count in ((signal.SIGINT, 5), (signal.SIGTERM, 16)):
+    process = job.start(run)
+    if signum == signal.SIGINT:
+      job.wait_for_rows(run, 2, process)
+      process.send_signal(signal.SIGSTOP)  # Or it might end before the other one looks.
+      result = job.train(run, expect=2)
+      assert str(process.pid) in result.stderr and 'in use' in result.stderr
+      process.send_signal(signal.SIGCONT)
+    job.wait_for_rows(run, count, process)
+    os.kill(process.pid, signum)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum
+    assert 'same command' in err
+    steps = [r['training/global_step'] for r in job.rows(run) if 'timing_s/step' in r]
+    committed = max(int(p.parent.name) for p in (run / 'checkpoints').glob('*/COMMIT'))
+    assert committed == steps[-1] < 20
+  job.train(run)
+  job.assert_equal_runs(run, finished)
 
 
 MANY_UPDATES = (
@@ -156,10 +154,7 @@ def test_reference_minibatches_and_epochs_run_and_resume_bit_for_bit(tmp_path):
   assert all(r['timing_s/ref'] > 0 and r['timing_s/old_log_prob'] > 0 for r in steps)
   assert steps[0]['actor/ppo_kl'] != 0.0, 'later optimizer steps are off the proximal policy'
   assert steps[-1]['actor/kl'] > 0.0
-  process = job.start(tmp_path / 'killed', *MANY_UPDATES)
-  job.wait_for_rows(tmp_path / 'killed', 18, process)
-  job.kill(process)
-  job.train(tmp_path / 'killed', *MANY_UPDATES)
+  job.killed_and_resumed(tmp_path / 'killed', 18, flags=MANY_UPDATES)
   job.assert_equal_runs(tmp_path / 'killed', tmp_path / 'whole')
 
 
@@ -187,7 +182,7 @@ def checkpoint(directory, *, config=None, cut=None, source):
   ids=['unsupported model_type', 'truncated safetensors'],
 )
 def test_spoilt_checkpoints_are_one_clear_line(finished, tmp_path, spoil, words):
-  directory = checkpoint(tmp_path / 'spoilt', source=finished[0], **spoil)
+  directory = checkpoint(tmp_path / 'spoilt', source=finished, **spoil)
   result = job.train(tmp_path / 'run', f'--init_from={directory}', expect=2)
   lines = [line for line in result.stderr.splitlines() if line.startswith('error:')]
   assert len(lines) == 1 and 'Traceback' not in result.stderr, result.stderr

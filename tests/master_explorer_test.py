@@ -4,10 +4,10 @@ import asyncio
 import collections
 import itertools
 import json
-import time
 
 import exploring
 import pytest
+from clocks import LOOP_CLOCK, simulated
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.waits import IdleClock, WaitExpired
@@ -18,8 +18,8 @@ from jaxrl_llm.tasks.sampler import SamplerConfig
 
 
 def run(main):
-  """At most 30 s: a hang is a failure. Nothing may be left running."""
-  return asyncio.run(asyncio.wait_for(main, 30))
+  """At most 30 s of simulated time: a hang is a failure. Nothing may be left running."""
+  return simulated(main, deadline_s=30)
 
 
 def uid(task, i, *, visit=0):
@@ -428,17 +428,19 @@ def test_a_group_that_runs_out_of_time_is_tried_again_and_then_given_up(tokenize
   assert report.ok and report.reasons == {'dropped(timeout)': 2} and report.live == ()
 
 
-def test_a_straggler_is_dropped_after_a_multiple_of_the_mean_time_without_another_try(tokenizer, store):
+def test_a_straggler_is_dropped_after_a_multiple_of_the_mean_time_without_another_try(tokenizer, store, monkeypatch):
   """Batches 0 and 1 give the mean; then task 4 would take for ever."""
+  monkeypatch.setattr('jaxrl_llm.master.explorer.time', LOOP_CLOCK)
   limits = TaskLimits(timeout_s=None, straggler_factor=20.0)
   exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, limits=limits)
   tasks = exploration.tasks
   begun = {}
 
   def hold(request):
-    """For ever, or for so long that a busy machine keeps nobody 20 times as long."""
-    since = begun.setdefault(request.uid, time.monotonic())
-    return request.uid.startswith(f'grpo/{tasks[4].uid}') or time.monotonic() - since < 0.05
+    """For ever, or for a while."""
+    now = LOOP_CLOCK.monotonic()
+    since = begun.setdefault(request.uid, now)
+    return request.uid.startswith(f'grpo/{tasks[4].uid}') or now - since < 0.05
 
   exploration.engine.hold = hold
   *_, (batch, counts) = run(exploration.batches(3))

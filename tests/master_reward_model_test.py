@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from learning import quick
 
 from jaxrl_llm.app.reward_server import ROUTES, application, load
 from jaxrl_llm.core.errors import UserError
@@ -26,23 +27,27 @@ from jaxrl_llm.tasks.tokenizer import build_character_tokenizer
 from jaxrl_llm.weights.hf import export
 
 SPEC = with_head(tiny('llama', 32, tie_word_embeddings=True), 'scalar')
-SEQUENCES = [[int(t) for t in np.random.default_rng(n).integers(1, 32, n)] for n in (1, 7, 24, 3, 23, 12, 1, 9, 16, 5)]
+LENGTHS = (1, 7, 24, 3, 23, 7, 1, 3, 7, 24)
+"""Each several times: the model alone is compiled for each."""
+SEQUENCES = [[int(t) for t in np.random.default_rng(i).integers(1, 32, n)] for i, n in enumerate(LENGTHS)]
 
 
 @pytest.fixture(scope='module')
 def params():
-  return jax.tree.map(np.asarray, build_model(SPEC, ModelOptions()).init(jax.random.key(1)))
+  return jax.tree.map(np.asarray, quick(build_model(SPEC, ModelOptions()).init)(jax.random.key(1)))
 
 
 @pytest.fixture(scope='module')
 def alone(params):
   """Of each sequence by itself, unpadded."""
   model, found = build_model(SPEC, ModelOptions()), []
+
+  @quick
+  def hidden_of(params, tokens):
+    return model.apply(params, tokens, jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens))
+
   for sequence in SEQUENCES:
-    tokens = jnp.array([sequence], jnp.int32)
-    hidden = model.apply(
-      jax.tree.map(jnp.asarray, params), tokens, jnp.arange(len(sequence))[None], jnp.ones_like(tokens)
-    )
+    hidden = hidden_of(params, jnp.array([sequence], jnp.int32))
     found.append(float(np.asarray(hidden)[0, -1].astype(np.float64) @ np.asarray(params['head']['kernel'])[0]))
   return found
 

@@ -10,6 +10,7 @@ import signal
 import exploring
 import optax
 import pytest
+from clocks import simulated
 
 from jaxrl_llm.batching.plan import Row, StepPlan, plan_shape
 from jaxrl_llm.data.streams import RowStream
@@ -117,7 +118,7 @@ def close(
       stopped.set_result(stop)
     return await asyncio.wait_for(closing, 10), batches
 
-  return asyncio.run(main())
+  return simulated(main())
 
 
 def test_a_plan_names_the_rows_and_what_was_counted_and_survives_json():

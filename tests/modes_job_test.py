@@ -1,8 +1,5 @@
 """One half of the loop alone: a run that only rolls out, and runs that learn from what it stored."""
 
-import subprocess
-import sys
-
 import job
 import pytest
 
@@ -14,19 +11,22 @@ pytestmark = pytest.mark.full
 @pytest.fixture(scope='module')
 def stored(tmp_path_factory):
   """Eight batches of six groups of four, at a bound of one, killed in between."""
-  run = tmp_path_factory.mktemp('stored') / 'run'
   flags = ('--config.stages.grpo.rollout_only=true', '--config.stages.grpo.bound=1')
-  process = job.start(run, *flags)
-  job.wait_for_rows(run, 12 + 4, process)
-  job.kill(process)
-  job.train(run, *flags)
-  return run
+  return job.killed_and_resumed(tmp_path_factory.mktemp('stored') / 'run', 12 + 4, flags=flags)
 
 
 def recorded(run, **fields):
   """Flags of a run that learns from it, of another seed."""
   given = {'recorded': f'{{"run":"{run}","stage":"grpo"}}', **fields}
   return ('--config.seed=1', *(f'--config.stages.grpo.{name}={value}' for name, value in given.items()))
+
+
+@pytest.fixture(scope='module')
+def learnt(stored, tmp_path_factory):
+  """A run that learns from it: ten batches of six of the 48 groups, a pass, and two batches more; what was stored."""
+  before, run = job.files(stored), tmp_path_factory.mktemp('learnt') / 'run'
+  job.train(run, *recorded(stored, steps=10))
+  return run, before
 
 
 def test_a_stage_that_only_rolls_out_stores_its_samples_and_trains_nothing(stored):
@@ -40,15 +40,10 @@ def test_a_stage_that_only_rolls_out_stores_its_samples_and_trains_nothing(store
   assert before == after
 
 
-def test_another_run_learns_from_it_each_group_once_a_pass_and_resumes_exactly(stored, tmp_path):
-  """Ten batches of six of the 48 groups: a pass, and two batches more; the other run is only read."""
-  before, flags = job.files(stored), recorded(stored, steps=10)
-  whole, run = tmp_path / 'whole', tmp_path / 'run'
-  job.train(whole, *flags)
-  process = job.start(run, *flags)
-  job.wait_for_rows(run, 12 + 5, process)
-  job.kill(process)
-  job.train(run, *flags)
+def test_another_run_learns_from_it_each_group_once_a_pass_and_resumes_exactly(stored, learnt, tmp_path):
+  """The other run is only read."""
+  whole, before = learnt
+  run = job.killed_and_resumed(tmp_path / 'run', 12 + 5, flags=recorded(stored, steps=10))
   job.assert_equal_runs(run, whole)
   assert job.files(stored) == before
   drawn = [[row['group'] for row in plan['rows']] for plan in job.plans(whole, 'grpo')]
@@ -83,12 +78,9 @@ def test_another_vocabulary_is_refused(stored, tmp_path):
   assert 'had another vocabulary' in line
 
 
-def test_both_halves_are_replayed_bit_for_bit(stored, tmp_path):
+def test_both_halves_are_replayed_bit_for_bit(stored, learnt):
   """The last batch of the run that only rolled out, and an update on recorded rollouts."""
-  run = tmp_path / 'run'
-  job.train(run, *recorded(stored, steps=4))
-  for workdir, step in ((stored, 20), (run, 15)):
-    command = [sys.executable, 'launch/replay.py', f'--workdir={workdir}', f'--step={step}']
-    done = subprocess.run(command, cwd=job.ROOT, env=job.environment(), capture_output=True, text=True, timeout=300)
+  for workdir, step in ((stored, 20), (learnt[0], 15)):
+    done = job.call('launch/replay.py', f'--workdir={workdir}', f'--step={step}')
     last = done.stdout.strip().splitlines()[-1]
-    assert done.returncode == 0 and last.startswith(f'step {step} (grpo)') and ': equal' in last, done.stderr[-2000:]
+    assert last.startswith(f'step {step} (grpo)') and ': equal' in last

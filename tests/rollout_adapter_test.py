@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from aiohttp import web
+from clocks import simulated
 from safetensors.numpy import load_file
 
 from jaxrl_llm.core.errors import UserError
@@ -204,7 +205,7 @@ def test_a_server_gets_the_base_once_and_each_adapter_under_its_name(folder, par
       await take(replica, c)
       assert 'base' in server.log and await drawn(replica) == (C, -3.0)
 
-  asyncio.run(main())
+  simulated(main())
 
 
 def test_an_adapter_that_is_not_what_was_announced_leaves_the_one_before(folder, params, tmp_path):

@@ -8,6 +8,7 @@ import socket
 
 import aiohttp
 import pytest
+from clocks import LOOP_CLOCK, simulated
 from exploring import FakeEngine, make_tasks, make_tokenizer
 
 from jaxrl_llm.core.errors import RunError, UserError
@@ -25,6 +26,12 @@ from jaxrl_llm.rollout.workflow import SingleTurn, WorkflowConfig
 TOKEN = 'token-of-this-test-0123456789'
 PATIENCE_S = 60
 REQUEST = Request(uid='g', prompt=(1,), max_tokens=4, stop_ids=(0,), samples=1, key=(1,), sampling=Sampling())
+
+
+@pytest.fixture(autouse=True)
+def _clock_of_the_loop(monkeypatch):
+  for module in ('crew', 'leases'):
+    monkeypatch.setattr(f'jaxrl_llm.rollout.{module}.time', LOOP_CLOCK)
 
 
 class FakeHub:
@@ -112,7 +119,7 @@ def test_the_samples_are_those_of_the_workflow_in_the_master(tmp_path):
       assert found == wanted and all(len(group) == 3 for group in found)
       assert setting.crew.explorers == 2 and not any(setting.crew.counts.values())
 
-  asyncio.run(check())
+  simulated(check())
 
 
 def test_groups_of_an_explorer_that_falls_silent_go_to_another_and_no_sample_comes_twice(tmp_path):
@@ -138,7 +145,7 @@ def test_groups_of_an_explorer_that_falls_silent_go_to_another_and_no_sample_com
       assert found == {**theirs, next(iter(theirs)): (first[0], 'of the quiet one')}
       assert setting.crew.counts == {'lost': 1, 'repeated': 2, 'late': 1}
 
-  asyncio.run(check())
+  simulated(check())
 
 
 def test_what_a_silent_explorer_was_asking_for_is_cancelled(tmp_path):
@@ -168,7 +175,7 @@ def test_what_a_silent_explorer_was_asking_for_is_cancelled(tmp_path):
       assert len(await wanted) == 3
       await quiet.close()
 
-  asyncio.run(check())
+  simulated(check())
 
 
 def test_an_explorer_that_leaves_gives_its_groups_back_at_once(tmp_path):
@@ -184,7 +191,7 @@ def test_an_explorer_that_leaves_gives_its_groups_back_at_once(tmp_path):
       assert len(await wanted) == 3
       assert setting.crew.counts['lost'] == 1 and setting.crew.explorers == 1
 
-  asyncio.run(check())
+  simulated(check())
 
 
 def test_what_a_workflow_asks_for_reaches_the_hub_and_comes_back_whole(tmp_path):
@@ -213,7 +220,7 @@ def test_what_a_workflow_asks_for_reaches_the_hub_and_comes_back_whole(tmp_path)
       assert [attempt.task for attempt in setting.hub.scored] == [task]
       assert setting.hub.asked == [('helper', [dict(m) for m in task.prompt], 7, 0.5)]
 
-  asyncio.run(check())
+  simulated(check())
 
 
 @pytest.mark.parametrize(
@@ -236,7 +243,7 @@ def test_a_workflow_that_fails_ends_the_wait_with_its_error(tmp_path, error, lin
         await setting.samples(setting.crew, make_tasks(1)[0])
       assert re.fullmatch(f'explorer a/[0-9a-f]{{8}}{line}', str(raised.value))
 
-  asyncio.run(check())
+  simulated(check())
 
 
 def test_what_the_engine_raises_is_told(tmp_path):
@@ -246,7 +253,7 @@ def test_what_the_engine_raises_is_told(tmp_path):
       with pytest.raises(RunError, match=r'explorer a/\w+: its workflow failed: prompt is too long'):
         await setting.samples(setting.crew, make_tasks(1)[0])
 
-  asyncio.run(check())
+  simulated(check())
 
 
 def test_what_breaks_the_engine_ends_the_wait_as_itself(tmp_path):
@@ -256,7 +263,7 @@ def test_what_breaks_the_engine_ends_the_wait_as_itself(tmp_path):
       with pytest.raises(ZeroDivisionError, match='in the engine'):
         await setting.samples(setting.crew, make_tasks(1)[0])
 
-  asyncio.run(check())
+  simulated(check())
 
 
 def test_a_group_that_its_explorer_lost_goes_to_another(tmp_path):
@@ -273,7 +280,7 @@ def test_a_group_that_its_explorer_lost_goes_to_another(tmp_path):
       assert len(await wanted) == 3 and setting.crew.counts['lost'] == 1
       await forgetful.close()
 
-  asyncio.run(check())
+  simulated(check())
 
 
 def test_an_explorer_that_dies_while_it_is_answered_harms_nobody_else(tmp_path):
@@ -307,7 +314,7 @@ def test_an_explorer_that_dies_while_it_is_answered_harms_nobody_else(tmp_path):
       assert len(await wanted) == 3 and setting.crew.counts['lost'] == 1
       await dying.close()
 
-  asyncio.run(check())
+  simulated(check())
 
 
 def test_a_workflow_that_forgets_a_sample_is_told(tmp_path):
@@ -322,7 +329,7 @@ def test_a_workflow_that_forgets_a_sample_is_told(tmp_path):
       with pytest.raises(RunError, match='ended without sample 2 of 3'):
         await setting.samples(setting.crew, make_tasks(1)[0])
 
-  asyncio.run(check())
+  simulated(check())
 
 
 def test_a_group_that_is_lost_again_and_again_ends_the_run_with_the_reason(tmp_path):
@@ -338,11 +345,11 @@ def test_a_group_that_is_lost_again_and_again_ends_the_run_with_the_reason(tmp_p
         await wanted
       await deadly.close()
 
-  asyncio.run(check())
+  simulated(check())
 
 
 def test_a_slow_answer_says_that_it_is_still_to_come(tmp_path, monkeypatch):
-  monkeypatch.setattr(wire, 'BEAT_S', 0.02)
+  monkeypatch.setattr(wire, 'BEAT_S', 0.5)
   monkeypatch.setattr(exploring, '_SILENCE_S', 2.0)
 
   async def check():
@@ -352,7 +359,7 @@ def test_a_slow_answer_says_that_it_is_still_to_come(tmp_path, monkeypatch):
       assert len(await setting.samples(setting.crew, make_tasks(1)[0])) == 3
       assert setting.crew.counts['lost'] == 0
 
-  asyncio.run(check())
+  simulated(check())
 
 
 def test_a_group_that_is_given_up_ends_in_its_explorer_and_at_the_engine(tmp_path):
@@ -367,7 +374,7 @@ def test_a_group_that_is_given_up_ends_in_its_explorer_and_at_the_engine(tmp_pat
       assert len(await setting.samples(setting.crew, second)) == 3
       assert setting.engine.cancelled == 1
 
-  asyncio.run(check())
+  simulated(check())
 
 
 def test_nobody_gets_in_without_the_token(tmp_path):
@@ -391,7 +398,7 @@ def test_nobody_gets_in_without_the_token(tmp_path):
       ):
         assert response.status == 403, 'what a front of vLLM lets through is not for explorers'
 
-  asyncio.run(check())
+  simulated(check())
 
 
 @pytest.mark.parametrize('body', [b'', b'\xc1', b'\x81\xa4name', b'\x90'])
@@ -405,7 +412,7 @@ def test_a_malformed_message_is_refused_and_harms_nothing(tmp_path, body):
             assert response.status == 400, path
       assert len(await setting.samples(setting.crew, make_tasks(1)[0])) == 3
 
-  asyncio.run(check())
+  simulated(check())
 
 
 def test_a_lease_that_was_lost_is_worth_nothing(tmp_path):
@@ -418,7 +425,7 @@ def test_a_lease_that_was_lost_is_worth_nothing(tmp_path):
       assert await link.call(wire.ALIVE, name='late', leases=[99]) == [99]
       await link.close()
 
-  asyncio.run(check())
+  simulated(check())
 
 
 def test_without_explorers_the_run_ends_with_a_line(tmp_path):
@@ -428,7 +435,7 @@ def test_without_explorers_the_run_ends_with_a_line(tmp_path):
       async with setting.running():
         pass
 
-  asyncio.run(check())
+  simulated(check())
 
 
 def test_an_explorer_ends_when_the_master_stays_away(tmp_path, monkeypatch):
@@ -439,7 +446,7 @@ def test_an_explorer_ends_when_the_master_stays_away(tmp_path, monkeypatch):
     with pytest.raises(RunError, match='the master has been away for'):
       await explore(link, lambda *parts: None)
 
-  asyncio.run(check())
+  simulated(check())
 
 
 def test_configurations_that_nobody_could_work_for_are_refused():
@@ -457,7 +464,7 @@ def test_an_address_that_is_none_is_refused_at_once(address):
     with pytest.raises(UserError, match='wanted http://HOST:PORT'):
       Link(address, key=None, ca_file=None, name='a')
 
-  asyncio.run(check())
+  simulated(check())
 
 
 @pytest.mark.parametrize('text', [None, 'no certificate'])
@@ -468,7 +475,7 @@ def test_a_ca_file_that_cannot_be_used_is_refused(tmp_path, text):
     with pytest.raises(UserError, match='no certificates that can be read'):
       Link('https://127.0.0.1:1', key=None, ca_file=str(tmp_path / 'ca.pem'), name='a')
 
-  asyncio.run(check())
+  simulated(check())
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from learning import quick
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.trees import flatten
@@ -55,7 +56,8 @@ def runner():
 
 @pytest.fixture(scope='module')
 def params():
-  return {V1: MODEL.init(jax.random.key(1)), V2: MODEL.init(jax.random.key(2))}
+  init = quick(MODEL.init)
+  return {V1: init(jax.random.key(1)), V2: init(jax.random.key(2))}
 
 
 def make(runner, params, **fields):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from clocks import simulated
 from safetensors.numpy import save_file
 
 from jaxrl_llm.core.errors import UserError
@@ -31,11 +33,15 @@ VOCAB, LENGTH, EOS = 40, 40, 1
 # Wide kernels: logits that are far from uniform, so that other weights or another position show.
 SPEC = tiny('qwen3', VOCAB, hidden_size=32, intermediate_size=48, num_attention_heads=2, initializer_range=0.3)
 MODEL = build_model(SPEC)
-PARAMS = {Version(0, step): jax.device_get(MODEL.init(jax.random.key(step))) for step in (1, 2)}
-V1, V2 = PARAMS
+V1, V2 = Version(0, 1), Version(0, 2)
 GENERATE = '/inference/v1/generate'
 HELD = {'embed': np.arange(8, dtype=np.float32).reshape(4, 2), 'norm': np.ones(2, np.float32)}
 """What a scripted server has loaded."""
+
+
+@functools.cache
+def params_of(version: Version):
+  return jax.device_get(jax.jit(MODEL.init)(jax.random.key(version.step)))
 
 
 class Client:
@@ -102,7 +108,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def published(folder):
-  return {version: folder.write(version, flatten(params).items()) for version, params in PARAMS.items()}
+  return {version: folder.write(version, flatten(params_of(version)).items()) for version in (V1, V2)}
 
 
 def sampled():
@@ -180,7 +186,7 @@ def test_what_is_loaded_is_what_was_published(runner, opened, published):
       assert await client.get('/weight_info') == {'weight_version': str(version)}
       choice = (await client.generate([5, 6, 7], ignore_eos=True))['choices'][0]
       assert choice['weight_versions'] == [{'version': str(version), 'start': 0, 'end': 8}]
-      assert_drawn_by(PARAMS[version], [5, 6, 7], choice)
+      assert_drawn_by(params_of(version), [5, 6, 7], choice)
 
   assert first.keys() == published[V1].digests.keys() and not set(first.values()) & set(published[V1].digests.values())
   runner.run(main())
@@ -243,7 +249,7 @@ def test_a_bad_publication_changes_nothing(runner, model, published, tmp_path, s
 
 def test_tensors_of_another_dtype_are_refused(runner, model, published, tmp_path):
   _, client = model
-  other = PublicationFolder(tmp_path / 'half', SPEC, dtype='bfloat16').write(V2, flatten(PARAMS[V2]).items())
+  other = PublicationFolder(tmp_path / 'half', SPEC, dtype='bfloat16').write(V2, flatten(params_of(V2)).items())
   status, answer = runner.run(client.load(other.directory, other.files))
   assert status == 500 and 'published as (40, 32) torch.bfloat16, the model has (40, 32) torch.float32' in str(answer)
   assert runner.run(client.digests()) == published[V1].digests
@@ -256,10 +262,10 @@ def test_logprobs_are_those_of_the_models_own_forward(runner, model, temperature
   answer = runner.run(model[1].generate(prompt, n=n, max_tokens=20, ignore_eos=True, temperature=temperature))
   assert [choice['index'] for choice in answer['choices']] == list(range(n))
   for choice in answer['choices']:
-    assert_drawn_by(PARAMS[V1], prompt, choice, temperature or 1.0)
+    assert_drawn_by(params_of(V1), prompt, choice, temperature or 1.0)
     assert (choice['finish_reason'], choice['stop_reason'], len(choice['token_ids'])) == ('length', None, 20)
   if temperature == 0:
-    whole = logprobs_of(PARAMS[V1], prompt + choice['token_ids'])[len(prompt) - 1 :]
+    whole = logprobs_of(params_of(V1), prompt + choice['token_ids'])[len(prompt) - 1 :]
     assert choice['token_ids'] == whole.argmax(-1).tolist()
 
 
@@ -269,7 +275,7 @@ def test_tokens_are_the_draws_of_their_counters_whatever_the_pieces(runner, mode
     words = (seed + choice['index']) % 2**32, (seed + choice['index']) >> 32
     key, tokens = row_key(seed=0, words=words, sample_index=0), list(prompt)
     for _ in range(18):
-      row = np.asarray(full_logits(PARAMS[V1], np.array(tokens + [0] * (LENGTH - len(tokens)), np.int32)))
+      row = np.asarray(full_logits(params_of(V1), np.array(tokens + [0] * (LENGTH - len(tokens)), np.int32)))
       drawn = jax.jit(draw)(row[[len(tokens) - 1]], key[None], np.array([len(tokens)]), np.ones(1, np.float32))
       tokens.append(int(drawn.tokens[0]))
     assert choice['token_ids'] == tokens[len(prompt) :]
@@ -279,7 +285,7 @@ def test_prompt_logprobs_and_ranks_are_at_temperature_1(runner, model):
   prompt = [5, 30, 7, 22, 9]
   answer = runner.run(model[1].generate(prompt, temperature=0.0, prompt_logprobs=0, max_tokens=1, logprobs=None))
   first, *rows = answer['prompt_logprobs']
-  wanted = logprobs_of(PARAMS[V1], prompt)
+  wanted = logprobs_of(params_of(V1), prompt)
   assert first is None and len(rows) == 4 and answer['choices'][0]['logprobs'] is None
   for row, token, distribution in zip(rows, prompt[1:], wanted, strict=True):
     assert row.keys() == {str(token)} and row[str(token)]['decoded_token'] is None
@@ -290,7 +296,7 @@ def test_prompt_logprobs_and_ranks_are_at_temperature_1(runner, model):
 def test_filters_are_honoured_and_logprobs_are_of_what_is_left(runner, model):
   prompt, params = [5, 6, 7], {'temperature': 0.7, 'top_k': 5, 'top_p': 0.8, 'max_tokens': 30, 'ignore_eos': True}
   (choice,) = runner.run(model[1].generate(prompt, **params))['choices']
-  rows = logprobs_of(PARAMS[V1], prompt + choice['token_ids'], 0.7)[len(prompt) - 1 :]
+  rows = logprobs_of(params_of(V1), prompt + choice['token_ids'], 0.7)[len(prompt) - 1 :]
   for row, token, given in zip(rows, choice['token_ids'], given_logprobs(choice), strict=True):
     order = np.argsort(-row)[:5]
     kept = np.exp(row[order]) / np.exp(row[order]).sum()
@@ -358,8 +364,8 @@ def test_a_request_that_spans_an_update_has_two_versions(runner, model, publishe
     {'version': '0.2', 'start': 8, 'end': 20},
   ]
   assert choice['token_ids'][:8] == whole['token_ids'][:8] and choice['token_ids'] != whole['token_ids']
-  assert_drawn_by(PARAMS[V1], prompt, choice, part=slice(0, 8))
-  assert_drawn_by(PARAMS[V2], prompt, choice, part=slice(8, 20))
+  assert_drawn_by(params_of(V1), prompt, choice, part=slice(0, 8))
+  assert_drawn_by(params_of(V2), prompt, choice, part=slice(8, 20))
 
 
 def test_an_update_without_a_pause_is_between_two_tokens(runner, model, published):
@@ -376,7 +382,7 @@ def test_an_update_without_a_pause_is_between_two_tokens(runner, model, publishe
 
   choice = runner.run(main())
   assert [(s['version'], s['start'], s['end']) for s in choice['weight_versions']] == [('0.1', 0, 4), ('0.2', 4, 20)]
-  assert_drawn_by(PARAMS[V2], [5], choice, part=slice(4, 20))
+  assert_drawn_by(params_of(V2), [5], choice, part=slice(4, 20))
 
 
 def test_a_client_that_goes_frees_what_it_held(runner, model):
@@ -785,7 +791,7 @@ def test_a_token_out_of_vocabulary_ends_the_engine_core(tmp_path):
       await refuses(tmp_path / 'v.sock')
       assert server.ended.is_set()
 
-  asyncio.run(main())
+  simulated(main())
 
 
 @pytest.mark.parametrize(('fault', 'status'), [(Fault.INTERNAL_ERROR, 500), (Fault.UNAVAILABLE, 503)])
@@ -882,7 +888,7 @@ def test_core_answers_errors_and_is_gone(tmp_path):
       assert (await client.ask('GET', '/health'))[0] == 503
       await refuses(tmp_path / 'v.sock')
 
-  asyncio.run(main())
+  simulated(main())
 
 
 def test_a_stale_tensor_shows_in_the_digests_alone(tmp_path):
@@ -915,7 +921,7 @@ def test_a_stale_tensor_is_also_what_the_model_computes_with(runner, model, publ
     return (await client.generate([5, 6], ignore_eos=True))['choices'][0]
 
   choice = runner.run(main())
-  assert_drawn_by({**PARAMS[V2], 'embed': PARAMS[V1]['embed']}, [5, 6], choice)
+  assert_drawn_by({**params_of(V2), 'embed': params_of(V1)['embed']}, [5, 6], choice)
 
 
 def test_prompt_logprobs_can_be_wrong(tmp_path):
@@ -980,7 +986,7 @@ def test_latency_lies_between_the_tokens_and_its_rest_at_the_end(tmp_path):
 
 @pytest.mark.full
 def test_it_runs_as_a_process(tmp_path):
-  export(tmp_path / 'model', PARAMS[V1], SPEC, tokenizer_dir=None, eos_ids=[EOS], pad_id=None)
+  export(tmp_path / 'model', params_of(V1), SPEC, tokenizer_dir=None, eos_ids=[EOS], pad_id=None)
   command = [sys.executable, '-m', 'jaxrl_llm.rollout.fake', f'--model={tmp_path / "model"}']
   command += [f'--uds={tmp_path / "v.sock"}', f'--max_model_len={LENGTH}', '--latency_median_s=0.001']
   process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

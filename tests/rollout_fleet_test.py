@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import serving
 from aiohttp import web
+from clocks import simulated
 from serving import ask, request
 
 from jaxrl_llm.core.connections import read_key
@@ -52,12 +53,12 @@ def often(monkeypatch):
   monkeypatch.setattr(fleet_module, '_WATCH_S', 0.02)
 
 
-def run(main):
+def run(main, runner=asyncio.run):
   async def bounded():
     async with asyncio.timeout(PATIENCE_S):
       await main()
 
-  asyncio.run(bounded())
+  runner(bounded())
 
 
 async def until(reached):
@@ -503,7 +504,7 @@ def test_the_end_of_all_servers_ends_all_who_wait(tmp_path):
       for late in (ask(fleet, request(5)), fleet.load(weights(C))):
         assert is_the_end(await outcome(late), 'no engine left')
 
-  run(main)
+  run(main, simulated)
 
 
 def test_a_load_under_way_ends_with_the_servers(tmp_path):
@@ -514,7 +515,7 @@ def test_a_load_under_way_ends_with_the_servers(tmp_path):
       error = await outcome(fleet.load(weights(B)))
       assert is_the_end(error, 'no engine left') and fleet.version == A
 
-  run(main)
+  run(main, simulated)
 
 
 def test_servers_that_all_hang_end_the_run_in_time(tmp_path):
@@ -526,7 +527,7 @@ def test_servers_that_all_hang_end_the_run_in_time(tmp_path):
       errors = await asyncio.gather(*(outcome(ask(fleet, request(i, samples=2))) for i in range(3)))
       assert all(is_the_end(error, 'no engine left') for error in errors)
 
-  run(main)
+  run(main, simulated)
 
 
 # Publishing.

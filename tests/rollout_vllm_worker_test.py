@@ -14,13 +14,17 @@ import pytest
 
 from jaxrl_llm.weights import publication
 
-torch = pytest.importorskip('torch')
-
-from safetensors.torch import save_file  # noqa: E402 (needs torch)
-
 ROOT = pathlib.Path(__file__).parents[1]
 PATH = ROOT / 'jaxrl_llm' / 'rollout' / 'vllm_worker.py'
 PYTHON = pathlib.Path(os.environ.get('JAXRL_LLM_VLLM_ENVIRONMENT', ROOT / '.venv-vllm')) / 'bin' / 'python'
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _pytorch():
+  """Imported for this file's tests only: collecting them needs neither it nor the worker."""
+  global torch, worker
+  torch = pytest.importorskip('torch')
+  worker = load_by_path()
 
 
 def load_by_path():
@@ -30,29 +34,26 @@ def load_by_path():
   return module
 
 
-worker = load_by_path()
-
 HIDDEN, HEAD, HEADS, MLP, VOCAB, PADDING = 8, 2, 4, 12, 100, 64
 LAYERS = 2
 UNTOUCHED = 7.0
 """In every parameter before a load."""
 
 
-class Layer(torch.nn.Module):
+def layer_of(weight, bias=None, **attributes):
   """Parameters with vLLM's attributes beside them."""
-
-  def __init__(self, weight, bias=None, **attributes):
-    super().__init__()
-    for name, shape in (('weight', weight), ('bias', bias)):
-      if shape is not None:
-        self.register_parameter(name, torch.nn.Parameter(torch.full(shape, UNTOUCHED), requires_grad=False))
-    for name, value in attributes.items():
-      setattr(self, name, value)
+  made = torch.nn.Module()
+  for name, shape in (('weight', weight), ('bias', bias)):
+    if shape is not None:
+      made.register_parameter(name, torch.nn.Parameter(torch.full(shape, UNTOUCHED), requires_grad=False))
+  for name, value in attributes.items():
+    setattr(made, name, value)
+  return made
 
 
 def column(rank, size, inputs, outputs, **more):
   own = outputs // size
-  return Layer(
+  return layer_of(
     (own, inputs),
     (own,),
     tp_rank=rank,
@@ -66,7 +67,7 @@ def column(rank, size, inputs, outputs, **more):
 
 
 def row(rank, size, inputs, outputs):
-  return Layer(
+  return layer_of(
     (outputs, inputs // size),
     (outputs,),
     tp_rank=rank,
@@ -89,7 +90,7 @@ def vocabulary(rank, size, words):
   padded = -(-words // PADDING) * PADDING
   own = padded // size
   start, end = (min(n, words) for n in (rank * own, (rank + 1) * own))
-  return Layer(
+  return layer_of(
     (own, HIDDEN),
     tp_rank=rank,
     tp_size=size,
@@ -114,15 +115,15 @@ def model_of(rank=0, size=1, *, kv_heads=2, words=VOCAB, tied=False):
 
   def layer():
     attention = names(
-      qkv_proj=qkv(rank, size, kv_heads), o_proj=row(rank, size, HEADS * HEAD, HIDDEN), q_norm=Layer((HEAD,))
+      qkv_proj=qkv(rank, size, kv_heads), o_proj=row(rank, size, HEADS * HEAD, HIDDEN), q_norm=layer_of((HEAD,))
     )
     merged = column(rank, size, HIDDEN, 2 * MLP, output_sizes=[MLP, MLP])
     mlp = names(gate_up_proj=merged, down_proj=row(rank, size, MLP, HIDDEN))
-    return names(self_attn=attention, mlp=mlp, input_layernorm=Layer((HIDDEN,)))
+    return names(self_attn=attention, mlp=mlp, input_layernorm=layer_of((HIDDEN,)))
 
   embedding = vocabulary(rank, size, words)
   body = names(
-    embed_tokens=embedding, layers=torch.nn.ModuleList(layer() for _ in range(LAYERS)), norm=Layer((HIDDEN,))
+    embed_tokens=embedding, layers=torch.nn.ModuleList(layer() for _ in range(LAYERS)), norm=layer_of((HIDDEN,))
   )
   model = names(
     model=body, lm_head=embedding if tied else vocabulary(rank, size, words), score=column(rank, size, HIDDEN, 16)
@@ -131,7 +132,7 @@ def model_of(rank=0, size=1, *, kv_heads=2, words=VOCAB, tied=False):
   return model
 
 
-def whole_of(*, kv_heads=2, words=VOCAB, tied=False, dtype=torch.float32):
+def whole_of(*, kv_heads=2, words=VOCAB, tied=False):
   """The tensors of such a model as a checkpoint has them."""
   shapes = {'model.embed_tokens.weight': (words, HIDDEN)}
   for i in range(LAYERS):
@@ -152,7 +153,7 @@ def whole_of(*, kv_heads=2, words=VOCAB, tied=False, dtype=torch.float32):
   if not tied:
     shapes['lm_head.weight'] = (words, HIDDEN)
   generator = torch.Generator().manual_seed(3)
-  return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+  return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
 def snapshot(model):
@@ -387,9 +388,9 @@ def as_numpy(tensor):
   return tensor.numpy()
 
 
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
 def test_digests_are_the_trainers(dtype):
-  tensor = torch.randn(6, 10, generator=torch.Generator().manual_seed(1)).to(dtype)
+  tensor = torch.randn(6, 10, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
   tensor[0, :4] = torch.tensor([float('nan'), float('inf'), -0.0, 1e-40])
   parts = [tensor, tensor.T, tensor[:, 2:5], tensor[2:4], tensor[:0], tensor[0], tensor[:, 0]]
   found = [worker.digest(part) for part in parts]
@@ -400,15 +401,18 @@ def test_digests_are_the_trainers(dtype):
 
 def announce(folder, tensors, file='weights.safetensors'):
   """Writes a file; what is announced of it."""
+  from safetensors.torch import save_file
+
   save_file(tensors, folder / file)
   return {file: {name: worker.digest(tensor) for name, tensor in tensors.items()}}
 
 
-def small(dtype=torch.float32):
+def small(dtype='float32'):
+  dtype = getattr(torch, dtype)
   return {'a': torch.arange(6).reshape(2, 3).to(dtype), 'b': torch.ones(4, dtype=dtype), 'c': torch.zeros(1)}
 
 
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_what_was_announced_is_read(tmp_path, dtype):
   tensors = small(dtype)
   files = announce(tmp_path, {'a': tensors['a']}, 'one') | announce(tmp_path, {n: tensors[n] for n in 'bc'}, 'two')

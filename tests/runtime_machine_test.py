@@ -2,11 +2,13 @@
 
 import asyncio
 import time
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxrl_llm.runtime import machine
 from jaxrl_llm.runtime.machine import CompilationCounter, Heartbeat
 from jaxrl_llm.runtime.phases import Phase, PhaseManager
 
@@ -25,20 +27,26 @@ def test_a_program_is_counted_when_it_is_compiled_and_not_when_it_runs_again():
   assert counter.take() == 1
 
 
-def test_the_heartbeat_tells_the_longest_block_of_the_event_loop():
+def test_the_heartbeat_tells_the_longest_block_of_the_event_loop(monkeypatch):
+  # Four beats: in time, 0.3 s late, 0.05 s late, in time. Then the clock stands still.
+  times = iter([0.0, 0.01, 0.01, 0.32, 0.32, 0.38, 0.38, 0.39])
+
   async def main():
+    seen = asyncio.Event()
+
+    def clock():
+      if (now := next(times, None)) is None:
+        seen.set()
+      return now or 0.39
+
+    monkeypatch.setattr(machine, 'time', types.SimpleNamespace(monotonic=clock))
     heartbeat = Heartbeat(every_s=0.01)
     async with heartbeat.running():
-      await asyncio.sleep(0.03)
-      time.sleep(0.3)  # blocks the loop
-      await asyncio.sleep(0.03)
-      # A beat was due at most 0.01 s after the block began, so it came at least 0.29 s late.
-      late = heartbeat.take()
-      await asyncio.sleep(0)
-      assert heartbeat.take() < late  # taken
-    return late
+      await asyncio.wait_for(seen.wait(), 60)
+      assert heartbeat.take() == pytest.approx(0.3)
+      assert heartbeat.take() == 0  # taken
 
-  assert asyncio.run(main()) >= 0.28
+  asyncio.run(main())
 
 
 def test_seconds_of_a_phase_add_up_until_they_are_taken(monkeypatch):

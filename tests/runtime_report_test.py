@@ -414,7 +414,16 @@ def opened(browser, run, *, width=1280, scheme='light'):
 
 
 def wait(browser, condition):
-  return WebDriverWait(browser, 20).until(lambda _: condition())
+  return WebDriverWait(browser, 20, poll_frequency=0.02).until(lambda _: condition())
+
+
+def scroll_to(browser, element):
+  """Waits until the window has heard of it, too: scrolling hides the tooltip."""
+  browser.execute_async_script(
+    "arguments[0].scrollIntoView({block: 'center'}); const done = arguments[1];"
+    'requestAnimationFrame(() => requestAnimationFrame(() => done()))',
+    element,
+  )
 
 
 def one(browser, selector):
@@ -429,7 +438,7 @@ def texts(browser, selector):
 
 def click(browser, selector):
   node = one(browser, selector)
-  browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", node)
+  scroll_to(browser, node)
   node.click()
 
 
@@ -469,7 +478,7 @@ def test_hovering_shows_the_values_there(browser, small):
   opened(browser, small)
   rows, _ = writers.read_jsonl(small / 'metrics.jsonl')
   svg = one(browser, '[data-chart="Reward"] svg')
-  browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", svg)
+  scroll_to(browser, svg)
   width = svg.size['width']
   axis = one(browser, '[data-chart="Reward"] line.axis')
   left, right = float(axis.get_attribute('x1')), float(axis.get_attribute('x2'))
@@ -548,7 +557,7 @@ def test_tokens_are_coloured_by_what_is_chosen(browser, small):
   click(browser, 'button[data-value=none]')
   assert set(colours(browser)) == {'rgba(0, 0, 0, 0)'}
   token = one(browser, '.token')
-  browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", token)
+  scroll_to(browser, token)
   ActionChains(browser).move_to_element(token).perform()
   tip = dict(zip(texts(browser, '#tip .row span'), texts(browser, '#tip .row b')))
   assert float(tip['sampler logprob']) == pytest.approx(source[0]['behaviour_logprobs'][0], rel=1e-3)
@@ -620,7 +629,7 @@ def test_trainer_against_sampler_over_steps_and_by_token(browser, differing):
   first, second, *_ = browser.find_elements(By.CSS_SELECTOR, '.token')
   assert first.value_of_css_property('background-color') == 'rgba(0, 0, 0, 0)'
   assert second.value_of_css_property('background-color') != 'rgba(0, 0, 0, 0)'
-  browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", first)
+  scroll_to(browser, first)
   for token, names in ((first, []), (second, ['sampler logprob', 'trainer logprob', 'trainer − sampler'])):
     ActionChains(browser).move_to_element(token).perform()
     assert texts(browser, '#tip .row span') == ['advantage', *names]
@@ -670,7 +679,7 @@ def test_the_timeline_draws_each_exchange_where_it_was_and_names_it(browser, tim
   heads = [text for text in texts(browser, '.timeline svg > text') if text.startswith(('step', 'idle:'))]
   assert heads == ['step 32 · 100 ms', 'idle: trainer 60 %, rollout 60 %']
   longest = max(bars('rollout')[:4], key=lambda bar: float(bar.get_attribute('width')))
-  browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", longest)
+  scroll_to(browser, longest)
   ActionChains(browser).move_to_element(longest).perform()
   wait(browser, lambda: one(browser, '#tip').is_displayed())
   assert texts(browser, '#tip > div')[:2] == ['rollout · 40 ms', 'master → rollout']

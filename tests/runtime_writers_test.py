@@ -8,8 +8,6 @@ import sys
 
 import numpy as np
 import pytest
-from tensorboardX import crc32c
-from tensorboardX.proto import event_pb2
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.runtime import writers
@@ -17,6 +15,8 @@ from jaxrl_llm.runtime import writers
 
 def events(path):
   """The events of a TensorBoard file, framing and checksums checked, as tensorboardX understands them."""
+  from tensorboardX.proto import event_pb2
+
   data, found, at = path.read_bytes(), [], 0
   while at < len(data):
     length, crc = struct.unpack_from('<QI', data, at)
@@ -29,6 +29,8 @@ def events(path):
 
 
 def masked_crc32c(data):
+  from tensorboardX import crc32c
+
   crc = crc32c.crc32c(data)
   return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -97,6 +99,8 @@ def test_kept_rows_keep_their_wall_time(tmp_path):
 
 
 def test_event_files_are_as_tensorboard_reads_them(tmp_path):
+  from tensorboardX.proto import event_pb2
+
   log = writers.MetricsWriter(tmp_path, committed=0)
   log.write('grpo', 2**40, {'größe': -0.1, 'large': 1e300, 'zero': 0})
   log.close()

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import job
 import numpy as np
+import times
 
 from jaxrl_llm.app.engines import PUBLISHED
 from jaxrl_llm.core.types import Version
@@ -56,6 +57,9 @@ SHAPE = dict(
 
 def model_of(family: str, *, tied: bool, vocab: int = VOCAB):
   return build_model(tiny(family, vocab, **SHAPE, tie_word_embeddings=tied), ModelOptions())
+
+
+TIED = model_of('qwen2', tied=True)
 
 
 def servers_of(
@@ -234,29 +238,26 @@ def serve(model, folder: pathlib.Path, *flags: str) -> subprocess.Popen:
   write_config(folder / 'model', model.spec, dtype='float32', eos_ids=[1], pad_id=0)
   own = (f'--model={folder / "model"}', f'--environment={ENVIRONMENT}', '--dtype=float32', f'--max_model_len={LENGTH}')
   files = (f'--logs={folder / "logs"}', f'--addresses_file={folder / "addresses"}')
-  return subprocess.Popen(
-    [sys.executable, 'launch/serve.py', *own, *files, *flags],
-    cwd=ROOT,
-    env=job.environment(),
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-  )
+  command = [sys.executable, 'launch/serve.py', *own, *files, *flags]
+  pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT, 'text': True}
+  return subprocess.Popen(command, cwd=ROOT, env=job.environment(), **pipes)
 
 
 def wait_for_addresses(folder: pathlib.Path, process: subprocess.Popen) -> list[str]:
   deadline = time.monotonic() + 600
-  while not (folder / 'addresses').exists():
-    if process.poll() is not None or time.monotonic() > deadline:
-      raise AssertionError(f'serve.py: exit code {process.poll()}: {process.communicate()[0][-3000:]}')
-    time.sleep(0.2)
+  with times.phase('servers'):
+    while not (folder / 'addresses').exists():
+      if process.poll() is not None or time.monotonic() > deadline:
+        raise AssertionError(f'serve.py: exit code {process.poll()}: {process.communicate()[0][-3000:]}')
+      time.sleep(0.1)
   return json.loads((folder / 'addresses').read_text())
 
 
 async def started(servers):
   for server in servers:
     server.start()
-  await asyncio.gather(*(server.ready(deadline_s=600) for server in servers))
+  with times.phase('servers'):
+    await asyncio.gather(*(server.ready(deadline_s=600) for server in servers))
 
 
 def long_prompt(number):

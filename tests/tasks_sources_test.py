@@ -1,7 +1,6 @@
 import json
 import random
 
-import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -29,6 +28,8 @@ def test_jsonl_names_each_corrupt_line_by_its_number(tmp_path):
 
 
 def test_files_and_datasets_give_the_same_rows(tmp_path):
+  import datasets
+
   (tmp_path / 'rows.jsonl').write_text('\n'.join(json.dumps(row, ensure_ascii=False) for row in ROWS))
   pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / 'rows.parquet')
   datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / 'saved'))
@@ -89,6 +90,8 @@ def test_bad_source_is_one_line_that_says_what_to_do(tmp_path, source, kwargs, m
   (tmp_path / 'train.jsonl').write_text('{}')
   (tmp_path / 'bad.parquet').write_text('PAR1 cut short')
   if 'splits' in source:
+    import datasets
+
     part = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({'a': part, 'b': part}).save_to_disk(str(tmp_path / 'splits'))
   with pytest.raises(UserError, match=message) as error:

@@ -1,7 +1,6 @@
 import json
 
 import pytest
-import reasoning_gym
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.tasks.taskset import (
@@ -168,6 +167,8 @@ def test_drop_long_counts_and_keeps_the_sum(spell):
   [(SPELL, ('{answer}', '{word}')), (SORT, ('[{sorted_numbers:csv}]', '[{original_numbers:csv}]'))],
 )
 def test_demonstrations_have_the_stated_quality(recipe, templates):
+  import reasoning_gym
+
   taskset = load_taskset(TasksetConfig(name='d', size=3000, **recipe))
   config = DemonstrationsConfig(templates=templates, weights=(0.4, 0.6), count=1000)
   pairs = demonstrations(taskset, config)

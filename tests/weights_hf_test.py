@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import transformers
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from weights_hf_config_test import absl_lines
@@ -22,8 +21,6 @@ from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import ModelOptions, RopeScaling
 from jaxrl_llm.weights import hf
 from jaxrl_llm.weights.hf_config import write_config
-
-torch = pytest.importorskip('torch')
 
 ROOT = pathlib.Path(__file__).parents[1]
 LENGTH = 300
@@ -58,16 +55,22 @@ CASES = {
     {'attention_bias': True, 'mlp_bias': True, 'rms_norm_eps': 1e-2},
   ),
 }
-CONFIGS = {
-  'qwen2': transformers.Qwen2Config,
-  'qwen3': transformers.Qwen3Config,
-  'llama': transformers.LlamaConfig,
-}
+CONFIGS = {'qwen2': 'Qwen2Config', 'qwen3': 'Qwen3Config', 'llama': 'LlamaConfig'}
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _peers():
+  """Imported for this file's tests only: collecting them needs neither."""
+  global torch, transformers
+  torch = pytest.importorskip('torch')
+  import transformers
 
 
 def make_peer(family, tied, rope, fields):
   """A model of transformers in which every parameter is random: biases, norms and positions all matter."""
-  config = CONFIGS[family](**{**SIZES, **fields}, tie_word_embeddings=tied, rope_parameters=dict(rope))
+  config = getattr(transformers, CONFIGS[family])(
+    **{**SIZES, **fields}, tie_word_embeddings=tied, rope_parameters=dict(rope)
+  )
   config._attn_implementation = 'eager'
   torch.manual_seed(0)
   peer = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -192,10 +195,7 @@ def test_transformers_loads_an_export_unchanged(tmp_path, family, shard_bytes):
   assert (loaded.eos_token_id, loaded.pad_token_id, len(loaded)) == (1, 0, len(tokenizer))
 
 
-AUTO = {
-  'scalar': transformers.AutoModelForSequenceClassification,
-  'value': transformers.AutoModelForTokenClassification,
-}
+AUTO = {'scalar': 'AutoModelForSequenceClassification', 'value': 'AutoModelForTokenClassification'}
 PAD = 0
 
 
@@ -237,7 +237,8 @@ def test_transformers_loads_reward_models_and_critics_unchanged(tmp_path, family
   hf.export(tmp_path, lay(params), spec, tokenizer_dir=None, eos_ids=(1,), pad_id=PAD, shard_bytes=100_000)
   assert not (tmp_path / 'generation_config.json').exists()
   assert hf.read_special_tokens(tmp_path) == hf.SpecialTokens(bos_id=None, eos_ids=(1,), pad_id=PAD)
-  peer, report = AUTO[head].from_pretrained(tmp_path, attn_implementation='eager', output_loading_info=True)
+  auto = getattr(transformers, AUTO[head])
+  peer, report = auto.from_pretrained(tmp_path, attn_implementation='eager', output_loading_info=True)
   assert not any(report[kind] for kind in ('missing_keys', 'unexpected_keys', 'mismatched_keys', 'error_msgs')), report
   assert peer.config.num_labels == 1 and peer.dtype == torch.float32
   tokens, within = padded((17, 60, 1, 41))
@@ -252,8 +253,8 @@ def test_transformers_loads_reward_models_and_critics_unchanged(tmp_path, family
 @pytest.mark.parametrize('head', AUTO)
 @pytest.mark.parametrize('tied', [False, True])
 def test_reward_models_and_critics_of_transformers_are_read(tmp_path, family, head, tied):
-  config = CONFIGS[family](**SIZES, num_labels=1, pad_token_id=PAD, tie_word_embeddings=tied)
-  peer = AUTO[head].from_config(config, attn_implementation='eager')
+  config = getattr(transformers, CONFIGS[family])(**SIZES, num_labels=1, pad_token_id=PAD, tie_word_embeddings=tied)
+  peer = getattr(transformers, AUTO[head]).from_config(config, attn_implementation='eager')
   with torch.no_grad():
     for name, parameter in peer.named_parameters():
       if name != 'score.bias':

@@ -1,0 +1,251 @@
+"""Breaks the package in thirty places, one at a time, and requires that the tests named for each notice.
+
+  python tests/mutate.py [--only=NAME,…] [--tree=DIRECTORY] [--before] [--out=FILE]
+
+tests/mutations.json has the mutations: a name, a file, a text that occurs once in it (`old`) and what stands there
+instead (`new`), and the tests that are to fail then (`caught_by`). The commit that is checked out is cloned into a
+temporary folder; the tree that this file lies in stays as it is. First all named tests run once as they are, and have
+to pass: a test that fails anyway catches nothing. Then each mutation is put in, and each of its tests has to fail
+(pytest's exit code 1; a test that is not there, not collected or skipped is none that fails).
+
+Prints a table in markdown, and ends with 0 if every mutation was caught, with 1 if one survived, with 2 for what cannot
+be checked at all. With all mutations it takes the time of the job-level tests that are named, twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+FILE = pathlib.Path(__file__).with_name('mutations.json')
+LIMIT_S = 1200
+"""The longest that one test may take; a mutation may make it wait for ever."""
+_PASSED, _FAILED = 0, 1
+_MEANING = {2: 'not run: not collected', 3: 'not run: pytest failed', 4: 'not run: not there', 5: 'not run: not there'}
+"""pytest's other exit codes; what cannot even be imported is not collected, or not there."""
+
+
+class Unusable(Exception):
+  """What cannot be checked, in one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+  name: str
+  file: str
+  old: str
+  new: str
+  caught_by: tuple[str, ...]
+  """Test ids."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """Of one test under one mutation."""
+
+  mutation: Mutation
+  test: str
+  caught: bool
+  told: str
+  seconds: float
+
+
+def read_mutations(only: Sequence[str], *, before: bool) -> list[Mutation]:
+  """Those of the file.
+
+  Args:
+    only: names; empty: all.
+    before: whether tests have the ids that they had before they were moved, where the file says so.
+  """
+  try:
+    rows = json.loads(FILE.read_text())
+    found = [
+      Mutation(
+        **{name: row[name] for name in ('name', 'file', 'old', 'new')},
+        caught_by=tuple(row.get('before', row['caught_by']) if before else row['caught_by']),
+      )
+      for row in rows
+    ]
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise Unusable(f'{FILE}: not a list of mutations ({type(error).__name__}: {error})') from None
+  names = [mutation.name for mutation in found]
+  if twice := sorted({name for name in names if names.count(name) > 1}):
+    raise Unusable(f'{FILE}: two mutations are called {twice[0]}')
+  if unknown := sorted(set(only) - set(names)):
+    raise Unusable(f'--only={unknown[0]}: no mutation of that name; there are {", ".join(names)}')
+  return [mutation for mutation in found if not only or mutation.name in only]
+
+
+@contextlib.contextmanager
+def tree_to_break(given: pathlib.Path | None) -> Iterator[pathlib.Path]:
+  """The folder in which mutations are made: the given one, else a clone for as long as the block runs."""
+  with tempfile.TemporaryDirectory(prefix='mutations-') as folder:
+    if given is None:
+      tree = pathlib.Path(folder) / 'tree'
+      done = subprocess.run(
+        ['git', 'clone', '--quiet', '--shared', str(ROOT), str(tree)], capture_output=True, text=True
+      )
+      if done.returncode:
+        raise Unusable(f'{ROOT}: cannot be cloned ({" ".join(done.stderr.split())})')
+    else:
+      tree = given.resolve()
+      if tree == ROOT:
+        raise Unusable(f'--tree={given}: the tree of this file; wanted another one, for its files are changed')
+      if not (tree / 'jaxrl_llm').is_dir():
+        raise Unusable(f'--tree={given}: no tree of this project')
+    for environment in ROOT.glob('.venv*'):
+      if not (tree / environment.name).exists():
+        (tree / environment.name).symlink_to(environment)
+    if not (tree / '.venv/bin/python').exists():
+      raise Unusable(f'{tree}: has no .venv, and neither has {ROOT}')
+    yield tree
+
+
+def run(tree: pathlib.Path, command: Sequence[str], limit_s: float = LIMIT_S) -> tuple[int | None, str]:
+  """Exit code (None: it took too long) and output of a command of the tree's Python, on the tree's own package."""
+  process = subprocess.Popen(
+    [str(tree / '.venv/bin/python'), *command],
+    cwd=tree,
+    env={**os.environ, 'PYTHONPATH': str(tree)},  # The environment has the package of the tree it was made for.
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    errors='replace',
+    start_new_session=True,
+  )
+  try:
+    out, _ = process.communicate(timeout=limit_s)
+    return process.returncode, out
+  except subprocess.TimeoutExpired:
+    return None, ''
+  finally:
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def run_tests(tree: pathlib.Path, ids: Sequence[str]) -> tuple[int | None, str]:
+  """Up to the first failure: after it nothing more is to be known."""
+  return run(tree, ['-m', 'pytest', '-x', '-q', '-p', 'no:cacheprovider', '--tb=short', *ids], LIMIT_S * len(ids))
+
+
+def check(tree: pathlib.Path, mutations: Sequence[Mutation]) -> None:
+  """Raises Unusable for a mutation that cannot be made, or that Python would not see."""
+  for mutation in mutations:
+    file = tree / mutation.file
+    count = file.read_text().count(mutation.old) if file.is_file() else 0
+    if count != 1:
+      raise Unusable(f'{mutation.name}: its text occurs {count} times in {mutation.file}, wanted once')
+  modules = [m.file.removesuffix('.py').replace('/', '.') for m in mutations if m.file.startswith('jaxrl_llm/')]
+  script = (
+    'import importlib.util, sys; print(*(importlib.util.find_spec(name).origin for name in sys.argv[1:]), sep="\\n")'
+  )
+  _, out = run(tree, ['-c', script, *modules])
+  wanted = [str(tree / mutation.file) for mutation in mutations if mutation.file.startswith('jaxrl_llm/')]
+  if out.split() != wanted:
+    raise Unusable(f'{tree}: its Python imports the package from elsewhere ({" ".join(out.split())[-200:]})')
+
+
+@contextlib.contextmanager
+def made(tree: pathlib.Path, mutation: Mutation) -> Iterator[None]:
+  """The mutation is in the tree while the block runs."""
+  file = tree / mutation.file
+  text = file.read_text()
+
+  def write(wanted: str) -> None:
+    file.write_text(wanted)
+    # Compiled code is known by second and size, which may both be the same.
+    for compiled in file.parent.glob(f'__pycache__/{file.stem}.*'):
+      compiled.unlink()
+
+  try:
+    write(text.replace(mutation.old, mutation.new))
+    yield
+  finally:
+    write(text)
+
+
+def last_error(output: str) -> str:
+  """What pytest says last of the first failure, in a few words."""
+  lines = [line[4:].strip() for line in output.splitlines() if line.startswith('E   ')]
+  text = lines[0] if lines else (output.strip().splitlines() or ['nothing'])[-1]
+  return re.sub(r'\s+', ' ', text)[:90]
+
+
+def test_under(tree: pathlib.Path, mutation: Mutation, test: str) -> Result:
+  """Whether the test fails while the mutation is in the tree."""
+  begun = time.monotonic()
+  with made(tree, mutation):
+    code, out = run_tests(tree, [test])
+  if code is None:
+    told = f'not ended after {LIMIT_S} s'
+  elif code == _FAILED:
+    told = f'caught: {last_error(out)}'
+  elif code == _PASSED:
+    told = 'skipped' if re.search(r'^\d+ skipped', out.strip().splitlines()[-1]) else 'SURVIVED'
+  else:
+    told = _MEANING.get(code, f'pytest ended with {code}')
+  return Result(mutation, test, code == _FAILED, told, time.monotonic() - begun)
+
+
+def row(result: Result) -> str:
+  cells = (result.mutation.name, result.mutation.file, result.test, f'{result.told} ({result.seconds:.0f} s)')
+  return '| ' + ' | '.join(cell.replace('|', '\\|') for cell in cells) + ' |'
+
+
+HEAD = '| mutation | file | test | result |\n|---|---|---|---|'
+
+
+def main(argv: Sequence[str]) -> int:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--only', default='', help='names of mutations, with commas between them; all by default')
+  parser.add_argument('--tree', type=pathlib.Path, help='a tree to work in instead of a clone; nobody else may use it')
+  parser.add_argument('--before', action='store_true', help='tests by the ids that they had in commit 3662f19')
+  parser.add_argument('--out', type=pathlib.Path, help='file that gets the table too')
+  given = parser.parse_args(argv)
+  signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # Takes the mutation out again.
+  lines: list[str] = []
+
+  def say(line: str) -> None:
+    print(line, flush=True)
+    lines.append(line)
+    if given.out:
+      given.out.write_text('\n'.join(lines) + '\n')
+
+  try:
+    mutations = read_mutations([name for name in given.only.split(',') if name], before=given.before)
+    with tree_to_break(given.tree) as tree:
+      check(tree, mutations)
+      begun, ids = time.monotonic(), list(dict.fromkeys(test for m in mutations for test in m.caught_by))
+      code, out = run_tests(tree, ids)
+      if code != _PASSED:
+        failed = re.findall(r'^(?:FAILED|ERROR) (\S+)', out, re.MULTILINE)
+        raise Unusable(f'without a mutation pytest ends with {code}, wanted 0: {" ".join(failed)} {last_error(out)}')
+      say(f'{len(ids)} tests without a mutation: passed ({time.monotonic() - begun:.0f} s)\n\n{HEAD}')
+      survived = 0
+      for mutation in mutations:
+        results = [test_under(tree, mutation, test) for test in mutation.caught_by]
+        survived += not all(result.caught for result in results)
+        for result in results:
+          say(row(result))
+    say(f'\n{len(mutations) - survived} of {len(mutations)} mutations caught')
+    return 1 if survived else 0
+  except (Unusable, OSError) as error:
+    print(f'error: {error}', file=sys.stderr)
+    return 2
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv[1:]))
