@@ -51,7 +51,7 @@ lock_environment() {
   fi
 }
 
-# adopt_pip_settings DIRECTORY: where pip would look for packages, by its variables or files, uv is to look too.
+# adopt_pip_settings DIRECTORY: sets uv's variables so that it looks for packages where pip's settings say.
 adopt_pip_settings() {
   local name value
   while IFS='=' read -r name value; do
@@ -79,11 +79,11 @@ for name, variable in (("no-index", "UV_NO_INDEX"), ("cert", "SSL_CERT_FILE")):
   if name in settings:
     print(variable + "=" + settings[name][0])
 ')
-  # As to pip, all places are equal, and the best version wins: of PyTorch that is a folder's CPU build.
+  # As with pip, all places are equal, and the best version wins: a folder's CPU build of PyTorch, for one.
   export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}
 }
 
-# ensure_uv DIRECTORY: installs uv where it is missing; 1, and pip's last words, where it does not run afterwards.
+# ensure_uv DIRECTORY: installs uv where it is missing; where uv does not run afterwards, prints pip's last line, and 1.
 ensure_uv() {
   local words
   "$1/bin/python" -m uv --version >/dev/null 2>&1 && return
@@ -94,7 +94,7 @@ ensure_uv() {
   return 1
 }
 
-# alone COMMAND...: what writes the package's metadata into this tree (jaxrl_llm.egg-info), one at a time.
+# alone COMMAND...: runs a command that writes jaxrl_llm.egg-info into this tree, one command at a time.
 alone() {
   (
     exec 8<pyproject.toml
@@ -103,7 +103,7 @@ alone() {
   )
 }
 
-# install_packages DIRECTORY CONSTRAINTS [GROUP]: the package, editable, and the group: by uv, or by pip where uv cannot.
+# install_packages DIRECTORY CONSTRAINTS [GROUP]: installs the package, editable, and the group: by uv, or else by pip.
 install_packages() {
   local venv=$1 constraints=$2 group=${3:-} chosen=() uv words
   [ ! -f "$constraints" ] || chosen+=(--constraint "$constraints")

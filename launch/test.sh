@@ -3,23 +3,22 @@
 #
 #   bash launch/test.sh [--tier=fast|full|acceptance] [--changed[=COMMIT]] [--workers=N] [-- PYTEST ARGUMENTS]
 #
-# fast: what needs no real job, kill or browser. full (the default): that and those, and, where a python3.12 exists, the
-# fast tests of the files in tests/newest.txt once more on Python 3.12 with the newest JAX. acceptance: only what is
-# marked so (hours).
+# fast: the tests that need no real job, kill or browser. full (the default): those tests too, and, where a python3.12
+# exists, the fast tests of the files in tests/newest.txt once more on Python 3.12 with the newest JAX. acceptance: only
+# the tests marked `acceptance` (hours).
 #
-# --changed: only the test files that a change may affect (tests/affected.py): what is not committed, and the commits
-# since COMMIT, by default since the branch left origin/main or main. --workers: test processes at a time; by default one
-# a core, up to 8. Test files named among the pytest arguments take the place of those chosen otherwise.
+# --changed: only the test files that a change may affect (tests/affected.py): uncommitted changes, and commits since
+# COMMIT, by default since the branch left origin/main or main. --workers: how many test processes run at a time; by
+# default one per core, up to 8. Test files among the pytest arguments replace any other choice of files.
 #
-# The parity tests' PyTorch may be a CPU build; which one is taken is up to the index: PIP_EXTRA_INDEX_URL or
-# PIP_FIND_LINKS may name a place that has it. But for the fast tier, the vLLM servers' environment
-# (launch/install_vllm.sh), that of TRL and Tunix (launch/install_peers.sh) and that of the compilers for devices that
-# are not here (launch/install_aot.sh) are made too, and Debian packages installed where root (or sudo without a
-# password) permits it: Chromium and its driver, iproute2, openssl, bubblewrap; otherwise the tests that use them are
-# skipped.
+# The parity tests' PyTorch may be a CPU build; the package index decides which: PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS
+# may name a place that has it. The full and acceptance tiers also make the environments of the vLLM servers
+# (launch/install_vllm.sh), of TRL and Tunix (launch/install_peers.sh) and of the compilers for devices that are not
+# here (launch/install_aot.sh). Where root (or sudo without a password) permits it, they install Debian packages:
+# Chromium and its driver, iproute2, openssl, bubblewrap; otherwise the tests that use these are skipped.
 #
-# What parts beside others said is in runs/tests/*.log, and where the time went in runs/tests/times.md.
-# Every part runs even if one before it failed; the exit code is 0 only if all went well.
+# The output of each part is in runs/tests/*.log, and a report of the time it took in runs/tests/times.md.
+# Every part runs even if an earlier one failed; the exit code is 0 only if all of them passed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 SAY=test
@@ -46,7 +45,7 @@ while [ $# -gt 0 ]; do
   shift
 done
 
-# What the full tier's tests run besides Python: Debian packages, installed where they are missing and may be.
+# Installs the Debian packages of commands that the full tier's tests run, where they are missing and root permits it.
 ensure_commands() {
   local command packages=() missing=() root=()
   for command in chromium:chromium chromedriver:chromium-driver ip:iproute2 openssl:openssl bwrap:bubblewrap; do
@@ -76,7 +75,7 @@ ensure_commands() {
   fi
 }
 
-# Prints a Python 3.12 that runs, also one of pyenv's that is not switched on.
+# Prints a Python 3.12 that runs; pyenv's count too, even if they are not active.
 find_python312() {
   local candidate
   for candidate in python3.12 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python; do
@@ -88,7 +87,7 @@ find_python312() {
   return 1
 }
 
-# Whether a pytest argument names a test file or folder.
+# names_tests ARGUMENT...: whether one of pytest's arguments is an existing test file or folder.
 names_tests() {
   local argument
   for argument; do
@@ -101,9 +100,9 @@ names_tests() {
 
 summary=()
 status=0
-declare -A parts=()  # The process of each part that runs beside others, by the name of its log.
+declare -A parts=()  # For each part that runs in the background, by the name of its log: its process.
 
-# timed NAME COMMAND...: runs it, and adds a line to the phases.
+# timed NAME COMMAND...: runs a command, and adds its times to $logs/phases.jsonl; its exit code.
 timed() {
   local name=$1 begin code
   shift
@@ -115,16 +114,16 @@ timed() {
   return "$code"
 }
 
-# begin_part LOG NAME COMMAND...: starts a part beside others; its output goes to $logs/LOG.log.
+# begin_part LOG NAME COMMAND...: starts a part in the background; its output goes to $logs/LOG.log.
 begin_part() {
   local log=$1
   shift
-  # A command in the background would ignore Ctrl-C.
+  # By default a command in the background ignores SIGINT.
   (trap - INT && timed "$@") >"$logs/$log.log" 2>&1 </dev/null 7>&- &
   parts[$log]=$!
 }
 
-# run_part LOG NAME COMMAND...: runs a part, and shows its output at once; its exit code.
+# run_part LOG NAME COMMAND...: runs a part, and also prints its output as it comes; its exit code.
 run_part() {
   local log=$1
   shift
@@ -132,13 +131,13 @@ run_part() {
   return "${PIPESTATUS[0]}"
 }
 
-# count_part LOG NAME CODE: a line of the summary, with the part's last words.
+# count_part LOG NAME CODE: adds a line to the summary, with the last line of the part's output.
 count_part() {
   summary+=("$2: $([ "$3" = 0 ] && echo passed || echo "FAILED (exit code $3)"): $(grep -v '^ *$' "$logs/$1.log" | tail -n 1)")
   [ "$3" = 0 ] || status=1
 }
 
-# finish_part LOG NAME: waits for a part beside others, prints what it said, and counts it.
+# finish_part LOG NAME: waits for a part in the background, prints its output, and counts it; its exit code.
 finish_part() {
   local code
   wait "${parts[$1]}"
@@ -149,7 +148,7 @@ finish_part() {
   return "$code"
 }
 
-# part LOG NAME COMMAND...: runs one part, and counts it.
+# part LOG NAME COMMAND...: runs a part, and counts it.
 part() {
   local log=$1 name=$2
   say "$name: ${*:3}"
@@ -157,13 +156,12 @@ part() {
   count_part "$log" "$name" $?
 }
 
-# pytest_part LOG NAME PYTHON MARKS ARGUMENTS...: runs tests; none found is a failure, unless a change chose the files.
+# pytest_part LOG NAME PYTHON MARKS ARGUMENTS...: runs tests; to run none is a failure, unless a change chose the files.
 pytest_part() {
   local log=$1 name=$2 python=$3 marks=$4 code
   shift 4
   # A file stays on one worker, for its module fixtures; files are dealt in the order of tests/conftest.py, not by how
-  # many tests they have. A worker that crashes ends its part: one started anew would leave --dist=loadfile waiting for
-  # ever.
+  # many tests they have. A worker that crashes ends its part: with a replacement, --dist=loadfile would wait for ever.
   local command=("$python" -m pytest --numprocesses="$workers" --dist=loadfile --no-loadscope-reorder)
   command+=(--max-worker-restart=0 "${plugins[@]}" -m "$marks" "$@")
   say "$name: ${command[*]}"
@@ -193,7 +191,7 @@ run_all() {
   fi
   has_tests() { [ -z "$changed" ] || [ ${#files[@]} -gt 0 ]; }
 
-  # Two of these scripts in one tree keep their words apart.
+  # Where two of these scripts run in one tree, each has its own logs.
   logs=runs/tests
   mkdir -p "$logs"
   exec 7>>runs/tests.lock
@@ -204,7 +202,7 @@ run_all() {
   fi
   rm -f "$logs"/*.log "$logs"/*.jsonl "$logs"/times.md
 
-  # The environments have nothing to do with each other, and are made side by side.
+  # The environments are independent of each other, so they are made side by side.
   beside=(vllm peers aot packages)
   declare -A names=([vllm]='vLLM environment' [peers]="peers' environment" [aot]='compilers for other devices'
     [packages]='Debian packages')
@@ -216,7 +214,7 @@ run_all() {
   fi
   run_part environment '.venv' ensure_environment .venv "$python" test || exit
 
-  # Bits may follow the number of threads of XLA's CPU pool, so it is said, not guessed.
+  # Results may depend on the number of threads of XLA's CPU pool, so it is fixed.
   export NPROC=${NPROC:-$(nproc)}
   # Each worker holds about 1 GB.
   workers=${workers:-$((NPROC < 8 ? NPROC : 8))}
@@ -260,7 +258,7 @@ run_all() {
   if [ -n "$python312" ]; then
     newest=()
     if [ -z "$chosen" ]; then
-      # Of the files on the list, those that the change affects, where it chooses.
+      # With --changed, only the listed files that the change affects.
       mapfile -t newest < <(sed -n 's/^\([^# ][^ ]*\).*/\1/p' tests/newest.txt |
         { [ -z "$changed" ] && cat || grep -Fx -f <(printf '%s\n' "${files[@]}"); })
     fi
@@ -285,14 +283,14 @@ run_all() {
   exit $status
 }
 
-# A stop ends all of it: it runs in one process group, and the shell that hears the stop does nothing but wait. (bash 5.2
-# loses a trap that comes while it reads a command substitution.)
+# SIGINT and SIGTERM end every part: run_all and its parts are one process group, and this shell only waits for it.
+# (bash 5.2 loses a trapped signal that arrives while it reads a command substitution.)
 end_all() {
   local tries
   trap '' INT TERM
-  exec 2>/dev/null  # bash names each process that a signal ended.
+  exec 2>/dev/null  # bash would report each process that a signal ended.
   kill -0 -- "-$!" || return
-  kill -KILL "$!"  # Before the others, so that it begins no further part.
+  kill -KILL "$!"  # First run_all, so that it begins no further part.
   kill -INT -- "-$!"
   for ((tries = 0; tries < 100; tries++)); do
     kill -0 -- "-$!" || break

@@ -2,10 +2,10 @@
 
   python tests/affected.py [--since=COMMIT]
 
-Changed is what is not committed, and what was committed since COMMIT: by default since the branch left origin/main or
-main. The graph is static: imports (also those inside functions), and what string constants name: modules, scripts,
-configurations, folders of data. It rather takes too much than too little. A change of what every test stands on selects
-all; one of documents, none.
+A change is anything uncommitted, or committed since COMMIT: by default since the branch left origin/main or main. The
+graph is static: imports (also those inside functions), and the modules, scripts, configurations and data folders that
+string constants name. It errs on the side of too many tests. A change to a file of EVERYTHING selects all tests; a
+change to a document selects only the tests that name it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import sys
 from collections.abc import Iterable, Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
-FOLDERS = ('jaxrl_llm', 'tests', 'launch', 'benchmarks', 'configs', '.ci')
-"""Where the graph's files lie."""
-EVERYTHING = ('tests/conftest.py', 'pyproject.toml', 'constraints/', 'launch/environment.sh')
-"""What every test stands on."""
-NOTHING = ('docs/', 'LICENSE', '.gitignore')
-"""What no test reads; so are all .md files."""
+FOLDERS = ('jaxrl_llm', 'tests', 'launch', 'benchmarks', 'configs', 'docs', '.ci')
+"""Folders whose files are in the graph."""
 CONFTEST = 'tests/conftest.py'
+EVERYTHING = (CONFTEST, 'pyproject.toml', 'constraints/', 'launch/environment.sh')
+"""Files that every test depends on."""
+UNREAD = ('LICENSE', '.gitignore')
+"""Files that no test reads."""
 
 _PATH = re.compile(r'[\w.-]+(?:/[\w.-]+)+|[\w-]+\.(?:py|sh|txt|json|jsonl|toml)')
 _MODULE = re.compile(r'[A-Za-z_]\w*(?:\.\w+)+')
@@ -50,23 +50,24 @@ class Graph:
     self.needs = {path: self._needs_of(path) - {path} for path in self._paths}
 
   def reachable(self, path: str) -> set[str]:
-    """What `path` needs, directly and through others, with itself."""
-    found, waiting = {path}, [path]
+    """`path` and all files that it needs, directly or through others."""
+    reached, waiting = {path}, [path]
     while waiting:
-      new = self.needs.get(waiting.pop(), set()) - found
-      found |= new
+      new = self.needs.get(waiting.pop(), set()) - reached
+      reached |= new
       waiting.extend(new)
-    return found
+    return reached
 
   def affected(self, changed: Iterable[str]) -> list[str]:
     """The test files that the changed files may affect, in order."""
-    changed = {path for path in changed if not path.startswith(NOTHING) and not path.endswith('.md')}
+    changed = set(changed)
     tests = sorted(path for path in self._paths if is_test(path) and (self._root / path).exists())
     needed = {test: self.reachable(test) for test in tests}
-    known = set(tests).union(*self.needs.values())
+    referenced = set(tests).union(*self.needs.values())
     for path in changed:
-      # Nobody knows who reads a file that is no module and that nobody names.
-      if path.startswith(EVERYTHING) or (path not in known and not path.endswith('.py')):
+      # Any test may read a data file that no string names.
+      unknown = path not in referenced and not path.endswith(('.py', '.md')) and path not in UNREAD
+      if path.startswith(EVERYTHING) or unknown:
         return tests
     return [test for test in tests if needed[test] & changed]
 
@@ -74,72 +75,72 @@ class Graph:
     try:
       return ast.parse((self._root / path).read_text())
     except (OSError, SyntaxError, UnicodeDecodeError):
-      return None  # Deleted, or broken: whoever needs it is affected all the same.
+      return None  # Deleted or broken: the files that need it still do.
 
   def _needs_of(self, path: str) -> set[str]:
     if path == CONFTEST:
-      return set()  # What its fixtures need, the tests need that use them.
+      return set()  # The tests that use its fixtures need what these need.
     if path.endswith('.sh'):
       return self._named((self._root / path).read_text(), path) if (self._root / path).exists() else set()
     tree = self._tree(path) if path.endswith('.py') else None
     if tree is None:
       return set()
-    found = self._needs_of_code(tree, path)
+    needs = self._needs_of_code(tree, path)
     if path.startswith('tests/'):
       arguments = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
       strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}  # As for usefixtures.
       for name in self._fixtures.keys() & (arguments | strings):
-        found |= self._fixtures[name]
-    return found
+        needs |= self._fixtures[name]
+    return needs
 
   def _fixtures_of(self, path: str) -> dict[str, set[str]]:
-    """By the name of each fixture of `path`, what its body needs."""
+    """For each fixture of `path`, by name, the files that its body needs."""
     tree = self._tree(path) if path in self._paths else None
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)] if tree else []
-    marked = [node for node in functions if any('fixture' in ast.unparse(one) for one in node.decorator_list)]
-    return {node.name: self._needs_of_code(node, path) for node in marked}
+    fixtures = [node for node in functions if any('fixture' in ast.unparse(mark) for mark in node.decorator_list)]
+    return {node.name: self._needs_of_code(node, path) for node in fixtures}
 
   def _needs_of_code(self, tree: ast.AST, path: str) -> set[str]:
-    found = set()
+    needs = set()
     for node in _walk(tree):
       match node:
         case ast.Import(names=names):
           for name in names:
-            found |= self._modules(name.name, path)
+            needs |= self._modules(name.name, path)
         case ast.ImportFrom(module=module, names=names, level=level):
           start = _package(path, level) + ([module] if module else [])
           for name in names:
-            found |= self._modules('.'.join([*start, name.name]), path)
+            needs |= self._modules('.'.join([*start, name.name]), path)
         case ast.BinOp(op=ast.Div()):
-          found |= self._joined(node, path)
+          needs |= self._joined(node, path)
         case ast.Constant(value=str(text)):
-          found |= self._named(text, path)
-    return found
+          needs |= self._named(text, path)
+    return needs
 
   def _modules(self, name: str, path: str) -> set[str]:
-    """The files of the module `name`, or of the one that has it, as `path` imports it; with those of its packages."""
+    """The files of the module `name`, or of the module that defines it, and of its packages, as `path` imports it."""
     parts = name.split('.')
     for folder in ('', f'{pathlib.PurePosixPath(path).parent}/', *(['tests/'] if path.startswith('tests/') else [])):
-      found = set()
+      files = set()
       for length in range(1, len(parts) + 1):
         stem = folder + '/'.join(parts[:length])
-        found |= {file for file in (f'{stem}/__init__.py', f'{stem}.py') if file in self._paths}
-      if found:
-        return found
+        files |= {file for file in (f'{stem}/__init__.py', f'{stem}.py') if file in self._paths}
+      if files:
+        return files
     return set()
 
   def _named(self, text: str, path: str) -> set[str]:
     """Files that a string names: paths from the root or beside `path`, and modules of the package."""
-    found = set()
+    files = set()
     for token in _PATH.findall(text):
-      found |= self._at(token, path, folders=False)
+      files |= self._at(token, path, folders=False)
     for token in _MODULE.findall(text):
       if token.startswith('jaxrl_llm.'):
-        found |= self._modules(token, path)
-    return found
+        files |= self._modules(token, path)
+    return files
 
   def _joined(self, node: ast.BinOp, path: str) -> set[str]:
-    """What `ROOT / 'launch' / name` may name: the file, or all of the folder as far as it is known."""
+    """Files that `ROOT / 'launch' / name` may name: all of the folder where a part is no constant."""
     parts: list[str | None] = []
     left: ast.expr = node
     while isinstance(left, ast.BinOp) and isinstance(left.op, ast.Div):
@@ -160,7 +161,7 @@ class Graph:
 
 
 def _walk(tree: ast.AST) -> Iterator[ast.AST]:
-  """Every node but docstrings, and what only type checkers import."""
+  """Every node except docstrings and imports for type checkers alone."""
   for node in ast.iter_child_nodes(tree):
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
       continue
@@ -176,7 +177,7 @@ def _package(path: str, level: int) -> list[str]:
 
 
 def git(root: pathlib.Path, *arguments: str) -> list[str] | None:
-  """What git lists, by lines or NUL; None where it fails."""
+  """The items that a git command lists, separated by newlines or NUL; None where it fails."""
   ran = subprocess.run(['git', *arguments], cwd=root, capture_output=True, text=True)
   if ran.returncode:
     return None
@@ -184,7 +185,7 @@ def git(root: pathlib.Path, *arguments: str) -> list[str] | None:
 
 
 def changed_files(root: pathlib.Path, since: str | None) -> list[str]:
-  """Files that differ from `since` (by default, from where the branch left the main one), and new ones."""
+  """Files that differ from commit `since` (by default, where the branch left main), and untracked files."""
   if since is None:
     for main in ('origin/main', 'main'):
       base = git(root, 'merge-base', 'HEAD', main)

@@ -1,4 +1,4 @@
-"""Which tests a change may affect: in a small tree, where all is known, and in this one."""
+"""Which tests a change may affect: in a small tree that is known entirely, and in this one."""
 
 import functools
 import subprocess
@@ -37,6 +37,7 @@ FILES = {
   'constraints/py311.txt': '',
   'pyproject.toml': '',
   'docs/page.md': '',
+  'docs/keys.md': '',
   'README.md': '',
   'tests/conftest.py': """
     import pytest
@@ -62,6 +63,7 @@ FILES = {
   'tests/store_test.py': 'def test_store(store):\n  pass\n',
   'tests/words_test.py': "WORDS = 'fixtures/words.json'\n",
   'tests/page_test.py': 'from jaxrl_llm.report import page\n',
+  'tests/keys_test.py': "DOCUMENT = 'docs/keys.md'\n",
   'tests/script_test.py': "SCRIPT = 'launch/test.sh'\n",
   'tests/lonely_test.py': 'import math\n',
 }
@@ -82,7 +84,7 @@ def tree(tmp_path):
     ('tests/lonely_test.py', 'lonely'),
     ('jaxrl_llm/core/errors.py', 'chain job linear loop module store'),
     ('jaxrl_llm/ops/linear.py', 'chain job linear loop module'),
-    ('jaxrl_llm/master/loop.py', 'chain job loop module'),  # Neither by a docstring nor for type checkers.
+    ('jaxrl_llm/master/loop.py', 'chain job loop module'),  # A docstring or TYPE_CHECKING does not select `linear`.
     ('jaxrl_llm/master/__init__.py', 'chain job loop module'),
     ('launch/train.py', 'job'),
     ('configs/quick.py', 'job'),
@@ -92,8 +94,10 @@ def tree(tmp_path):
     ('tests/fixtures/words.json', 'words'),
     ('jaxrl_llm/report/parts/style.css', 'page'),
     ('launch/other.sh', 'script'),
+    ('docs/keys.md', 'keys'),
     ('docs/page.md', ''),
     ('README.md', ''),
+    ('LICENSE', ''),
   ],
 )
 def test_a_change_selects_the_tests_that_reach_it(tree, changed, wanted):
@@ -104,7 +108,7 @@ def test_a_change_selects_the_tests_that_reach_it(tree, changed, wanted):
   'changed',
   ['tests/conftest.py', 'pyproject.toml', 'constraints/py311.txt', 'launch/environment.sh', 'data/unknown.bin'],
 )
-def test_what_all_stands_on_or_nobody_knows_selects_everything(tree, changed):
+def test_a_file_that_every_test_needs_or_that_is_unknown_selects_everything(tree, changed):
   assert affected.Graph(tree, [*FILES, changed]).affected([changed]) == TESTS
 
 
@@ -156,7 +160,8 @@ def test_in_this_tree_jobs_depend_on_the_trainer_and_small_parts_on_little():
   assert not any(path.startswith(('jaxrl_llm/master/', 'launch/')) for path in rotary)
   assert 'tests/models_rotary_test.py' not in graph.affected(['jaxrl_llm/master/trainer.py'])
   assert 'tests/launch_scripts_test.py' in graph.affected(['launch/test.sh'])
-  assert graph.affected(['docs/vllm.md', 'README.md']) == []
+  assert 'tests/runtime_metrics_test.py' in graph.affected(['docs/metrics.md'])
+  assert graph.affected(['README.md']) == []
 
 
 def test_in_this_tree_every_module_of_the_package_is_reached_by_some_test():

@@ -1,4 +1,4 @@
-"""An event loop whose clock is a test's own: what waits in it for a time does not take that time."""
+"""Simulated time for asyncio: an event loop whose clock jumps to the next timer instead of waiting for it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ from typing import Any, TypeVar
 
 T = TypeVar('T')
 
-_HASTE, _MOST_S = 50.0, 0.1
-"""How much faster than real time a wait passes where sockets are open, and the most real seconds that it takes; in
-these the kernel delivers what was sent."""
-_PATIENCE_S = 30.0
-"""Real seconds for a thread, when there is nothing else to wait for."""
+_SPEEDUP, _MAX_WAIT_S = 50.0, 0.1
+"""With sockets open, a jump over t seconds waits min(t / _SPEEDUP, _MAX_WAIT_S) real seconds for data on its way."""
+_THREAD_DEADLINE_S = 120.0
+"""Real seconds to wait for a thread when there is nothing else to wait for."""
 
 
 LOOP_CLOCK = types.SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
-"""In place of the module `time` where code on the loop measures: its clock is then the loop's."""
+"""Stands in for the module `time` in code that runs on the loop, so that it measures simulated time."""
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
-  """Its clock jumps to the next timer when nothing else is left to do.
+  """An event loop whose clock jumps to the next timer when nothing else is left to do.
 
-  What its tasks say to each other over sockets and what the threads of its executor do takes no time of this clock. It
-  does not serve tests that wait for another process, of which it does not know, nor tasks that try something again and
-  again without a pause: while there is anything to do, no time passes.
+  Traffic between its tasks and calls in its executor take no simulated time. The loop does not suit tests that wait for
+  another process, which it cannot see, nor tasks that retry without a pause: time stands still while there is work.
   """
 
   def __init__(self):
@@ -54,17 +52,17 @@ class _Jumping(selectors.DefaultSelector):
     if ready or timeout == 0:
       return ready
     if timeout is None or self._loop.in_threads:
-      ready = super().select(_PATIENCE_S)
-      assert ready, 'everything waits for something that will not come'
+      ready = super().select(_THREAD_DEADLINE_S)
+      assert ready, f'nothing happened in {_THREAD_DEADLINE_S:g} s, and no timer is set'
       return ready
-    if len(self.get_map()) > 1:  # The loop itself has one, by which threads wake it.
-      ready = super().select(min(timeout / _HASTE, _MOST_S))
+    if len(self.get_map()) > 1:  # One socket is the loop's, by which threads wake it.
+      ready = super().select(min(timeout / _SPEEDUP, _MAX_WAIT_S))
     if not ready:
       self._loop.now += timeout
     return ready
 
 
 def simulated(main: Coroutine[Any, Any, T], *, deadline_s: float = 60.0) -> T:
-  """What it makes in at most so many seconds of simulated time."""
+  """Runs `main` on a SimulatedLoop; its result, or TimeoutError after `deadline_s` simulated seconds."""
   with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
     return runner.run(asyncio.wait_for(main, deadline_s))

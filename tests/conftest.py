@@ -17,7 +17,7 @@ import times
 from jaxtyping import install_import_hook
 
 _PACKAGE = pathlib.Path(__file__).parents[1] / 'jaxrl_llm'
-# Those that have array annotations: the hook costs time for each module that it rewrites.
+# Only modules with array annotations: the hook costs time for each module that it rewrites.
 install_import_hook(
   [
     '.'.join(path.relative_to(_PACKAGE.parent).with_suffix('').parts)
@@ -30,22 +30,20 @@ install_import_hook(
 
 _LONGEST = (
   'vllm_test.py',
-  'resume_test.py',
-  'algorithms_job_test.py',
-  'main_job_test.py',
-  'distributed_test.py',
-  'modes_job_test.py',
-  'replay_job_test.py',
-  'topology_job_test.py',
-  'curate_job_test.py',
-  'attached_job_test.py',
   'quickstart_test.py',
-  'explorers_job_test.py',
+  'vllm_owned_test.py',
+  'distributed_test.py',
+  'algorithms_job_test.py',
+  'attached_job_test.py',
+  'main_job_test.py',
+  'topology_job_test.py',
+  'learner_losses_test.py',
+  'weights_hf_test.py',
+  'benchmarks_test.py',
+  'resume_test.py',
   'rewards_sandbox_test.py',
-  'rewards_code_test.py',
-  'score_job_test.py',
-  'domains_job_test.py',
-  'rewards_job_test.py',
+  'learner_update_test.py',
+  'ops_logprobs_test.py',
 )
 """Files that take minutes: dealt out first, so that no worker is left alone with one at the end."""
 
@@ -56,7 +54,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-  """Thousands of tests and their modules stay: looking through them for garbage is in vain."""
+  """Switches the garbage collector off: nearly every object that collection makes stays."""
   gc.disable()
   try:
     return (yield)
@@ -71,7 +69,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope='session', autouse=True)
 def _shared_by_the_session(tmp_path_factory):
-  """What a job or a test process compiles, the next one reads; finished runs are built once for all workers."""
+  """Shares compiled programs and finished runs among all workers of the session."""
   base = tmp_path_factory.getbasetemp()
   session = base.parent if 'PYTEST_XDIST_WORKER' in os.environ else base
   os.environ[job.SESSION] = str(session)
@@ -81,7 +79,7 @@ def _shared_by_the_session(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def tokenizer(tmp_path_factory):
-  """That of `exploring`'s tasks."""
+  """The tokenizer of `exploring`'s tasks."""
   from exploring import make_tokenizer
 
   return make_tokenizer(tmp_path_factory.mktemp('tokenizer'))
@@ -89,7 +87,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def store(tmp_path):
-  """A new, empty one."""
+  """A new, empty store."""
   from exploring import new_store
 
   with contextlib.closing(new_store(tmp_path / 'replay')) as opened:

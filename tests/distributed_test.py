@@ -88,7 +88,7 @@ def gradients_of(recorded, out, *, processes):
   if processes > 1:
     command = [sys.executable, 'launch/cluster/local.py', f'--processes={processes}', '--', *command]
   devices = {} if processes > 1 else {'XLA_FLAGS': '--xla_force_host_platform_device_count=2'}
-  subprocess.run(command, cwd=job.ROOT, env=job.environment(**devices), check=True, timeout=300)
+  subprocess.run(command, cwd=job.ROOT, env=job.environment(**devices), check=True, timeout=900)
   return dict(np.load(out))
 
 
@@ -106,14 +106,12 @@ def test_two_processes_compute_the_gradients_of_one_for_ten_recorded_plans(recor
 
 @pytest.fixture(scope='module')
 def two_processes():
-  """PPO: what two processes gather and shard is more than in other algorithms."""
+  """A run of PPO, in which two processes gather and shard more than in other algorithms."""
   return job.finished('two_processes', config=job.PPO, processes=2)
 
 
 def test_two_processes_leave_a_whole_run(two_processes):
-  assert [(stage, step) for stage, step, _ in job.accuracies(two_processes)] == [
-    (stage, step) for stage, step, _ in job.accuracies(job.ppo_run())
-  ]
+  assert [(stage, step) for stage, step, _ in job.accuracies(two_processes)] == [('sft', 0), ('sft', 12), ('ppo', 21)]
   assert (two_processes / 'hf' / 'model.safetensors').exists()
   losses = [r['actor/sft_loss'] for r in job.rows(two_processes) if 'actor/sft_loss' in r]
   assert losses[-1] < losses[0] - 0.3

@@ -96,14 +96,14 @@ def command(workdir: pathlib.Path, *flags: str, config: tuple[str, ...] = QUICK,
 
 
 def own_programs(workdir: pathlib.Path) -> str:
-  """A flag for a job that shall compile what it runs: to one that is to be killed on its way, that gives time."""
+  """A flag for a job that compiles everything itself, which leaves time to kill it half-way."""
   return f'--config.compilation_cache={workdir.parent / "programs"}'
 
 
 def start(
   workdir: pathlib.Path, *flags: str, environ: Mapping[str, str] | None = None, **options
 ) -> subprocess.Popen | warm.Process:
-  """Starts a job: a fork of what has its imports (`warm`), or a supervisor of several processes."""
+  """Starts a job without importing (`warm`), or the supervisor of a job of several processes."""
   train, env = command(workdir, *flags, **options), environment() if environ is None else environ
   if options.get('processes', 1) == 1:
     return warm.start(train[1:], cwd=ROOT, env=env)
@@ -114,20 +114,19 @@ def start(
 def train(
   workdir: pathlib.Path, *flags: str, expect: int = 0, timeout_s: float = 600, **options
 ) -> subprocess.CompletedProcess:
-  """Runs to the end; raises with the output when the exit code is another than `expect`."""
+  """Runs a job to its end; raises with its output when the exit code is not `expect`."""
   return _finish(start(workdir, *flags, **options), expect, timeout_s=timeout_s)
 
 
 def call(
   script: str, *arguments: object, expect: int = 0, timeout_s: float = 600, environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess:
-  """Runs a script of ours to the end; raises with the output when the exit code is another than `expect`."""
-  arguments = [str(argument) for argument in arguments]
-  process = warm.start([script, *arguments], cwd=ROOT, env=environment() if environ is None else environ)
-  return _finish(process, expect, timeout_s=timeout_s)
+  """Runs a script of this repository to its end; raises with its output when the exit code is not `expect`."""
+  env = environment() if environ is None else environ
+  return _finish(warm.start([script, *map(str, arguments)], cwd=ROOT, env=env), expect, timeout_s=timeout_s)
 
 
-def _finish(process, expect: int, *, timeout_s: float) -> subprocess.CompletedProcess:
+def _finish(process: subprocess.Popen | warm.Process, expect: int, *, timeout_s: float) -> subprocess.CompletedProcess:
   try:
     with times.phase('job'):
       out, err = process.communicate(timeout=timeout_s)
@@ -140,10 +139,10 @@ def _finish(process, expect: int, *, timeout_s: float) -> subprocess.CompletedPr
 
 
 def shared(name: str, build: Callable[[pathlib.Path], object]) -> pathlib.Path:
-  """A directory that is built once in a test session, whichever worker asks first; nobody may write there afterwards.
+  """A directory that the first worker to ask builds for the whole test session; afterwards it is read-only.
 
   Args:
-    build: makes the directory that it is given. A failure is nobody else's: the next who asks builds again.
+    build: makes the directory that it is given. Where it fails, the next worker to ask builds again.
   """
   folder = session() / 'shared'
   folder.mkdir(exist_ok=True)
@@ -158,7 +157,7 @@ def shared(name: str, build: Callable[[pathlib.Path], object]) -> pathlib.Path:
 
 
 def finished(name: str, *flags: str, **options) -> pathlib.Path:
-  """The directory of a run that has ended, trained once in a session; what it printed lies beside it."""
+  """The directory of a finished run, trained once in a session; its standard output is in a file beside it."""
 
   def build(workdir: pathlib.Path) -> None:
     workdir.with_suffix('.stdout').write_text(train(workdir, *flags, **options).stdout)
@@ -167,7 +166,7 @@ def finished(name: str, *flags: str, **options) -> pathlib.Path:
 
 
 def printed(workdir: pathlib.Path) -> str:
-  """What a `finished` run wrote to stdout."""
+  """The standard output of a `finished` run."""
   return workdir.with_suffix('.stdout').read_text()
 
 
@@ -186,9 +185,8 @@ def killed_ppo_run() -> pathlib.Path:
   return shared('killed_ppo', lambda workdir: killed_and_resumed(workdir, 16, 21, config=PPO))
 
 
-def killed_and_resumed(workdir: pathlib.Path, *counts: int, **options) -> pathlib.Path:
-  """Kills a run each time that metrics.jsonl has so many rows, and then lets it end."""
-  flags = options.pop('flags', ())
+def killed_and_resumed(workdir: pathlib.Path, *counts: int, flags: tuple[str, ...] = (), **options) -> pathlib.Path:
+  """Kills a run when metrics.jsonl has each of these numbers of rows, and then lets it end."""
   for count in counts:
     process = start(workdir, *flags, **options)
     wait_for_rows(workdir, count, process)
@@ -198,7 +196,7 @@ def killed_and_resumed(workdir: pathlib.Path, *counts: int, **options) -> pathli
 
 
 def copy(workdir: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-  """Of a shared run, to be written to."""
+  """Copies a shared run to a directory that may be changed."""
   return shutil.copytree(workdir, target)
 
 
@@ -215,7 +213,9 @@ def accuracies(workdir: pathlib.Path, taskset: str = 'eval') -> list[tuple[str, 
   return [(r['stage'], r['training/global_step'], r[key]) for r in rows(workdir) if key in r]
 
 
-def wait_for_rows(workdir: pathlib.Path, count: int, process: subprocess.Popen, *, timeout_s: float = 300) -> None:
+def wait_for_rows(
+  workdir: pathlib.Path, count: int, process: subprocess.Popen | warm.Process, *, timeout_s: float = 300
+) -> None:
   """Returns when metrics.jsonl has `count` rows; raises when the process ends before."""
   deadline = time.monotonic() + timeout_s
   with times.phase('job'):
@@ -227,9 +227,10 @@ def wait_for_rows(workdir: pathlib.Path, count: int, process: subprocess.Popen, 
       time.sleep(0.01)
 
 
-def kill(process: subprocess.Popen) -> None:
-  """SIGKILL to the program and all that it started."""
-  os.killpg(process.pid, signal.SIGKILL)
+def kill(process: subprocess.Popen | warm.Process) -> None:
+  """SIGKILL to the program and all that it started; it may have ended already."""
+  with contextlib.suppress(ProcessLookupError):
+    os.killpg(process.pid, signal.SIGKILL)
   process.communicate()
 
 
@@ -249,48 +250,45 @@ def assert_equal_runs(found: pathlib.Path, wanted: pathlib.Path) -> None:
   assert newest_arrays(found) == newest_arrays(wanted)
 
 
+def commits(workdir: pathlib.Path) -> list[int]:
+  """Steps that are committed, ascending."""
+  return sorted(int(path.parent.name) for path in (workdir / 'checkpoints').glob('*/COMMIT'))
+
+
 def newest_arrays(workdir: pathlib.Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
   """Every array of the newest commit (parameters and optimizer), as (dtype, shape, bytes) by path."""
   import jax
   import numpy as np
   import orbax.checkpoint as ocp
 
-  step = max(int(p.parent.name) for p in (workdir / 'checkpoints').glob('*/COMMIT'))
+  arrays = (workdir / 'checkpoints' / str(commits(workdir)[-1]) / 'arrays').absolute()
   with ocp.PyTreeCheckpointer() as checkpointer:
-    tree = checkpointer.restore(
-      (workdir / 'checkpoints' / str(step) / 'arrays').absolute(),
-      restore_args=jax.tree.map(
-        lambda _: ocp.RestoreArgs(restore_type=np.ndarray),
-        checkpointer.metadata((workdir / 'checkpoints' / str(step) / 'arrays').absolute()).item_metadata.tree,
-      ),
-    )
+    shapes = checkpointer.metadata(arrays).item_metadata.tree
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
+    tree = checkpointer.restore(arrays, restore_args=as_numpy)
   leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
   return {
     jax.tree_util.keystr(path): (str(leaf.dtype), leaf.shape, np.asarray(leaf).tobytes()) for path, leaf in leaves
   }
 
 
-def kill_at_random(workdir: pathlib.Path, *flags: str, kills: int, seed: int, after: int = 0, **options) -> list[int]:
-  """Starts a run, kills it after a random while, checks its accounts, and again; then lets it end.
+def kill_at_random(workdir: pathlib.Path, *flags: str, kills: int, seed: int, after: int = 0, **options) -> None:
+  """Starts a run, kills it at a random moment and checks its accounts, `kills` times; then lets it end.
 
   Args:
     after: rows before the first kill; a run of QUICK has 14 when its rollouts begin.
-
-  Returns how many rows it had at each kill.
   """
   from jaxrl_llm.replay.audit import audit
 
-  rng, at = random.Random(seed), []
+  rng = random.Random(seed)
   for _ in range(kills):
     process = start(workdir, *flags, **options)
     wait_for_rows(workdir, max(after, len(rows(workdir))) + rng.randrange(1, 4), process)
     time.sleep(rng.random() * 0.2)
     kill(process)
-    at.append(len(rows(workdir)))
     report = audit(workdir / 'replay')
     assert report.ok, report.lines
   train(workdir, *flags, **options)
-  return at
 
 
 def plans(workdir: pathlib.Path, stage: str) -> list[dict]:
@@ -309,7 +307,7 @@ PROCESSED = (
 
 
 def check_accounts(workdir: pathlib.Path, *, steps: int, processed: bool) -> None:
-  """Of a run of 6 new groups of 4 a batch that was ASYNCHRONOUS, and perhaps PROCESSED."""
+  """Checks an ASYNCHRONOUS run of 6 new groups of 4 a batch; `processed`: the run was PROCESSED too."""
   from jaxrl_llm.replay.audit import audit
 
   report, grpo = audit(workdir / 'replay'), plans(workdir, 'grpo')

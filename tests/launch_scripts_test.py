@@ -249,7 +249,7 @@ def test_the_fast_tier_leaves_out_the_slow_and_reports_each_part(tree):
 
 @pytest.fixture
 def full_tree(tree):
-  """One whose full tier finds its Debian packages there and no Python 3.12, with nothing to install."""
+  """A tree whose full tier has nothing to install: its commands exist, its environments are fake, no Python is 3.12."""
   add_environment(tree)
   with (tree / 'launch' / 'environment.sh').open('a') as script:
     script.write('\nensure_environment() { say "$1 is up to date"; }\n')
@@ -264,7 +264,7 @@ def full_tree(tree):
 
 
 def full_tier(tree: pathlib.Path) -> dict[str, str]:
-  """The variables of a run of the full tier in it."""
+  """Environment variables for a run of the full tier in `full_tree`."""
   path = f'{tree / "commands"}:{os.environ["PATH"]}'
   return {'NPROC': '1', 'PYTHON': sys.executable, 'PATH': path, 'PYENV_ROOT': '/nowhere'}
 
@@ -308,18 +308,19 @@ def test_a_stop_ends_what_runs_beside_with_its_children(full_tree, stop, code):
   endless = f"bash -c 'echo $$ >child.new; mv child.new {child.name}; exec sleep 600'; echo the child has ended\n"
   (full_tree / 'launch' / 'install_vllm.sh').write_text(endless)
   environment = {key: value for key, value in os.environ.items() if not key.startswith('PYTEST_')}
+  # bash cannot trap a signal that is ignored when it starts.
+  start = 'import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp("bash", sys.argv[1:])'
   script = subprocess.Popen(
-    ['bash', str(full_tree / 'launch' / 'test.sh')],
+    [sys.executable, '-c', start, 'bash', str(full_tree / 'launch' / 'test.sh')],
     env={**environment, **full_tier(full_tree)},
     stdout=subprocess.DEVNULL,
     stderr=subprocess.DEVNULL,
-    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # Of which a background job hears nothing else.
   )
   try:
     until(child.exists)
     script.send_signal(stop)
     assert script.wait(timeout=120) == code
-    until(lambda: not runs(int(child.read_text())))
+    until(lambda: not is_running(int(child.read_text())))
   finally:
     script.kill()
 
@@ -331,7 +332,7 @@ def until(condition) -> None:
     time.sleep(0.05)
 
 
-def runs(process: int) -> bool:
+def is_running(process: int) -> bool:
   try:
     state = pathlib.Path(f'/proc/{process}/stat').read_text().rpartition(')')[2].split()[0]
   except OSError:
@@ -392,10 +393,10 @@ def test_pips_settings_are_uvs_too_where_uv_has_none(tmp_path):
     return ran.stdout.splitlines()
 
   both = 'https://a.test/simple https://b.test/simple'
-  found = settings(PIP_CERT='/certificates.pem')
-  assert found == [str(tmp_path), both, 'https://index.test/simple', '/certificates.pem', 'unsafe-best-match']
-  own = settings(PIP_INDEX_URL='https://c.test/simple', UV_INDEX='https://d.test/simple', SSL_CERT_FILE='/own.pem')
-  assert own == [str(tmp_path), 'https://d.test/simple', 'https://c.test/simple', '/own.pem', 'unsafe-best-match']
+  values = settings(PIP_CERT='/certificates.pem')
+  assert values == [str(tmp_path), both, 'https://index.test/simple', '/certificates.pem', 'unsafe-best-match']
+  values = settings(PIP_INDEX_URL='https://c.test/simple', UV_INDEX='https://d.test/simple', SSL_CERT_FILE='/own.pem')
+  assert values == [str(tmp_path), 'https://d.test/simple', 'https://c.test/simple', '/own.pem', 'unsafe-best-match']
 
 
 @pytest.mark.full

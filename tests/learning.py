@@ -63,11 +63,12 @@ def quick_options():
 
 
 def quick(function):
+  """`jax.jit` with `quick_options`."""
   return jax.jit(function, compiler_options=quick_options())
 
 
 def quick_once(jitted):
-  """Of what the package compiles itself; the first call's types are those of all calls."""
+  """A jitted function of the package, compiled with `quick_options` for the shapes and types of the first call."""
   program = None
 
   def call(*arguments):

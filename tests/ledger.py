@@ -1,7 +1,7 @@
-"""Pytest plugin of the acceptance tier: what has passed at this commit is not run again, and a table says what has.
+"""Pytest plugin of the acceptance tier: skips tests that have passed at this commit, and tabulates all results.
 
-Switched on by the environment variable JAXRL_TEST_LEDGER, which names the directory of `acceptance.jsonl`, a line for
-each result. `docs/acceptance_runs.md` is written from it at the end of each session: the newest result of each test.
+The environment variable JAXRL_TEST_LEDGER switches it on; it names the directory of `acceptance.jsonl`, which gets a
+line for each result. At the end of each session, `docs/acceptance_runs.md` gets the newest result of each test.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ TABLE = pathlib.Path('docs/acceptance_runs.md')
 
 
 def commit(root: pathlib.Path) -> tuple[str, bool]:
-  """(Short name of the commit, whether the tree is that commit's but for the table)."""
+  """(Short hash of the commit, whether nothing but the table differs from it)."""
   git = lambda *words: subprocess.run(['git', *words], cwd=root, capture_output=True, text=True, check=True).stdout
   lines = git('status', '--porcelain', '--untracked-files=all').splitlines()
   return git('rev-parse', '--short', 'HEAD').strip(), all(line[3:] == str(TABLE) for line in lines)
 
 
 def read(file: pathlib.Path) -> list[dict]:
-  """The results so far; a line that a kill has torn is left out."""
+  """The results so far, without lines that a kill cut short."""
   rows = []
   for line in file.read_text().splitlines() if file.exists() else ():
     with contextlib.suppress(ValueError):
@@ -53,7 +53,7 @@ def table(rows: list[dict]) -> str:
 
 
 class Ledger:
-  """The plugin, for a root directory with the repository and the directory of the results."""
+  """The plugin, for the repository at `root` and the results in `directory`."""
 
   def __init__(self, root: pathlib.Path, directory: pathlib.Path):
     self._root, self._file = root, directory / 'acceptance.jsonl'
@@ -70,7 +70,7 @@ class Ledger:
       config.hook.pytest_deselected(items=done)
 
   def pytest_runtest_logreport(self, report):
-    """On the process that the workers report to."""
+    """Runs in the process that the workers report to."""
     test = report.nodeid
     self._seconds[test] = self._seconds.get(test, 0.0) + report.duration
     if report.outcome != 'passed' or report.when == 'call':
@@ -86,18 +86,18 @@ class Ledger:
         'seconds': round(self._seconds[test], 1),
       }
       with self._file.open('a') as file:
-        file.write('\n' + json.dumps(row))  # What a kill has torn ends before it.
+        file.write('\n' + json.dumps(row))  # The newline comes first, to end a line that a kill cut short.
 
   def pytest_sessionfinish(self, session, exitstatus):
     if rows := read(self._file):
       (self._root / TABLE).write_text(table(rows))
-    # Nothing was left to run: all of it has passed.
+    # Nothing was left to run: all tests have passed.
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and rows:
       session.exitstatus = pytest.ExitCode.OK
 
 
 class _Deselects:
-  """What a worker does of it: the process that it reports to writes."""
+  """The part of the plugin for xdist's workers, which write nothing themselves."""
 
   def __init__(self, ledger: Ledger):
     self.pytest_collection_modifyitems = ledger.pytest_collection_modifyitems

@@ -1,4 +1,4 @@
-"""The acceptance tier goes on where it was stopped, and its table holds what has run."""
+"""The acceptance tier resumes where it was stopped, and its table holds the newest results."""
 
 import os
 import pathlib

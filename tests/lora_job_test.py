@@ -1,6 +1,7 @@
 """Adapters through the real program: what is committed, what a kill leaves, what is refused, what comes out."""
 
 import json
+import time
 
 import job
 import numpy as np
@@ -50,7 +51,6 @@ def test_adapters_alone_are_committed_and_move(adapted, base):
   targets = 2 * 7
   assert len(of("['params']")) == len(of("['reference']")) == targets
   assert len(of("['opt_state']")) == 2 * targets
-  rows = job.rows(adapted)
   rows = [row for row in job.rows(adapted) if 'actor/reference_step' in row]
   assert [row['actor/reference_step'] for row in rows] == [12, 12, 12, 15, 15, 15, 18, 18]
   assert max(row['sampling/sampling_logp_difference/max'] for row in rows) < 1e-4
@@ -83,11 +83,15 @@ def test_a_killed_run_goes_on_bit_for_bit_and_on_no_other_weights(adapted, base,
   for count in (5, 18):  # Inside each stage.
     process = job.start(run, config=config(base))
     job.wait_for_rows(run, count, process)
+    while not job.commits(run):  # A commit ends while later steps run.
+      assert process.poll() is None
+      time.sleep(0.01)
     job.kill(process)
     if count == 5:
       flip_last_bit(base / 'hf/model.safetensors')
       error = job.train(run, config=config(base), expect=2).stderr
-      assert 'no longer gives the weights that the adapters of the commit at step 3 were trained on' in error
+      commit = f'the commit at step {job.commits(run)[-1]}'
+      assert f'no longer gives the weights that the adapters of {commit} were trained on' in error
       flip_last_bit(base / 'hf/model.safetensors')
   job.train(run, config=config(base))
   job.assert_equal_runs(run, adapted)

@@ -2,14 +2,14 @@
 
   python tests/mutate.py [--only=NAME,…] [--tree=DIRECTORY] [--before] [--out=FILE]
 
-tests/mutations.json has the mutations: a name, a file, a text that occurs once in it (`old`) and what stands there
-instead (`new`), and the tests that are to fail then (`caught_by`). The commit that is checked out is cloned into a
-temporary folder; the tree that this file lies in stays as it is. First all named tests run once as they are, and have
-to pass: a test that fails anyway catches nothing. Then each mutation is put in, and each of its tests has to fail
-(pytest's exit code 1; a test that is not there, not collected or skipped is none that fails).
+Each mutation in tests/mutations.json has a name, a file, a text that occurs once in it (`old`), its replacement (`new`)
+and the tests that must then fail (`caught_by`). The mutations are made in a clone of the commit that is checked out;
+this tree stays as it is. First all named tests run without a mutation and must pass, for a test that fails anyway
+catches nothing. Then each mutation is made in turn, and each of its tests must fail (pytest's exit code 1; a test that
+is missing, not collected or skipped has not failed).
 
-Prints a table in markdown, and ends with 0 if every mutation was caught, with 1 if one survived, with 2 for what cannot
-be checked at all. With all mutations it takes the time of the job-level tests that are named, twice.
+Prints a table in Markdown. The exit code is 0 if every mutation was caught, 1 if one survived, and 2 if something
+cannot be checked. All mutations together take twice the time of the named tests.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from collections.abc import Iterator, Sequence
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FILE = pathlib.Path(__file__).with_name('mutations.json')
 LIMIT_S = 1200
-"""The longest that one test may take; a mutation may make it wait for ever."""
+"""Most seconds for one test, which a mutation may make wait for ever."""
 _PASSED, _FAILED = 0, 1
-_MEANING = {2: 'not run: not collected', 3: 'not run: pytest failed', 4: 'not run: not there', 5: 'not run: not there'}
-"""pytest's other exit codes; what cannot even be imported is not collected, or not there."""
+_MEANING = {2: 'not run: not collected', 3: 'not run: pytest failed', 4: 'not run: missing', 5: 'not run: missing'}
+"""pytest's other exit codes; a file that cannot be imported counts as not collected, or missing."""
 
 
 class Unusable(Exception):
-  """What cannot be checked, in one line."""
+  """A reason why the check cannot be made, in one line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,25 +53,25 @@ class Mutation:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """Of one test under one mutation."""
+  """The outcome of one test under one mutation."""
 
   mutation: Mutation
   test: str
   caught: bool
-  told: str
+  outcome: str
   seconds: float
 
 
 def read_mutations(only: Sequence[str], *, before: bool) -> list[Mutation]:
-  """Those of the file.
+  """Reads tests/mutations.json.
 
   Args:
-    only: names; empty: all.
-    before: whether tests have the ids that they had before they were moved, where the file says so.
+    only: names of the mutations to read; all where it is empty.
+    before: whether to take the ids that tests had at commit 3662f19, where the file has them.
   """
   try:
     rows = json.loads(FILE.read_text())
-    found = [
+    mutations = [
       Mutation(
         **{name: row[name] for name in ('name', 'file', 'old', 'new')},
         caught_by=tuple(row.get('before', row['caught_by']) if before else row['caught_by']),
@@ -80,17 +80,17 @@ def read_mutations(only: Sequence[str], *, before: bool) -> list[Mutation]:
     ]
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise Unusable(f'{FILE}: not a list of mutations ({type(error).__name__}: {error})') from None
-  names = [mutation.name for mutation in found]
+  names = [mutation.name for mutation in mutations]
   if twice := sorted({name for name in names if names.count(name) > 1}):
     raise Unusable(f'{FILE}: two mutations are called {twice[0]}')
   if unknown := sorted(set(only) - set(names)):
     raise Unusable(f'--only={unknown[0]}: no mutation of that name; there are {", ".join(names)}')
-  return [mutation for mutation in found if not only or mutation.name in only]
+  return [mutation for mutation in mutations if not only or mutation.name in only]
 
 
 @contextlib.contextmanager
 def tree_to_break(given: pathlib.Path | None) -> Iterator[pathlib.Path]:
-  """The folder in which mutations are made: the given one, else a clone for as long as the block runs."""
+  """The folder in which mutations are made: `given`, or else a clone that is removed after the block."""
   with tempfile.TemporaryDirectory(prefix='mutations-') as folder:
     if given is None:
       tree = pathlib.Path(folder) / 'tree'
@@ -102,9 +102,9 @@ def tree_to_break(given: pathlib.Path | None) -> Iterator[pathlib.Path]:
     else:
       tree = given.resolve()
       if tree == ROOT:
-        raise Unusable(f'--tree={given}: the tree of this file; wanted another one, for its files are changed')
+        raise Unusable(f'--tree={given}: this is the tree of mutate.py; wanted another, whose files may be changed')
       if not (tree / 'jaxrl_llm').is_dir():
-        raise Unusable(f'--tree={given}: no tree of this project')
+        raise Unusable(f'--tree={given}: has no jaxrl_llm folder; wanted a clone of this repository')
     for environment in ROOT.glob('.venv*'):
       if not (tree / environment.name).exists():
         (tree / environment.name).symlink_to(environment)
@@ -114,11 +114,11 @@ def tree_to_break(given: pathlib.Path | None) -> Iterator[pathlib.Path]:
 
 
 def run(tree: pathlib.Path, command: Sequence[str], limit_s: float = LIMIT_S) -> tuple[int | None, str]:
-  """Exit code (None: it took too long) and output of a command of the tree's Python, on the tree's own package."""
+  """Runs the tree's Python on the tree's package: (exit code, or None where it took too long; output)."""
   process = subprocess.Popen(
     [str(tree / '.venv/bin/python'), *command],
     cwd=tree,
-    env={**os.environ, 'PYTHONPATH': str(tree)},  # The environment has the package of the tree it was made for.
+    env={**os.environ, 'PYTHONPATH': str(tree)},  # .venv has the package of the tree that it was made for.
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
@@ -137,12 +137,12 @@ def run(tree: pathlib.Path, command: Sequence[str], limit_s: float = LIMIT_S) ->
 
 
 def run_tests(tree: pathlib.Path, ids: Sequence[str]) -> tuple[int | None, str]:
-  """Up to the first failure: after it nothing more is to be known."""
+  """Runs tests up to the first failure, which decides."""
   return run(tree, ['-m', 'pytest', '-x', '-q', '-p', 'no:cacheprovider', '--tb=short', *ids], LIMIT_S * len(ids))
 
 
 def check(tree: pathlib.Path, mutations: Sequence[Mutation]) -> None:
-  """Raises Unusable for a mutation that cannot be made, or that Python would not see."""
+  """Raises Unusable for a mutation that cannot be made, and where Python would import the package of another tree."""
   for mutation in mutations:
     file = tree / mutation.file
     count = file.read_text().count(mutation.old) if file.is_file() else 0
@@ -160,80 +160,80 @@ def check(tree: pathlib.Path, mutations: Sequence[Mutation]) -> None:
 
 @contextlib.contextmanager
 def made(tree: pathlib.Path, mutation: Mutation) -> Iterator[None]:
-  """The mutation is in the tree while the block runs."""
+  """Makes the mutation, and takes it back after the block."""
   file = tree / mutation.file
-  text = file.read_text()
+  original = file.read_text()
 
-  def write(wanted: str) -> None:
-    file.write_text(wanted)
-    # Compiled code is known by second and size, which may both be the same.
+  def write(text: str) -> None:
+    file.write_text(text)
+    # Python recompiles a file when its size or the second of its last change differ; here both may be equal.
     for compiled in file.parent.glob(f'__pycache__/{file.stem}.*'):
       compiled.unlink()
 
   try:
-    write(text.replace(mutation.old, mutation.new))
+    write(original.replace(mutation.old, mutation.new))
     yield
   finally:
-    write(text)
+    write(original)
 
 
 def last_error(output: str) -> str:
-  """What pytest says last of the first failure, in a few words."""
+  """The first line of pytest's first error, shortened; without an error, the last line of its output."""
   lines = [line[4:].strip() for line in output.splitlines() if line.startswith('E   ')]
   text = lines[0] if lines else (output.strip().splitlines() or ['nothing'])[-1]
   return re.sub(r'\s+', ' ', text)[:90]
 
 
 def test_under(tree: pathlib.Path, mutation: Mutation, test: str) -> Result:
-  """Whether the test fails while the mutation is in the tree."""
-  begun = time.monotonic()
+  """Runs the test while the mutation is in the tree."""
+  begin = time.monotonic()
   with made(tree, mutation):
     code, out = run_tests(tree, [test])
   if code is None:
-    told = f'not ended after {LIMIT_S} s'
+    outcome = f'not ended after {LIMIT_S} s'
   elif code == _FAILED:
-    told = f'caught: {last_error(out)}'
+    outcome = f'caught: {last_error(out)}'
   elif code == _PASSED:
-    told = 'skipped' if re.search(r'^\d+ skipped', out.strip().splitlines()[-1]) else 'SURVIVED'
+    outcome = 'skipped' if re.search(r'^\d+ skipped', out.strip().splitlines()[-1]) else 'SURVIVED'
   else:
-    told = _MEANING.get(code, f'pytest ended with {code}')
-  return Result(mutation, test, code == _FAILED, told, time.monotonic() - begun)
+    outcome = _MEANING.get(code, f'pytest ended with {code}')
+  return Result(mutation, test, code == _FAILED, outcome, time.monotonic() - begin)
+
+
+HEADER = '| mutation | file | test | result |\n|---|---|---|---|'
 
 
 def row(result: Result) -> str:
-  cells = (result.mutation.name, result.mutation.file, result.test, f'{result.told} ({result.seconds:.0f} s)')
+  cells = (result.mutation.name, result.mutation.file, result.test, f'{result.outcome} ({result.seconds:.0f} s)')
   return '| ' + ' | '.join(cell.replace('|', '\\|') for cell in cells) + ' |'
-
-
-HEAD = '| mutation | file | test | result |\n|---|---|---|---|'
 
 
 def main(argv: Sequence[str]) -> int:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--only', default='', help='names of mutations, with commas between them; all by default')
   parser.add_argument('--tree', type=pathlib.Path, help='a tree to work in instead of a clone; nobody else may use it')
-  parser.add_argument('--before', action='store_true', help='tests by the ids that they had in commit 3662f19')
-  parser.add_argument('--out', type=pathlib.Path, help='file that gets the table too')
-  given = parser.parse_args(argv)
-  signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # Takes the mutation out again.
+  parser.add_argument('--before', action='store_true', help='take the ids that tests had at commit 3662f19')
+  parser.add_argument('--out', type=pathlib.Path, help='a file to write the table to as well')
+  options = parser.parse_args(argv)
+  signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # So that the mutation is taken back.
   lines: list[str] = []
 
   def say(line: str) -> None:
     print(line, flush=True)
     lines.append(line)
-    if given.out:
-      given.out.write_text('\n'.join(lines) + '\n')
+    if options.out:
+      options.out.write_text('\n'.join(lines) + '\n')
 
   try:
-    mutations = read_mutations([name for name in given.only.split(',') if name], before=given.before)
-    with tree_to_break(given.tree) as tree:
+    mutations = read_mutations([name for name in options.only.split(',') if name], before=options.before)
+    with tree_to_break(options.tree) as tree:
       check(tree, mutations)
-      begun, ids = time.monotonic(), list(dict.fromkeys(test for m in mutations for test in m.caught_by))
+      begin, ids = time.monotonic(), list(dict.fromkeys(test for m in mutations for test in m.caught_by))
       code, out = run_tests(tree, ids)
       if code != _PASSED:
         failed = re.findall(r'^(?:FAILED|ERROR) (\S+)', out, re.MULTILINE)
         raise Unusable(f'without a mutation pytest ends with {code}, wanted 0: {" ".join(failed)} {last_error(out)}')
-      say(f'{len(ids)} tests without a mutation: passed ({time.monotonic() - begun:.0f} s)\n\n{HEAD}')
+      say(f'{len(ids)} tests without a mutation: passed ({time.monotonic() - begin:.0f} s)\n\n{HEADER}')
       survived = 0
       for mutation in mutations:
         results = [test_under(tree, mutation, test) for test in mutation.caught_by]

@@ -151,16 +151,16 @@ class Pair:
         assert process.poll() is None, self.errors(rank)
         time.sleep(0.01)
 
-  def end(self, rank: int) -> dict:
-    """What process `rank` said until it ended by itself. One that hangs fails the test."""
-    self.processes[rank].wait(timeout=60)
+  def end(self, rank: int, *, timeout_s: float = 60) -> dict:
+    """Waits for process `rank` to end by itself; what it said. A process that hangs fails the test."""
+    self.processes[rank].wait(timeout=timeout_s)
     return self.said(rank)
 
 
 @pytest.fixture(scope='module')
 def said(tmp_path_factory):
   with Pair('agreeing', tmp_path_factory.mktemp('pair')) as pair:
-    said = [pair.end(rank) for rank in (0, 1)]
+    said = [pair.end(rank, timeout_s=240) for rank in (0, 1)]  # With their start, unlike after wait_ready.
     assert all('still' in s for s in said), pair.errors(0) + pair.errors(1)
     return said
 

@@ -47,10 +47,10 @@ async def _used(one: ScorerPool, use: Callable[[ScorerPool], Awaitable[T]]) -> T
 
 
 def using(one: ScorerPool, use: Callable[[ScorerPool], Awaitable[T]]) -> T:
-  """What `use` makes of the started pool, in at most 60 s: a hang is a failure."""
-  return asyncio.run(asyncio.wait_for(_used(one, use), 60))
+  """Starts the pool and returns the result of `use`; TimeoutError after 180 s, which a slow start of workers needs."""
+  return asyncio.run(asyncio.wait_for(_used(one, use), 180))
 
 
 def using_simulated(one: ScorerPool, use: Callable[[ScorerPool], Awaitable[T]]) -> T:
-  """The same in simulated time, of a pool whose scorers need no worker process."""
+  """`using` in simulated time, for a pool whose scorers need no worker process."""
   return simulated(_used(one, use))

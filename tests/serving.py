@@ -306,8 +306,8 @@ def processes(tree: dict[int, str]) -> dict[int, str]:
 
 
 def wait_until_gone(tree: dict[int, str], files: set[str]) -> None:
-  """Returns when processes and files are gone; AssertionError with what is left after 30 s."""
-  deadline = time.monotonic() + 30
+  """Returns when processes and files are gone; AssertionError with what is left after 90 s."""
+  deadline = time.monotonic() + 90
   while left := [
     *(line for pid, line in tree.items() if os.path.exists(f'/proc/{pid}')),
     *filter(os.path.exists, files),

@@ -1,10 +1,10 @@
-"""Where a test run's time goes: a pytest plugin that writes it down, and a command that reports it.
+"""Where a test run's time goes: a pytest plugin that records it, and a command that reports it.
 
   JAXRL_TEST_TIMES=runs/tests/pytest.jsonl python -m pytest …
   python tests/times.py runs/tests
 
-Each worker writes a file of its own (pytest-gw0.jsonl), a line at a time, so that one that is killed loses no more than
-the test it was in. The command reads these and phases.jsonl (launch/test.sh), writes times.md beside them, and prints
+Each worker writes its own file (pytest-gw0.jsonl) line by line: a worker that is killed loses only the test that it
+was running. The command reads these files and phases.jsonl (launch/test.sh), writes times.md beside them, and prints
 the main figures.
 """
 
@@ -25,16 +25,16 @@ VARIABLE = 'JAXRL_TEST_TIMES'
 """Environment variable with the file to write; without it, nothing is written."""
 COMPILATION = '/jax/core/compile/backend_compile_duration'
 STAGES = ('setup', 'call', 'teardown')
-KINDS = ('collection', 'compilation', 'job', 'servers', 'other')
+WAITS = ('compilation', 'job', 'servers')
 
 _seconds: collections.Counter[str] = collections.Counter()
-"""Of the test that runs: by what was waited for."""
+"""Seconds of the running test, by the kind of wait."""
 _inside = threading.local()
 
 
 @contextlib.contextmanager
 def phase(kind: str) -> Iterator[None]:
-  """Counts what runs inside it as the test's wait for a 'job' or for 'servers'; a phase inside another counts there."""
+  """Counts the block as the test's wait for a 'job' or for 'servers'; a nested phase counts as the outer one."""
   if getattr(_inside, 'phase', False):
     yield
     return
@@ -85,7 +85,7 @@ class Recorder:
     self._file.close()
 
   def _listen(self) -> None:
-    """To JAX, as soon as someone has imported it."""
+    """Subscribes to JAX's events once JAX has been imported."""
     if not self._listens and 'jax' in sys.modules:
       sys.modules['jax'].monitoring.register_event_duration_secs_listener(_count_compilation)
       self._listens = True
@@ -100,8 +100,8 @@ def pytest_configure(config: Any) -> None:
   file = os.environ.get(VARIABLE)
   worker = getattr(config, 'workerinput', None)
   if not file or (worker is None and config.getoption('numprocesses', None)):
-    return  # What hands tests to workers runs none itself.
-  del os.environ[VARIABLE]  # A pytest that a test starts is not to write there.
+    return  # The process that hands tests to workers runs none itself.
+  del os.environ[VARIABLE]  # Or a pytest that a test starts would write there.
   path = pathlib.Path(file)
   if worker is not None:
     path = path.with_stem(f'{path.stem}-{worker["workerid"]}')
@@ -109,7 +109,7 @@ def pytest_configure(config: Any) -> None:
 
 
 def _age_of_process() -> float:
-  """Seconds since this process began, imports and all."""
+  """Seconds since this process began, with its imports."""
   try:
     begin = int(pathlib.Path('/proc/self/stat').read_text().rpartition(')')[2].split()[19])
     now = float(pathlib.Path('/proc/uptime').read_text().split()[0])
@@ -119,7 +119,7 @@ def _age_of_process() -> float:
 
 
 def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-  """The records of a file; lines that were not written to their end are left out."""
+  """The records of a file, without lines that are incomplete."""
   records = []
   for line in path.read_text(errors='replace').splitlines() if path.exists() else ():
     with contextlib.suppress(ValueError):
@@ -130,10 +130,16 @@ def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 class Times:
-  """What a folder's files say."""
+  """The records of a folder's files.
+
+  Attributes:
+    phases: parts of launch/test.sh, each with its name, and its begin and end in seconds since 1970.
+    workers: for each worker, seconds of collection and of tests.
+    tests: for each test, seconds of its stages and waits.
+  """
 
   def __init__(self, folder: pathlib.Path):
-    self.phases = [one for one in read_lines(folder / 'phases.jsonl') if {'name', 'begin', 'end'} <= one.keys()]
+    self.phases = [phase for phase in read_lines(folder / 'phases.jsonl') if {'name', 'begin', 'end'} <= phase.keys()]
     self.workers: dict[str, dict[str, float]] = {}
     self.tests: list[dict[str, Any]] = []
     for path in sorted(folder.glob('*.jsonl')):
@@ -154,19 +160,19 @@ class Times:
 
   def totals(self) -> dict[str, float]:
     """Seconds of each kind, of all workers together."""
-    of_tests = {kind: sum(test.get(kind, 0) for test in self.tests) for kind in ('compilation', 'job', 'servers')}
-    other = sum(test['wall'] for test in self.tests) - sum(of_tests.values())
+    waits = {kind: sum(test.get(kind, 0) for test in self.tests) for kind in WAITS}
+    other = sum(test['wall'] for test in self.tests) - sum(waits.values())
     collection = sum(total['collection'] for total in self.workers.values())
-    return {'collection': collection, **of_tests, 'other': max(other, 0.0)}
+    return {'collection': collection, **waits, 'other': max(other, 0.0)}
 
   def files(self) -> list[tuple[str, dict[str, float]]]:
     """Test files with their sums, the longest first."""
     sums: dict[str, dict[str, float]] = collections.defaultdict(lambda: collections.defaultdict(float))
     for test in self.tests:
-      one = sums[f'{test["test"].partition("::")[0]} ({test["pass"]})']
-      one['tests'] += 1
-      for key in ('wall', 'cpu', 'compilation', 'job', 'servers'):
-        one[key] += test.get(key, 0)
+      file = sums[f'{test["test"].partition("::")[0]} ({test["pass"]})']
+      file['tests'] += 1
+      for key in ('wall', 'cpu', *WAITS):
+        file[key] += test.get(key, 0)
     return sorted(sums.items(), key=lambda item: -item[1]['wall'])
 
   def slowest(self, count: int) -> list[dict[str, Any]]:
@@ -174,24 +180,24 @@ class Times:
 
 
 def page(times: Times) -> str:
-  """times.md."""
+  """The text of times.md."""
   parts = [
     '# Where the time went\n\nSeconds. Totals are of all workers together; a compilation is one in a test process.\n'
   ]
   origin = min((phase['begin'] for phase in times.phases), default=0.0)
   rows = [
-    (one['name'], one['begin'] - origin, one['end'] - origin, one['end'] - one['begin'], one.get('code', ''))
-    for one in sorted(times.phases, key=lambda one: one['begin'])
+    (phase['name'], phase['begin'] - origin, phase['end'] - origin, _duration(phase), phase.get('code', ''))
+    for phase in sorted(times.phases, key=lambda phase: phase['begin'])
   ]
   parts.append(_table('Phases', ('phase', 'begin', 'end', 'seconds', 'exit code'), rows))
   parts.append(_table('Kinds', ('kind', 'seconds'), times.totals().items()))
   keys = ('collection', 'collection CPU', 'tests', 'tests CPU')
   rows = [(name, *(total[key] for key in keys)) for name, total in times.workers.items()]
   parts.append(_table('Workers', ('worker', *keys), rows))
-  keys = ('tests', 'wall', 'cpu', 'compilation', 'job', 'servers')
-  rows = [(name, int(one['tests']), *(one[key] for key in keys[1:])) for name, one in times.files()]
-  parts.append(_table('Files', ('file', *keys), rows))
-  keys = ('wall', *STAGES, 'cpu', 'compilation', 'job', 'servers')
+  keys = ('wall', 'cpu', *WAITS)
+  rows = [(name, int(file['tests']), *(file[key] for key in keys)) for name, file in times.files()]
+  parts.append(_table('Files', ('file', 'tests', *keys), rows))
+  keys = ('wall', *STAGES, 'cpu', *WAITS)
   rows = [
     (f'`{test["test"]}` ({test["pass"]})', *(float(test.get(key, 0)) for key in keys)) for test in times.slowest(40)
   ]
@@ -200,18 +206,22 @@ def page(times: Times) -> str:
 
 
 def summary(times: Times) -> list[str]:
-  """At most 30 lines."""
+  """The main figures, in at most 30 lines."""
   lines = ['seconds of each phase (some run side by side):']
-  phases = sorted(times.phases, key=lambda one: one['begin'] - one['end'])
-  lines += [f'  {one["end"] - one["begin"]:8.1f}  {one["name"]}' for one in phases[:10]]
+  phases = sorted(times.phases, key=_duration, reverse=True)
+  lines += [f'  {_duration(phase):8.1f}  {phase["name"]}' for phase in phases[:10]]
   if times.tests:
     lines.append(f'seconds of {len(times.tests)} tests, all workers together:')
     lines += [f'  {seconds:8.1f}  {kind}' for kind, seconds in times.totals().items()]
     lines.append('longest files:')
-    lines += [f'  {one["wall"]:8.1f}  {name}' for name, one in times.files()[:5]]
+    lines += [f'  {file["wall"]:8.1f}  {name}' for name, file in times.files()[:5]]
     lines.append('slowest tests:')
     lines += [f'  {test["wall"]:8.1f}  {test["test"]}' for test in times.slowest(5)]
   return lines
+
+
+def _duration(phase: dict[str, Any]) -> float:
+  return phase['end'] - phase['begin']
 
 
 def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:

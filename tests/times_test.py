@@ -1,4 +1,4 @@
-"""Times of a test run: what the plugin writes, also of a worker that is killed, and what the report makes of it."""
+"""Times of a test run: the plugin's records, a killed worker's too, and the report of them."""
 
 import json
 import os
@@ -44,8 +44,8 @@ def test_totals_are_of_all_workers_and_each_second_is_of_one_kind(folder):
   read = times.Times(folder)
   wanted = {'collection': 20.0, 'compilation': 3.0, 'job': 15.0, 'servers': 5.0, 'other': 34.0 - 23.0}
   assert read.totals() == pytest.approx(wanted)
-  assert tuple(read.totals()) == times.KINDS
-  assert [(name, one['wall'], one['compilation'], one['tests']) for name, one in read.files()] == [
+  assert list(read.totals()) == list(wanted)
+  assert [(name, file['wall'], file['compilation'], file['tests']) for name, file in read.files()] == [
     ('tests/a_test.py (pytest)', 30.0, 3.0, 2),
     ('tests/b_test.py (pytest)', 4.0, 0.0, 1),
   ]
@@ -74,7 +74,7 @@ def test_many_tests_and_phases_stay_one_screen_and_40_rows(tmp_path, capsys):
   assert sum(line.startswith('| `tests/') for line in (tmp_path / 'times.md').read_text().splitlines()) == 40
 
 
-def test_a_folder_with_nothing_is_reported_and_none_is_one_line(tmp_path, capsys):
+def test_an_empty_folder_is_reported_and_a_missing_one_is_one_line(tmp_path, capsys):
   assert times.main([str(tmp_path)]) == 0
   assert (tmp_path / 'times.md').exists()
   capsys.readouterr()

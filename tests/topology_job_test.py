@@ -15,7 +15,7 @@ pytestmark = [
   pytest.mark.full,
   pytest.mark.skipif(not AOT_ENVIRONMENT.exists(), reason='wants the compilers: bash launch/install_aot.sh'),
 ]
-# What is compiled is small: a compiler's time grows with the model's kernels and with the length of its rows.
+# A small model and short rows: compile time grows with both.
 MODEL = dict(
   hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
   head_dim=128, vocab_size=4096, tie_word_embeddings=False,
@@ -56,16 +56,17 @@ def megabytes(what, line):
 
 
 def held_by(role, text):
-  """(MB in all, MB a device) of what a role keeps."""
+  """Memory that a role keeps: (MB in all, MB on each device)."""
   return tuple(float(n.replace(',', '')) for n in re.search(rf'{role} +│ +([\d.,]+) │ +([\d.,]+) │', text).groups())
 
 
 class Sharded(NamedTuple):
   text: str
-  """What the command printed."""
+  """Standard output of the command."""
   vocabulary: int
+  """Tokens."""
   logits: str
-  """Of how many of a row's positions at a time."""
+  """Positions whose logits are there at a time, of those of a row: '128 of 256'."""
 
 
 @pytest.fixture(scope='module', params=['small', pytest.param('larger', marks=pytest.mark.acceptance)])

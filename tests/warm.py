@@ -1,11 +1,12 @@
-"""Python scripts that start without importing: forks of a process that has imported what they import.
+"""Starts Python scripts without their imports: as forks of a process that has imported the same modules.
 
-A job of a test takes about 7 s of a core for its imports alone. `start` forks a process that has done them (one for
-each test worker, made at the first call), and the fork becomes the script: its own session, directory, environment,
-arguments, file descriptors, exit code. What reads the environment while it is being imported (JAX_PLATFORMS, XLA_FLAGS
-and the like) must find there what `_FIXED` names; scripts that need it otherwise are started as usual.
+A job's imports alone take about 7 s of a core. `start` forks a process that has done them (one for each test worker,
+made at the first call), and the fork becomes the script, with a session, directory, environment, arguments, file
+descriptors and exit code of its own. Some libraries read the environment when they are imported: a script that needs
+another value of a variable in `_FIXED` is started as usual instead.
 
-As a program (`python tests/warm.py SOCKET`) it is that process: SOCKET is the inherited descriptor of its requests.
+Run as a program (`python tests/warm.py SOCKET`), this module is that process: SOCKET is the inherited descriptor over
+which its requests come.
 """
 
 from __future__ import annotations
@@ -35,12 +36,10 @@ _MODULES = (
   'jaxrl_llm.app.explore',
   'jaxrl_llm.app.replay',
 )
-_LARGEST = 1 << 20
-"""Bytes of a request: arguments and environment."""
 
 
 class Process:
-  """A script that was started by `start`; attributes and methods are those of `subprocess.Popen`."""
+  """A script that `start` has started; attributes and methods are those of `subprocess.Popen`."""
 
   def __init__(self, args: Sequence[str], connection: socket.socket, stdout: int | None, stderr: int | None):
     self.args, self.returncode = list(args), None
@@ -71,11 +70,12 @@ class Process:
     return self.returncode
 
   def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-    """What is left of stdout and stderr, after the script has ended."""
+    """Waits for the script to end; (stdout, stderr) as far as they have not been read yet."""
     deadline = None if timeout is None else time.monotonic() + timeout
-    found: dict = {stream: [] for stream in (self.stdout, self.stderr) if stream is not None and not stream.closed}
+    streams = [stream for stream in (self.stdout, self.stderr) if stream is not None and not stream.closed]
+    parts = {stream: [] for stream in streams}
     with selectors.DefaultSelector() as selector:
-      for stream in found:
+      for stream in streams:
         selector.register(stream, selectors.EVENT_READ)
       while selector.get_map():
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -84,13 +84,13 @@ class Process:
           raise subprocess.TimeoutExpired(self.args, timeout)
         for key, _ in ready:
           data = os.read(key.fd, 1 << 16)
-          found[key.fileobj].append(data)
+          parts[key.fileobj].append(data)
           if not data:
             selector.unregister(key.fileobj)
     self.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-    for stream in found:
+    for stream in streams:
       stream.close()
-    return tuple(b''.join(found.get(stream, ())).decode() for stream in (self.stdout, self.stderr))
+    return tuple(b''.join(parts.get(stream, ())).decode() for stream in (self.stdout, self.stderr))
 
   def send_signal(self, number: int) -> None:
     if self.poll() is None:
@@ -108,22 +108,22 @@ def start(args: Sequence[str], *, cwd: str | os.PathLike, env: Mapping[str, str]
   """Starts `args`, a script and its arguments, in a session of its own.
 
   Args:
-    piped: stdout and stderr are read by `communicate`; otherwise they are nobody's.
+    piped: whether `communicate` reads stdout and stderr; otherwise they go to /dev/null.
 
   Raises:
-    ValueError: `env` has another value of a variable that counts at import than the forking process has.
+    ValueError: a variable of `_FIXED` has another value in `env` than in the forking process.
   """
   server, fixed = _server()
   different = [name for name in _FIXED if env.get(name) != fixed.get(name)]
   if different:
-    raise ValueError(f'{args}: a fork cannot have its own {", ".join(different)}')
+    raise ValueError(f'{args}: a fork cannot change {", ".join(different)}; start it with subprocess')
   ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
   null = os.open(os.devnull, os.O_RDWR)
   reads, writes = zip(os.pipe(), os.pipe()) if piped else ((None, None), (null, null))
   request = json.dumps({'args': list(map(str, args)), 'cwd': str(cwd), 'env': dict(env)}).encode()
   descriptors = array.array('i', (theirs.fileno(), null, *writes))
   try:
-    # A stream, so the length comes first; descriptors arrive with the first byte.
+    # On a stream the length comes first; the descriptors travel with it.
     server.sendmsg([len(request).to_bytes(4)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
     server.sendall(request)
   finally:
@@ -135,8 +135,8 @@ def start(args: Sequence[str], *, cwd: str | os.PathLike, env: Mapping[str, str]
 
 @functools.cache
 def _server() -> tuple[socket.socket, dict[str, str]]:
-  """(Where requests go, the environment it was started with); it ends when this process has."""
-  import job
+  """(Socket of the forking process, its environment). It ends when this process does."""
+  import job  # Imports this module.
 
   ours, theirs = socket.socketpair()
   env = job.environment()
@@ -148,7 +148,7 @@ def _server() -> tuple[socket.socket, dict[str, str]]:
 
 
 def _serve(requests: socket.socket) -> tuple[dict, list[int]]:
-  """Forks for each request, and tells exit codes; returns in a fork, with what it is to become."""
+  """Forks for each request and reports exit codes. Returns only in a fork: (its request, its standard descriptors)."""
   children: dict[int, socket.socket] = {}
   wake, woken = socket.socketpair()
   wake.setblocking(False)
@@ -161,18 +161,19 @@ def _serve(requests: socket.socket) -> tuple[dict, list[int]]:
     for key, _ in selector.select():
       if key.fileobj is woken:
         woken.recv(4096)
-        _tell_exit_codes(children)
+        _report_exit_codes(children)
         continue
-      head, descriptors, _, _ = socket.recv_fds(requests, 4, 8)
-      if not head:
-        os._exit(0)
+      head, descriptors, _, _ = socket.recv_fds(requests, 4, 4)
       length, data = int.from_bytes(head), b''
-      assert length <= _LARGEST
-      while len(data) < length:
-        data += requests.recv(length - len(data))
+      while len(data) < length and (part := requests.recv(length - len(data))):
+        data += part
+      if not head or len(data) < length:  # The test process has ended.
+        os._exit(0)
       connection = socket.socket(fileno=descriptors[0])
       pid = os.fork()
       if pid == 0:
+        os.setsid()  # Before its caller can signal the group.
+        connection.send(str(os.getpid()).encode())
         selector.close()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -182,10 +183,9 @@ def _serve(requests: socket.socket) -> tuple[dict, list[int]]:
       for descriptor in descriptors[1:]:
         os.close(descriptor)
       children[pid] = connection
-      connection.send(str(pid).encode())
 
 
-def _tell_exit_codes(children: dict[int, socket.socket]) -> None:
+def _report_exit_codes(children: dict[int, socket.socket]) -> None:
   while children:
     pid, status = os.waitpid(-1, os.WNOHANG)
     if pid == 0:
@@ -194,20 +194,19 @@ def _tell_exit_codes(children: dict[int, socket.socket]) -> None:
       connection.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
-def _become(todo: dict, descriptors: list[int]) -> None:
-  """Makes this fork what an interpreter started for the script would be, and runs it."""
-  os.setsid()
+def _become(request: dict, descriptors: list[int]) -> None:
+  """Sets this fork up as an interpreter that was started for the script, and runs the script."""
   for number, descriptor in enumerate(descriptors):
     os.dup2(descriptor, number)
   for descriptor in descriptors:
     os.close(descriptor)
-  os.chdir(todo['cwd'])
+  os.chdir(request['cwd'])
   os.environ.clear()
-  os.environ.update(todo['env'])
+  os.environ.update(request['env'])
   tempfile.tempdir = None
-  script, *rest = todo['args']
-  sys.argv = [script, *rest]
-  paths = todo['env'].get('PYTHONPATH', '').split(os.pathsep)
+  sys.argv = request['args']
+  script = sys.argv[0]
+  paths = request['env'].get('PYTHONPATH', '').split(os.pathsep)
   sys.path[:0] = [str(pathlib.Path(script).resolve().parent), *(path for path in paths if path not in sys.path)]
   runpy.run_path(script, run_name='__main__')
 
@@ -217,7 +216,7 @@ if __name__ == '__main__':
 
   for _name in _MODULES:
     importlib.import_module(_name)
-  # Its own folder is no script's.
+  # Scripts must not import from this folder by accident.
   sys.path.remove(str(pathlib.Path(__file__).parent))
   gc.collect()
   gc.freeze()

@@ -1,4 +1,4 @@
-"""A script that is a fork of a process with its imports does what one does that an interpreter was started for."""
+"""A script that starts as a fork behaves like a script that an interpreter was started for."""
 
 import os
 import pathlib
@@ -67,6 +67,14 @@ def test_signals_end_it_and_its_exit_code_says_so(start, tmp_path, number):
   os.killpg(process.pid, number)
   process.communicate(timeout=120)
   assert process.returncode == process.poll() == process.wait() == -number
+
+
+def test_its_group_can_be_killed_at_once_and_also_after_its_end(start):
+  process = start('wait')
+  assert os.getpgid(process.pid) == process.pid
+  for _ in range(2):
+    job.kill(process)
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_what_it_writes_is_read_whatever_its_size(start):
