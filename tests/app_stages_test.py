@@ -18,6 +18,8 @@ from jaxrl_llm.master.selection import SelectionConfig
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
+from jaxrl_llm.rewards import verifier
+from jaxrl_llm.rewards.code.isolation import NoIsolation
 from jaxrl_llm.tasks.sampler import SamplerConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -48,6 +50,12 @@ SHIPPED = ['quickstart.py', 'ppo.py', 'opmd.py', 'mix.py', 'mix.py:grpo', 'mix.p
 def test_shipped_configurations_build(name):
   config = config_of(name)
   assert [stage.name for stage in built(config)] == [stage.name for stage in config.stages]
+
+
+def test_an_option_without_effect_is_a_warning(caplog):
+  built(changed('grpo.py:dapo', algorithm=AlgorithmConfig(name='dapo', options={'gamma': 0.9})))
+  (line,) = [record.getMessage() for record in caplog.records if 'has no effect' in record.getMessage()]
+  assert line.startswith('stages.') and '.algorithm: dapo.gamma: 0.9 has no effect without' in line
 
 
 def test_a_schedule_counts_the_updates_that_are_taken():
@@ -120,6 +128,19 @@ def test_what_is_held_out_is_not_trained_on(tmp_path):
   with pytest.raises(UserError, match="no preferences 'other'"):
     stage = dataclasses.replace(config.stages[-1], preferences=PairsConfig(train='other'))
     prepare(dataclasses.replace(config, stages=(config.stages[0], stage)), tmp_path / 'none')
+
+
+def test_a_run_needs_a_sandbox_where_verifiers_evaluate_and_nowhere_else(monkeypatch, tmp_path):
+  def refuse(isolation):
+    raise NoIsolation('none')
+
+  monkeypatch.setattr(verifier, 'check_isolation', refuse)
+  config = config_of('quickstart.py', **SMALL | {'evaluation.held_out.tasks': '1'})
+  prepare(config, tmp_path / 'without')
+  plain = {'options': {}, 'prompt': None, 'truth': None, 'match': None, 'size': 30}
+  tasksets = [dataclasses.replace(t, source='reasoning_gym:countdown', **plain) for t in config.tasksets]
+  with pytest.raises(UserError, match=r"'countdown' evaluates answers, which needs a sandbox.*isolation='none'"):
+    prepare(dataclasses.replace(config, tasksets=tuple(tasksets)), tmp_path / 'with')
 
 
 @pytest.mark.parametrize(('field', 'value'), [('domain', 'math'), ('origin', 'synthetic'), ('on_corrupt', 'skip')])

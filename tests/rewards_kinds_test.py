@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from jaxrl_llm.rewards.answers.answer import ANYWHERE, answer_scorer
 from jaxrl_llm.rewards.answers.choice import parse_choice, read_choices
-from jaxrl_llm.rewards.answers.expressions import explodes, latex_agree
+from jaxrl_llm.rewards.answers.effort import explodes
+from jaxrl_llm.rewards.answers.expressions import latex_agree
 from jaxrl_llm.rewards.answers.extraction import extract
 from jaxrl_llm.rewards.answers.intervals import intervals_agree
 from jaxrl_llm.rewards.answers.lists import parse_set, sets_agree, split, tuples_agree

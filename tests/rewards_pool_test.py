@@ -170,7 +170,7 @@ def test_what_a_scorer_raises_or_returns_wrongly_is_an_error_with_its_text():
 
 
 async def broken(pool):
-  """Until it has seen that its idle worker is gone, and broken, as it does without a call out."""
+  """Waits until the pool has noticed that its idle worker is gone: with no call out, that breaks the whole pool."""
   async with asyncio.timeout(60):
     while pool._workers._pool.active:
       await asyncio.sleep(0.01)
@@ -339,10 +339,10 @@ def loaded(a):
   libraries = {'aiohttp', 'jax', 'math_verify', 'reasoning_gym', 'sympy', 'torch'}
   return Verdict(value=1.0, evidence={'libraries': sorted(libraries & set(sys.modules))})
 """
-"""Module `asks`: which of some libraries a worker has."""
+"""Module `asks`: a scorer that names the libraries its worker has imported."""
 
 CALLS_OURS = f'{ASKS}\nfrom jaxrl_llm.rewards.answers.expressions import latex_agree\n'
-"""Module `calls_ours`."""
+"""Module `calls_ours`: the same scorer, in a module that imports one of the package."""
 
 SLOW_LIBRARY = """
 import time
@@ -353,7 +353,7 @@ time.sleep(4.0)
 def get_score_answer_fn(name):
   return lambda answer, entry: float(answer == entry['answer'])
 """
-"""What takes the place of reasoning_gym."""
+"""A module in place of reasoning_gym that takes 4 s to import."""
 
 LOADED = """
 import asyncio
@@ -369,7 +369,7 @@ from jaxrl_llm.rewards.verifier import verifier_scorer
 
 
 async def first_scores(*, deadline_s=60.0, **scorers):
-  # Of scorers in a pool of their own, asked in their order.
+  # The scorers share a pool and are called one after another.
   configs = tuple(ScorerConfig(name=name, domains=(name,), deadline_s=deadline_s) for name in scorers)
   pool = ScorerPool(scorers, RewardsConfig(scorers=configs))
   await pool.start()
@@ -386,7 +386,7 @@ def tell(**scorers):
 
 
 def told(folder, calls, **files):
-  """The lines that `calls` print, run in a process of its own: a process has one fork server."""
+  """The lines that `calls` print in a new process, for a process has only one fork server."""
   for name, text in {'asks': ASKS, 'calls_ours': CALLS_OURS, **files}.items():
     (folder / f'{name}.py').write_text(text)
   tests = Path(__file__).parent

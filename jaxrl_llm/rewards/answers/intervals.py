@@ -12,7 +12,8 @@ import re
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from jaxrl_llm.rewards.answers.expressions import explodes, latex_agree, parse_latex
+from jaxrl_llm.rewards.answers.effort import explodes
+from jaxrl_llm.rewards.answers.expressions import latex_agree, parse_latex
 from jaxrl_llm.rewards.answers.lists import MAX_ELEMENTS, inside, mathematical, named, split
 from jaxrl_llm.rewards.answers.numbers import parse_number
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rewards.code.inside.channel import Channel, Closed
-from jaxrl_llm.rewards.code.isolation import Isolation, Starter, first_words, open_starter
+from jaxrl_llm.rewards.code.isolation import NOTHING, Isolation, Preload, Starter, first_words, open_starter
 
 _GRACE_S = 15.0
 """Beyond a program's own wall clock, for the sandbox to say so."""
@@ -120,13 +120,14 @@ class Sandboxes:
     limits: of each program.
     isolation: how programs are isolated.
     waiting: sandboxes that wait for a program.
+    preload: libraries that programs have.
 
   Raises:
     NoIsolation: where this machine cannot isolate as asked.
   """
 
-  def __init__(self, limits: Limits, *, isolation: Isolation = 'auto', waiting: int = 1):
-    self._limits, self._isolation, self._waiting = limits, isolation, waiting
+  def __init__(self, limits: Limits, *, isolation: Isolation = 'auto', waiting: int = 1, preload: Preload = NOTHING):
+    self._limits, self._isolation, self._waiting, self._preload = limits, isolation, waiting, preload
     self._lock = threading.Lock()
     self._starter = self._open()
     self._idle: list[socket.socket] = []
@@ -157,6 +158,23 @@ class Sandboxes:
       return self._outcome(ended, passed, len(cases), '' if first is None else _detail(first))
 
     return self._in_sandbox(run, len(cases))
+
+  def output(self, program: str, stdin: str) -> tuple[Outcome, str]:
+    """Runs the program once: how it ended (PASSED: with exit code 0), and its standard output up to the limit."""
+    printed = ''
+
+    def run(control: Channel) -> Outcome:
+      nonlocal printed
+      control.send({'form': 'stdio', 'program': program, 'limits': self._limits.message()})
+      control.send({'stdin': stdin})
+      result = control.receive()
+      printed = result['stdout']
+      if result['ended'] == 'ok':
+        return self._outcome(Ending.PASSED, 1, 1, '')
+      return self._outcome(Ending(result['ended']), 0, 1, _detail(result))
+
+    outcome = self._in_sandbox(run, 1)
+    return outcome, printed
 
   def run_tests(self, program: str, tests: Sequence[str], entry_point: str | None = None) -> Outcome:
     """Runs the program, then each test, in order and in one namespace; it passes those that raise nothing."""
@@ -192,7 +210,7 @@ class Sandboxes:
       self._starter.close()
 
   def _open(self) -> Starter:
-    return open_starter(self._isolation, tmp_bytes=self._limits.tmp_mib << 20)
+    return open_starter(self._isolation, tmp_bytes=self._limits.tmp_mib << 20, preload=self._preload)
 
   def _outcome(self, ended: Ending, passed: int, total: int, detail: str) -> Outcome:
     return Outcome(ended=ended, passed=passed, total=total, isolation=self.isolation, detail=detail[-500:])

@@ -1,0 +1,80 @@
+"""Watches a verifier that should only compare text: what else it does is refused, and its process can be discarded.
+
+The watch is an audit hook of the interpreter: it sees an operation before it happens, and cannot be removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+_REFUSED = frozenset({
+  'ctypes.call_function', 'ctypes.dlopen', 'ctypes.dlsym', 'os.chmod', 'os.chown', 'os.exec', 'os.fork', 'os.forkpty',
+  'os.kill', 'os.link', 'os.mkdir', 'os.posix_spawn', 'os.putenv', 'os.remove', 'os.rename', 'os.rmdir', 'os.spawn',
+  'os.startfile', 'os.symlink', 'os.system', 'os.truncate', 'os.unsetenv', 'pty.spawn', 'socket.bind', 'socket.connect',
+  'socket.getaddrinfo', 'socket.sendto', 'subprocess.Popen',
+})  # fmt: skip
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+
+class BadSign(RuntimeError):
+  """A verifier did what none should: its process is not to be used again."""
+
+
+class _Watch:
+  """One thread of this process at a time."""
+
+  installed = False
+  thread: int | None = None
+  sign = ''
+  """The first operation that was refused."""
+  literal: str | None = None
+  """Text that may be compiled."""
+
+
+def _is_suspicious(event: str, args: tuple[Any, ...]) -> bool:
+  match event:
+    case 'compile':  # Of text, as eval, exec and ast.literal_eval do; an import names a file.
+      source = args[0].decode(errors='replace') if isinstance(args[0], bytes) else args[0]
+      return source != _Watch.literal and (not isinstance(args[1], str) or args[1].startswith('<'))
+    case 'import':
+      library = args[0].partition('.')[0]
+      return library not in sys.stdlib_module_names and library not in sys.modules
+    case 'open':
+      mode, flags = args[1], args[2]
+      return bool(set(mode) & set('wax+')) if isinstance(mode, str) else bool((flags or 0) & _WRITES)
+  return event in _REFUSED
+
+
+def _hook(event: str, args: tuple[Any, ...]) -> None:
+  if _Watch.thread is not None and _Watch.thread == threading.get_ident() and _is_suspicious(event, args):
+    _Watch.sign = _Watch.sign or f'{event} {args!r}'[:200]
+    raise BadSign(_Watch.sign)
+
+
+@contextlib.contextmanager
+def watched(name: str, literal: str | None = None) -> Iterator[None]:
+  """In the block, this thread compiles no text, imports no new library, writes no file and starts no process.
+
+  Args:
+    literal: a harmless text that may be compiled nevertheless.
+
+  Raises:
+    BadSign: it tried to, also where the block itself handled that.
+  """
+  if not _Watch.installed:
+    sys.addaudithook(_hook)
+    _Watch.installed = True
+  bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+  _Watch.sign, _Watch.literal, _Watch.thread = '', literal, threading.get_ident()
+  try:
+    yield
+  finally:
+    _Watch.thread = None
+    sys.dont_write_bytecode = bytecode
+    if _Watch.sign:
+      raise BadSign(f'verifier {name!r} was stopped: it evaluates or does more than compare text ({_Watch.sign})')
