@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 
+import aiohttp
 import hostile
 import pytest
 from fixtures.rewards_scorers import attempt
@@ -286,6 +287,28 @@ def test_a_sandbox_host_refuses_what_it_cannot_run(monkeypatch):
   monkeypatch.setattr(server_module, '_KINDS', 1)
   (refused,) = served(use, cpu_s=7)
   assert 'HTTP 400: this host keeps sandboxes of 1 different limits already' in str(refused)
+
+
+def test_a_sandbox_host_answers_a_body_that_is_no_order():
+  async def main():
+    try:
+      server = SandboxServer(at_once=1)
+    except NoIsolation as error:
+      hostile.skip_where_this_machine_forbids(error)
+    answers = []
+    try:
+      async with listening(server.application(), name='test', front=None, routes=ROUTES) as (address, _):
+        connector = aiohttp.UnixConnector(address.removeprefix('unix:'))
+        async with aiohttp.ClientSession(connector=connector) as session:
+          for body in (b'[' * 100_000, b'{', b'[]', b'\xff'):
+            async with session.post('http://host/run', data=body) as response:
+              answers.append((response.status, await response.text()))
+    finally:
+      server.close()
+    return answers
+
+  for status, text in asyncio.run(main()):
+    assert status == 400 and text and '\n' not in text, text
 
 
 def test_a_sandbox_host_that_starts_no_sandbox_is_left_for_another(monkeypatch):

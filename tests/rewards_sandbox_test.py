@@ -387,9 +387,52 @@ def test_privileges_and_uncounted_memory_are_refused(sandboxes):
   assert got == ['-1'] * 8 + ['0000000000000000']
 
 
+def test_shared_memory_that_no_limit_counts_is_refused(sandboxes):
+  program = """
+    import mmap, multiprocessing.sharedctypes, os
+    def shared(open_file):
+      try:
+        mmap.mmap(open_file(), 1 << 20)
+        print('mapped')
+      except OSError: print('refused')
+    shared(lambda: -1)
+    shared(lambda: os.open('/dev/zero', os.O_RDWR))
+    print(mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)[0])
+    # In /tmp, whose size is limited.
+    print(multiprocessing.sharedctypes.RawArray('i', 10)[3])
+  """
+  assert said(sandboxes, program).split() == ['refused', 'refused', '0', '0']
+
+
 def test_the_disk_is_memory_of_a_fixed_size(sandboxes):
   written = int(said(sandboxes, hostile.FILL_DISK))
   assert 32 << 20 < written <= 2 * (64 << 20)  # /tmp and, under bubblewrap, /dev/shm.
+
+
+def test_sockets_are_of_families_that_the_namespace_confines(sandboxes):
+  program = """
+    import socket
+    unix, inet, inet6, netlink, packet, bluetooth, alg, vsock = 1, 2, 10, 16, 17, 31, 38, 40
+    for family in (unix, inet, inet6, netlink, packet, bluetooth, alg, vsock):
+      for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
+        try:
+          socket.socket(family, kind).close()
+          print(family)
+          break
+        except OSError: pass
+    socket.socketpair()
+  """
+  assert set(said(sandboxes, program).split()) - {'10'} == {'1', '2'}  # IPv6 may be off.
+
+
+def test_the_host_is_not_described(sandboxes):
+  program = """
+    for path in ('/proc/cmdline', '/proc/1/cmdline'):
+      try: print(open(path).read())
+      except OSError: pass
+  """
+  words = said(sandboxes, program)
+  assert str(ROOT) not in words and pathlib.Path('/proc/cmdline').read_text().strip() not in words
 
 
 @pytest.mark.parametrize('family', ['loopback', 'abstract', 'outside', 'name'])

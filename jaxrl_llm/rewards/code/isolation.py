@@ -7,6 +7,7 @@ the starter holds, and ends when that is closed, for whatever reason.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -28,6 +29,7 @@ Isolation = Literal['auto', 'namespaces', 'bubblewrap', 'none']
 START_S = 30.0
 """Seconds for Python to start on a busy machine."""
 _CODE = pathlib.Path(__file__).parent
+_FLAGS = ('-P', '-s', '-S', '-B', '-X', 'utf8')
 _SYSTEM = ('/usr', '/bin', '/sbin', '/lib', '/lib32', '/lib64', '/libx32')
 _FILES = ('/etc/ld.so.cache', '/etc/localtime', '/etc/alternatives')
 _ENVIRONMENT = {
@@ -40,7 +42,34 @@ _ENVIRONMENT = {
 
 
 class NoIsolation(UserError):
-  """This machine does not let us isolate programs in the way that is asked for."""
+  """This machine does not let us isolate programs in the way that is asked for.
+
+  Attributes:
+    reasons: why, by way of isolation.
+  """
+
+  reasons = ''
+
+
+@dataclasses.dataclass(frozen=True)
+class Preload:
+  """What sandboxes have beside the standard library."""
+
+  path: tuple[str, ...] = ()
+  """Directories of the host from which programs import; they can read all that is in them."""
+  source: str = ''
+  """Trusted statements that run once, before sandboxes are forked (bubblewrap: once in each sandbox)."""
+
+  def bound(self) -> tuple[str, ...]:
+    """The directories that are not part of `readable` already."""
+    covered = lambda path: any(pathlib.Path(path).is_relative_to(known) for known in readable())
+    return tuple(path for path in self.path if not covered(path))
+
+  def options(self) -> dict[str, Any]:
+    return {'path': self.path, 'preload': self.source}
+
+
+NOTHING = Preload()
 
 
 @functools.cache
@@ -53,11 +82,21 @@ def readable() -> tuple[str, ...]:
   return tuple(paths)
 
 
-def _python(code: pathlib.PurePath, options: dict[str, Any]) -> list[str]:
-  executable = os.path.realpath(sys._base_executable)
-  # At the end: what lies beside `inside` hides none of Python's own modules.
-  start = f'import sys; sys.path.append({str(code)!r}); from inside.zygote import main; main()'
-  return [executable, '-P', '-s', '-S', '-B', '-X', 'utf8', '-c', start, json.dumps({'code': str(code), **options})]
+# At the end of the path: what lies beside `inside` hides none of Python's own modules.
+_START = (
+  'import json, os, sys; options = json.loads(os.read(0, int(sys.argv[2]))); sys.path.append(options["code"]); '
+  'from inside.zygote import main; main(options)'
+)
+
+
+def _python(options: dict[str, Any]) -> tuple[list[str], bytes]:
+  """A command, and the first bytes of its standard input: the options.
+
+  They name directories of this host, and programs inside can read the command line of the process they descend from.
+  """
+  first = json.dumps(options).encode()
+  arguments = [str(options['tmp_bytes']), str(len(first))]
+  return [os.path.realpath(sys._base_executable), *_FLAGS, '-c', _START, *arguments], first
 
 
 def first_words(control: socket.socket) -> str:
@@ -76,13 +115,16 @@ class Zygote:
     kind: how programs are isolated, 'namespaces' or 'none'.
   """
 
-  def __init__(self, *, tmp_bytes: int, isolated: bool):
+  def __init__(self, *, tmp_bytes: int, isolated: bool, preload: Preload = NOTHING):
     self.kind = 'namespaces' if isolated else 'none'
-    options = {'tmp_bytes': tmp_bytes, 'isolated': isolated, 'readable': readable(), 'once': False}
+    paths = (*readable(), *preload.bound())
+    options = {'tmp_bytes': tmp_bytes, 'isolated': isolated, 'readable': paths, 'once': False}
+    command, first = _python({'code': str(_CODE), **options, **preload.options()})
     self._requests, theirs = socket.socketpair()
+    self._requests.sendall(first)
     with theirs:
       self._process = subprocess.Popen(
-        _python(_CODE, options),
+        command,
         stdin=theirs,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -131,7 +173,7 @@ class Bubblewrap:
 
   kind = 'bubblewrap'
 
-  def __init__(self, *, tmp_bytes: int):
+  def __init__(self, *, tmp_bytes: int, preload: Preload = NOTHING):
     command = shutil.which('bwrap')
     if command is None:
       raise NoIsolation('bwrap is not installed')
@@ -143,14 +185,18 @@ class Bubblewrap:
     self._command = [command, '--unshare-all', '--unshare-user', '--uid', '1000', '--gid', '1000', '--new-session']
     self._command += ['--as-pid-1', '--hostname', 'sandbox']
     self._command += ['--disable-userns'] if '--disable-userns' in usage.stdout else []
-    for path in readable():
+    for path in (*readable(), *preload.bound()):
       link = os.path.islink(path)
       self._command += ['--symlink', os.readlink(path), path] if link else ['--ro-bind', path, path]
     self._command += ['--ro-bind', str(_CODE / 'inside'), str(code / 'inside'), '--proc', '/proc', '--dev', '/dev']
+    # The kernel's command line describes the host; a shared mapping of /dev/zero is memory that no limit counts.
+    for path in ('/proc/cmdline', '/dev/zero'):
+      self._command += ['--ro-bind', '/dev/null', path]
     for path in ('/dev/shm', '/tmp'):
       self._command += ['--size', str(tmp_bytes), '--tmpfs', path]
     self._command += ['--chmod', '1777', '/tmp', '--remount-ro', '/dev', '--remount-ro', '/', '--chdir', '/tmp']
-    self._command += _python(code, {'once': True})
+    command, self._first = _python({'code': str(code), 'tmp_bytes': tmp_bytes, 'once': True, **preload.options()})
+    self._command += command
     with self.start(subprocess.PIPE) as first:  # Whether the kernel lets it.
       if reason := first_words(first):
         process = self._processes.pop()
@@ -162,6 +208,7 @@ class Bubblewrap:
     """As `Zygote.start`; `errors` is where bwrap says what is wrong."""
     self._processes = [process for process in self._processes if process.poll() is None]
     ours, theirs = socket.socketpair()
+    ours.sendall(self._first)
     with theirs:
       self._processes.append(
         subprocess.Popen(
@@ -186,12 +233,12 @@ class Bubblewrap:
 Starter = Zygote | Bubblewrap
 
 
-def open_starter(isolation: Isolation, *, tmp_bytes: int) -> Starter:
+def open_starter(isolation: Isolation, *, tmp_bytes: int, preload: Preload = NOTHING) -> Starter:
   """The first of the permitted ways that this machine lets us use. Raises NoIsolation for none."""
   ways = {
-    'namespaces': lambda: Zygote(tmp_bytes=tmp_bytes, isolated=True),
-    'bubblewrap': lambda: Bubblewrap(tmp_bytes=tmp_bytes),
-    'none': lambda: Zygote(tmp_bytes=tmp_bytes, isolated=False),
+    'namespaces': lambda: Zygote(tmp_bytes=tmp_bytes, isolated=True, preload=preload),
+    'bubblewrap': lambda: Bubblewrap(tmp_bytes=tmp_bytes, preload=preload),
+    'none': lambda: Zygote(tmp_bytes=tmp_bytes, isolated=False, preload=preload),
   }
   reasons = []
   for way in ('namespaces', 'bubblewrap') if isolation == 'auto' else (isolation,):
@@ -201,7 +248,9 @@ def open_starter(isolation: Isolation, *, tmp_bytes: int) -> Starter:
       reasons.append(f'{way}: {error}')
       if isolation == 'auto':
         logging.warning('Sandbox: no isolation by %s', reasons[-1])
-  raise NoIsolation(
+  refusal = NoIsolation(
     f'sandbox: this machine does not isolate programs ({"; ".join(reasons)}); permit unprivileged user namespaces, '
     "name sandbox hosts (addresses), or accept that programs can do what this user can with isolation='none'"
   )
+  refusal.reasons = '; '.join(reasons)
+  raise refusal

@@ -84,6 +84,8 @@ class SandboxServer:
       return web.Response(status=503, text=str(error))
     except (UserError, ValueError) as error:
       return web.Response(status=400, text=str(error))
+    except RecursionError:
+      return web.Response(status=400, text='the body is nested too deeply, wanted an order as `order_body` writes it')
     try:
       outcome = await asyncio.get_running_loop().run_in_executor(self._threads, order.work.run, sandboxes)
     except (SandboxError, NoIsolation, OSError) as error:  # Another host may do better.

@@ -37,6 +37,12 @@ _DENIED = {
 }  # fmt: skip
 _PRLIMIT = {'x86_64': 302, 'aarch64': 261}
 """prlimit64: denied of other processes, as it asks for no more than the same user: the supervisor's limits too."""
+_MMAP = {'x86_64': 9, 'aarch64': 222}
+"""mmap: denied for shared anonymous memory, which can be held without being resident in any process."""
+_SOCKET = {'x86_64': (41, 53), 'aarch64': (198, 199)}
+"""socket and socketpair: only of the families below, which the network namespace confines."""
+_FAMILIES = {'AF_UNIX': 1, 'AF_INET': 2, 'AF_INET6': 10}
+_MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
 _DENIED_EVERYWHERE = {
   'io_uring_setup': 425, 'io_uring_enter': 426, 'io_uring_register': 427, 'open_tree': 428, 'move_mount': 429,
   'fsopen': 430, 'pidfd_getfd': 438, 'mount_setattr': 442, 'memfd_secret': 447,
@@ -113,28 +119,71 @@ def drop_capabilities() -> None:
   _check(_libc.capset(header, nothing), 'capset')
 
 
+_Step = tuple[str, int, str, str] | tuple[str, int]
+"""(operation, operand), and for a jump the labels where it goes on if the condition holds, and if not; '': the next."""
+_OPERATIONS = {'load': 0x20, 'equal': 0x15, 'at least': 0x35, 'and': 0x54, 'answer': 0x06}
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_EPERM, _EAFNOSUPPORT = 1, 97
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, (16, 24, 32, 40, 48, 56)
+"""Offsets in `struct seccomp_data`; of an argument, the low half."""
+
+
+def _filter(machine: str) -> list[str | _Step]:
+  """The steps of the seccomp filter, each label before its step."""
+  denied = sorted({**_DENIED[machine], **_DENIED_EVERYWHERE}.values())
+  shared = _MAP_SHARED | _MAP_ANONYMOUS
+  return [
+    ('load', _ARCHITECTURE),
+    ('equal', _ARCHITECTURES[machine], 'number', ''),
+    ('answer', _KILL),
+    'number',
+    ('load', _NUMBER),
+    ('at least', 0x40000000, 'deny', ''),  # The x32 numbers.
+    *(('equal', number, 'deny', '') for number in denied),
+    ('equal', _PRLIMIT[machine], 'prlimit', ''),
+    ('equal', _MMAP[machine], 'mmap', ''),
+    *(('equal', number, 'socket', '') for number in _SOCKET[machine]),
+    ('answer', _ALLOW),
+    'prlimit',
+    ('load', _ARGUMENTS[0]),  # The process; 0 is the caller.
+    ('equal', 0, 'allow', 'deny'),
+    'mmap',
+    ('load', _ARGUMENTS[3]),  # The flags.
+    ('and', shared),
+    ('equal', shared, 'deny', 'allow'),
+    'socket',
+    ('load', _ARGUMENTS[0]),  # The family.
+    *(('equal', family, 'allow', '') for family in _FAMILIES.values()),
+    ('answer', _ERRNO | _EAFNOSUPPORT),
+    'deny',
+    ('answer', _ERRNO | _EPERM),
+    'allow',
+    ('answer', _ALLOW),
+  ]
+
+
+def _assemble(steps: list[str | _Step]) -> bytes:
+  """The steps as BPF instructions. Jumps go forward only."""
+  labels, program = {}, []
+  for step in steps:
+    if isinstance(step, str):
+      labels[step] = len(program)
+    else:
+      program.append(step)
+  distance = lambda place, label: labels[label] - place - 1 if label else 0
+  return b''.join(
+    struct.pack('=HBBI', _OPERATIONS[operation], *(distance(place, label) for label in jumps or ('', '')), operand)
+    for place, (operation, operand, *jumps) in enumerate(program)
+  )
+
+
 def deny_calls() -> None:
-  """A seccomp filter: the calls above fail with EPERM, those of another architecture kill."""
+  """A seccomp filter: the calls above fail with an error, those of another architecture kill."""
   machine = platform.machine()
   if machine not in _ARCHITECTURES:
     return
-  denied = sorted({**_DENIED[machine], **_DENIED_EVERYWHERE}.values())
-  load, equal, at_least, answer = 0x20, 0x15, 0x35, 0x06
-  errno_eperm, kill, allow = 0x00050001, 0x80000000, 0x7FFF0000
-  program = [
-    (load, 0, 0, 4),
-    (equal, 1, 0, _ARCHITECTURES[machine]),
-    (answer, 0, 0, kill),
-    (load, 0, 0, 0),
-    (at_least, len(denied) + 4, 0, 0x40000000),  # The x32 numbers.
-    *((equal, len(denied) + 3 - i, 0, number) for i, number in enumerate(denied)),
-    (equal, 0, 2, _PRLIMIT[machine]),
-    (load, 0, 0, 16),  # Of which process: the low half of the first argument.
-    (equal, 0, 1, 0),
-    (answer, 0, 0, allow),
-    (answer, 0, 0, errno_eperm),
-  ]
-  instructions = ctypes.create_string_buffer(b''.join(struct.pack('=HBBI', *step) for step in program))
-  header = struct.pack('@HP', len(program), ctypes.addressof(instructions))
+  program = _assemble(_filter(machine))
+  instructions = ctypes.create_string_buffer(program)
+  header = struct.pack('@HP', len(program) // 8, ctypes.addressof(instructions))
   result = _libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), ctypes.c_char_p(header), 0, 0)
   _check(result, 'seccomp')

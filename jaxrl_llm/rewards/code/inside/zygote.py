@@ -3,10 +3,8 @@
 Invariant: each sandbox has user, process, mount, network, IPC, host name and cgroup namespaces of its own, a read-only
 root without the host's files, and no capability left when its supervisor begins.
 
-  python -I -S -c 'import sys; sys.path.append(DIRECTORY); from inside.zygote import main; main()' OPTIONS
-
-OPTIONS is a JSON object. Standard input is a socket: each message on it asks for one sandbox and carries the socket
-that becomes its control channel.
+Standard input is a socket. The options come first, as a JSON object (`isolation._START` reads it). Each later message
+asks for one sandbox and carries the socket that becomes its control channel.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import json
 import os
 import signal
 import socket
@@ -43,7 +40,8 @@ _NAMESPACES = (
   | kernel.CLONE_NEWUTS
   | kernel.CLONE_NEWCGROUP
 )
-_DEVICES = ('null', 'zero', 'full', 'random', 'urandom')
+_DEVICES = ('null', 'full', 'random', 'urandom')
+"""Not zero: a shared mapping of it is memory that no limit counts."""
 _ROOT = '/tmp'
 """Where the root is put together: any directory that is there will do, it is covered in this process only."""
 
@@ -126,6 +124,8 @@ def _mount_proc() -> None:
   for kind in ('user', 'mnt', 'pid', 'net', 'ipc', 'uts', 'cgroup'):
     with contextlib.suppress(OSError), open(f'/proc/sys/user/max_{kind}_namespaces', 'w') as file:
       file.write('0')
+  with contextlib.suppress(OSError):  # The kernel's command line describes the host.
+    kernel.bind('/dev/null', '/proc/cmdline')
   kernel.mount('none', '/proc', None, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | quiet)
 
 
@@ -160,13 +160,26 @@ def _serve(requests: socket.socket, options: dict[str, Any]) -> None:
       _start(connection, options['tmp_bytes'], isolated=options['isolated'])
 
 
-def main() -> None:
-  options = json.loads(sys.argv[1])
+def main(options: dict[str, Any]) -> None:
+  """Serves until the owner is gone.
+
+  Args:
+    options: code, tmp_bytes, once, path, preload; unless once: isolated and readable too. See `isolation`.
+  """
   requests = socket.socket(fileno=0)
   sys.path = [path for path in sys.path if path != options['code']]
   signal.pthread_sigmask(signal.SIG_SETMASK, [])
   for name in MODULES:
     importlib.import_module(name)
+  sys.path += options['path']
+  try:
+    exec(options['preload'], {'__name__': 'preload'})
+  except ImportError as error:
+    if options['once']:
+      Channel(requests).send({'failed': str(error)})
+    else:
+      requests.sendall(str(error).encode())
+    return
   if options['once']:
     supervise(requests, alone=True)
   try:
