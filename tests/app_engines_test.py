@@ -67,3 +67,15 @@ def test_each_start_publishes_where_no_other_does_and_removes_what_the_one_befor
   assert pathlib.Path((tmp_path / 'run' / PUBLISHED).read_text()) == second
   other = publish_directory(config, tmp_path / 'other')
   assert other.parent == second.parent and other != second
+
+
+@pytest.mark.parametrize('cut', [0, 4, -1])
+def test_a_record_that_was_cut_short_removes_nothing(tmp_path, cut):
+  config = VllmConfig(publish_dir=str(tmp_path / 'root'))
+  first = publish_directory(config, tmp_path / 'run')
+  first.mkdir(parents=True)
+  record, others = tmp_path / 'run' / PUBLISHED, first.with_name(first.name[:-1])
+  others.mkdir()
+  record.write_text({0: '', 4: str(first.parent), -1: str(others)}[cut])
+  publish_directory(config, tmp_path / 'run')
+  assert first.is_dir() and others.is_dir()

@@ -11,9 +11,10 @@ import sys
 import pytest
 
 from jaxrl_llm.app.schema import Config
-from jaxrl_llm.app.workdir import Workdir, WorkdirInUse
+from jaxrl_llm.app.workdir import Workdir, WorkdirInUse, made_files
 from jaxrl_llm.config.load import load_file
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.replay.index import open_store
 from jaxrl_llm.rollout.crew import ExplorersConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -153,3 +154,113 @@ def test_a_run_may_be_resumed_with_other_explorers(tmp_path, config):
   (tmp_path / 'run' / 'checkpoints' / '3' / 'COMMIT').touch()
   for explorers in (ExplorersConfig(), ExplorersConfig(processes=3, silent_s=7.0), None):
     workdir.adopt(dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, explorers=explorers)))
+
+
+def test_commits_without_their_configuration_are_refused(tmp_path, config):
+  workdir = Workdir(tmp_path)
+  (tmp_path / 'checkpoints' / '3').mkdir(parents=True)
+  (tmp_path / 'checkpoints' / '3' / 'COMMIT').touch()
+  with pytest.raises(UserError, match=r'^[^\n]*config\.json: missing[^\n]*restore it[^\n]*$'):
+    workdir.adopt(config)
+  assert not (tmp_path / 'config.json').exists()
+
+
+@pytest.fixture
+def resumable(tmp_path):
+  """A run directory, and what its commit at step 2 names."""
+  store = open_store(tmp_path / 'replay')
+  for step in range(2):
+    store.record_plan(step, {})
+  name = store.name
+  store.close()
+  for file in ('metrics.jsonl', 'tokenizer/tokenizer.json', 'data/sft.arrayrecord'):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text('some')
+  workdir = Workdir(tmp_path)
+  attempt = workdir.next_attempt()
+  commit = {'step': 2, 'attempt': attempt, 'store': name, 'files': made_files(tmp_path)}
+  assert sorted(commit['files']) == ['data/sft.arrayrecord', 'tokenizer/tokenizer.json']
+  return workdir, commit
+
+
+def test_a_commit_is_resumed_where_all_that_it_names_is_there_also_one_that_names_little(resumable):
+  workdir, commit = resumable
+  workdir.check(commit)
+  workdir.check({'step': 2})
+
+
+@pytest.mark.parametrize(
+  ('file', 'told'),
+  [
+    ('attempt', 'missing: attempt;'),
+    ('metrics.jsonl', 'missing: metrics.jsonl;'),
+    ('replay/index.sqlite', 'missing: {}/replay/index.sqlite (store {store});'),
+    ('data/sft.arrayrecord', 'missing: data/sft.arrayrecord of 4 bytes;'),
+    ('tokenizer/tokenizer.json', 'missing: tokenizer/tokenizer.json of 4 bytes;'),
+  ],
+)
+def test_a_commit_is_refused_where_a_thing_that_it_names_is_gone_and_nothing_is_written(resumable, file, told):
+  workdir, commit = resumable
+  (workdir.path / file).unlink()
+  before = sorted(workdir.path.rglob('*'))
+  with pytest.raises(UserError) as caught:
+    workdir.check(commit)
+  message = str(caught.value)
+  assert '\n' not in message and 'its commit at step 2' in message
+  assert told.format(workdir.path, store=commit['store']) in message
+  assert sorted(workdir.path.rglob('*')) == before
+
+
+def test_all_that_is_gone_is_said_at_once_and_so_is_a_file_of_another_size(resumable):
+  workdir, commit = resumable
+  (workdir.path / 'attempt').unlink()
+  (workdir.path / 'replay' / 'index.sqlite').unlink()
+  (workdir.path / 'data' / 'sft.arrayrecord').write_text('another')
+  with pytest.raises(UserError, match=r'attempt; data/sft.arrayrecord of 4 bytes \(it has 7\); .*index\.sqlite'):
+    workdir.check(commit)
+  with pytest.raises(UserError, match=r'attempt; [^;]*index\.sqlite; restore'):
+    workdir.check({'step': 2})
+
+
+def test_starts_are_numbered_one_after_the_other(tmp_path):
+  workdir = Workdir(tmp_path)
+  assert [workdir.next_attempt() for _ in range(3)] == [0, 1, 2]
+  assert (tmp_path / 'attempt').read_text() == '2' and workdir.next_attempt(least=2) == 3
+
+
+@pytest.mark.parametrize('content', [b'', b'\n', b'two', b'-1', b'1.5', b'\xff\x00', b'1 2', b'9' * 5000])
+def test_a_file_that_holds_no_number_of_a_start_is_one_line_and_left_as_it_is(tmp_path, content):
+  workdir = Workdir(tmp_path)
+  (tmp_path / 'attempt').write_bytes(content)
+  with pytest.raises(UserError, match=r'^[^\n]*attempt: holds [^\n]*restore it[^\n]*events\.jsonl$'):
+    workdir.next_attempt()
+  assert (tmp_path / 'attempt').read_bytes() == content
+
+
+def test_a_number_below_that_of_the_commit_is_refused(tmp_path):
+  """An older copy: two starts would name different weights alike."""
+  workdir = Workdir(tmp_path)
+  (tmp_path / 'attempt').write_text('3')
+  with pytest.raises(UserError, match="holds '3', wanted the number of the last start, at least 5"):
+    workdir.next_attempt(least=5)
+
+
+def test_the_configuration_and_the_number_of_a_start_are_on_the_disk_before_they_have_their_names(
+  tmp_path, config, monkeypatch
+):
+  synced, fsync, replace = set(), os.fsync, os.replace
+
+  def sync(descriptor):
+    synced.add(os.readlink(f'/proc/self/fd/{descriptor}'))
+    fsync(descriptor)
+
+  def replaced(source, target):
+    assert str(source) in synced, f'{target} has its name before it is on the disk'
+    replace(source, target)
+
+  monkeypatch.setattr('os.fsync', sync)
+  monkeypatch.setattr('os.replace', replaced)
+  workdir = Workdir(tmp_path)
+  workdir.adopt(config)
+  workdir.next_attempt()
+  assert str(tmp_path) in synced and {f'{tmp_path}/config.json.tmp', f'{tmp_path}/attempt.tmp'} <= synced

@@ -188,3 +188,26 @@ def test_a_lost_segment_file_is_found(directory):
   (path,) = (directory / 'segments').iterdir()
   path.unlink()
   assert [('no such file' in line) for line in audit(directory).problems] == [True, True]
+
+
+def test_a_sample_that_no_result_can_reach_is_found(tmp_path):
+  """Its group was closed without it."""
+  store = open_store(tmp_path)
+  store.issue(issues(['g/0', 'g/1']), 0)
+  store.append([make_sample('g/0')], 0)
+  assert audit(store).ok, 'the other may come'
+  store.admit(['g/0'], 0)
+  assert audit(store).problems == ('g/1 (attempt 1): is issued, and its group g has ended without it',)
+  store.drop(['g/1'], 'given up', 0)
+  assert audit(store).ok
+
+
+def test_a_score_that_may_be_of_a_result_that_was_not_accepted_is_found(tmp_path):
+  store = open_store(tmp_path)
+  store.issue(issues(['g/0', 'g/1']), 0)
+  store.append([make_sample('g/0'), make_sample('g/0', length=7), make_sample('g/1')], 0)
+  store.score([score_of('g/0'), score_of('g/1')], 0)
+  assert audit(store).ok and audit(store).duplicates == 1
+  store.score([score_of('g/0', 1.0)], 0)
+  (problem,) = audit(store).problems
+  assert problem.startswith('g/0 (attempt 1): came twice and was scored twice by answer at step 0')

@@ -88,7 +88,7 @@ def test_a_step_from_issue_to_trained(tmp_path):
     'issued': 1, 'stored': 0, 'admitted': 0, 'trained': 2, 'dropped': 1, 'expired': 0, 'void': 0, 'duplicates': 0
   }  # fmt: skip
   report = audit(store)
-  assert report.ok, report.lines
+  assert report.problems == ('g/3 (attempt 1): is issued, and its group g has ended without it',)
   assert report.live == ('g/3',)
   assert report.reasons == {'dropped(unscorable)': 1}
 
@@ -258,6 +258,22 @@ def test_prune_forgets_bytes_only_of_what_the_commit_ended(tmp_path):
     store.read(['a'])
   assert [s.uid for s in store.read(['b', 'c'])] == ['b', 'c']
   assert audit(store).ok
+
+
+def test_visits_are_those_of_the_named_stages_that_no_crash_made_void(tmp_path):
+  row = lambda stage, task, visit: Issue(
+    uid=f'{stage}/{task}/{visit}/0', group_id=f'{stage}/{task}/{visit}', task_id=task, visit=visit
+  )
+  store = open_store(tmp_path)
+  store.issue([row('one', 's:a', 0), row('one', 's:a', 1), row('one', 's:b', 0), row('ones', 's:b', 7)], 0)
+  store.drop(['one/s:a/0/0', 'one/s:a/1/0', 'one/s:b/0/0'], 'timeout', 0)
+  store.issue([row('one', 's:a', 2)], 1)
+  assert store.visits(['one']) == {'s:a': 3, 's:b': 1} and store.visits([]) == {}
+  store.close()
+  store = open_store(tmp_path)
+  store.recover(1)
+  assert store.visits(['one']) == {'s:a': 2, 's:b': 1}
+  assert store.visits(['one', 'ones'])['s:b'] == 1  # The other row was in flight, and is void.
 
 
 def test_attempts_never_repeat(tmp_path):

@@ -177,7 +177,7 @@ def start_child(*args) -> subprocess.Popen:
 
 @pytest.fixture
 def base(tmp_path):
-  """A directory in memory where there is room: to a process that dies, unlike a machine, it is as good as a disk."""
+  """A directory in memory, where there is room; like a disk, it outlives the processes that are killed here."""
   memory = pathlib.Path('/dev/shm')
   has_room = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 1 << 30
   with tempfile.TemporaryDirectory(dir=memory if has_room else tmp_path) as directory:

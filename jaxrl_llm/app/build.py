@@ -21,6 +21,7 @@ from jaxrl_llm.app.schema import Config, StageConfig
 from jaxrl_llm.app.scorers import build_scorers
 from jaxrl_llm.app.stages import build_processors
 from jaxrl_llm.app.state import begin_stage, critic_model
+from jaxrl_llm.app.workdir import made_files
 from jaxrl_llm.app.workflows import build_workflow
 from jaxrl_llm.data.load import RowLoader
 from jaxrl_llm.data.streams import RowStream, all_rows
@@ -41,13 +42,14 @@ from jaxrl_llm.replay.index import ReplayStore, open_store
 from jaxrl_llm.rewards import live
 from jaxrl_llm.rewards.pool import ScorerPool
 from jaxrl_llm.rollout.api import Engine
+from jaxrl_llm.rollout.arrivals import Bounds
 from jaxrl_llm.rollout.auxiliary import AuxiliaryModel
 from jaxrl_llm.rollout.crew import Crew
 from jaxrl_llm.rollout.exploring import Welcome
 from jaxrl_llm.rollout.workflow import Workflow, completion_text
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.runtime.events import SILENT, EventLog, Events
-from jaxrl_llm.runtime.machine import CompilationCounter, Heartbeat
+from jaxrl_llm.runtime.machine import CompilationCounter, Heartbeat, resources
 from jaxrl_llm.runtime.phases import PhaseManager
 from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
@@ -98,7 +100,15 @@ def build_rollouts(
   crew = None
   if rollout.explorers is not None and engine is not None:
     welcome = Welcome(workflow=rollout.workflow, max_tokens=rollout.max_response_length, tokenizer=tokenizer.files)
-    crew = Crew(hub, rollout.explorers, welcome=welcome.row(), text=workflow.text, logs=workdir.absolute() / 'logs')
+    longest = rollout.max_prompt_length + rollout.max_response_length
+    crew = Crew(
+      hub,
+      rollout.explorers,
+      welcome=welcome.row(),
+      text=workflow.text,
+      bounds=Bounds(vocab_size=prepared.spec.vocab_size, max_length=longest),
+      logs=workdir.absolute() / 'logs',
+    )
   return Rollouts(workflow=crew or workflow, auxiliary=tuple(auxiliary.values()), crew=crew)
 
 
@@ -157,6 +167,7 @@ def open_host(
       'perf/heartbeat_max_s': heartbeat.take(),
       'perf/rollout_idle_s': sum(explorer.take_idle() for explorer in explorers),
       'timing_s/reward': sum(explorer.take_scoring() for explorer in explorers),
+      **resources(workdir),
       'run/clock_decisions': scorers.counts['timeout'] + sum(explorer.clock_decisions for explorer in explorers),
       **scorers.take_metrics(),
       **(engine.take_metrics() if engine is not None else {}),
@@ -187,6 +198,7 @@ def open_host(
     machine_metrics=machine_metrics,
     mismatch=config.rollout.mismatch,
     events=events,
+    files=made_files(workdir),
   )
   if host and host['stage'] in logs.batches:
     logs.batches[host['stage']].restore(host['batches'])
@@ -239,6 +251,7 @@ def _batches(
     rewards=config.rewards,
     store=store,
     gate=gate,
+    earlier=[one.name for one in config.stages[: config.stages.index(stage_config)]],
     events=events,
   )
   past = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from jaxrl_llm.app.prepare import Prepared
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.core.connections import read_key
+from jaxrl_llm.core.disk import write_durably
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.spec import ModelOptions
@@ -32,6 +34,8 @@ ENGINES: Mapping[str, str] = {
 PUBLISHED = 'vllm/published'
 """File of the run directory that names where it publishes."""
 SHARED_MEMORY = pathlib.Path('/dev/shm')
+_PUBLISHES = re.compile(r'jaxrl_llm-[0-9a-f]{16}')
+"""Names of the folders that runs publish in."""
 
 
 def needs_proof(config: Config) -> bool:
@@ -102,10 +106,12 @@ def publish_directory(config: VllmConfig, workdir: pathlib.Path) -> pathlib.Path
     raise UserError(f'{SHARED_MEMORY}: missing on this machine; name a directory in rollout.vllm.publish_dir')
   record = workdir / PUBLISHED
   if record.exists():
-    shutil.rmtree(record.read_text(), ignore_errors=True)
+    left = pathlib.Path(record.read_text(errors='replace'))
+    if _PUBLISHES.fullmatch(left.name):  # A record that was cut short may name a folder that others use.
+      shutil.rmtree(left, ignore_errors=True)
   directory = pathlib.Path(root or SHARED_MEMORY).absolute() / f'jaxrl_llm-{secrets.token_hex(8)}'
   record.parent.mkdir(parents=True, exist_ok=True)
-  record.write_text(str(directory))
+  write_durably(record, str(directory))
   return directory
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import pathlib
 import shutil
-import tempfile
 from collections.abc import AsyncIterator, Mapping
 
 from jax.sharding import Mesh
@@ -24,6 +23,7 @@ from jaxrl_llm.app.state import committed_state
 from jaxrl_llm.app.workdir import DATA, TOKENIZER
 from jaxrl_llm.config.load import apply_overrides
 from jaxrl_llm.config.values import from_json
+from jaxrl_llm.core import disk
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Params, Version
 from jaxrl_llm.master.loop import LoopState
@@ -114,8 +114,7 @@ class Reopened:
 @contextlib.asynccontextmanager
 async def reopen(config: Config, run: pathlib.Path) -> AsyncIterator[Reopened]:
   """What is needed of the run in the directory `run`; with another configuration than its own where that serves."""
-  with tempfile.TemporaryDirectory(prefix='jaxrl_llm-') as folder, contextlib.ExitStack() as opened:
-    scratch = pathlib.Path(folder)
+  with disk.scratch('jaxrl_llm-') as scratch, contextlib.ExitStack() as opened:
     prepared = await asyncio.to_thread(_prepared, config, run, scratch)
     mesh, device = build_mesh(config.learner.mesh), DeviceThread()
     opened.callback(device.close)

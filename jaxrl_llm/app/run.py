@@ -78,12 +78,16 @@ async def run(config: Config, path: pathlib.Path) -> int:
   async def set_up() -> Any:
     nonlocal prepared
     workdir.adopt(config)
+    # Before anything is written: what is missing would be made anew, or be taken for never having been there.
+    step = max(checkpoints.steps(), default=0)
+    commit = checkpoints.host(step) if step else {}
+    if step:
+      await asyncio.to_thread(workdir.check, commit)
     prepared = await asyncio.to_thread(prepare, config, workdir.path)
     checkpoints.clean()
-    attempt = _next_attempt(workdir.path)
     return {
-      'attempt': attempt,
-      'step': max(checkpoints.steps(), default=0),
+      'attempt': workdir.next_attempt(least=commit.get('attempt', 0)),
+      'step': step,
       'spec': dataclasses.asdict(prepared.spec),
       'lengths': prepared.lengths,
     }
@@ -169,16 +173,6 @@ def _handle_signals(coordinator: Coordinator, request_stop, begun: asyncio.Event
 
   for signum in (signal.SIGINT, signal.SIGTERM):
     asyncio.get_running_loop().add_signal_handler(signum, on_signal, signum)
-
-
-def _next_attempt(path: pathlib.Path) -> int:
-  """Number of this start; durable before anything is named by it."""
-  file = path / 'attempt'
-  attempt = int(file.read_text()) + 1 if file.exists() else 0
-  temporary = file.with_suffix('.tmp')
-  temporary.write_text(str(attempt))
-  temporary.rename(file)
-  return attempt
 
 
 def _setting(value: Any) -> _Setting:

@@ -7,11 +7,17 @@ import json
 import os
 import pathlib
 import shutil
+from collections.abc import Mapping
+from typing import Any
 
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import difference
 from jaxrl_llm.config.values import to_json
+from jaxrl_llm.core.disk import write_durably
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.replay.committed import missing
+from jaxrl_llm.runtime.events import FILE as EVENTS_FILE
+from jaxrl_llm.runtime.writers import METRICS_FILE
 
 MAY_CHANGE = (
   'rewards.workers',
@@ -26,6 +32,10 @@ MAY_CHANGE = (
 )
 """What a resumed run may have otherwise: how many there are of what serves it, where, and how long they are waited for,
 not what they compute."""
+ATTEMPT = 'attempt'
+"""File with the number of the last start."""
+_MAX_DIGITS = 20
+"""Of that file: what is as long holds no number."""
 TOKENIZER, DATA = 'tokenizer', 'data'
 """Where a start keeps what it makes from the configuration: the tokenizer, the static rows of offline stages."""
 
@@ -66,6 +76,11 @@ class Workdir:
     Until then a start leaves nothing to go on from: a mistake in the first command must not spoil the directory.
     """
     file = self.path / 'config.json'
+    if not file.exists() and self._has_commits():
+      raise UserError(
+        f'{file}: missing, so that no start can tell whether it goes on with the configuration of the commits in '
+        f'{self.path / "checkpoints"}; restore it, or choose another --workdir'
+      )
     if file.exists():
       try:
         old = json.loads(file.read_text())
@@ -77,7 +92,7 @@ class Workdir:
       changes = [change for change in changes if not change[0].startswith(MAY_CHANGE)]
       if not changes:
         return
-      if any(self.path.glob('checkpoints/*/COMMIT')):
+      if self._has_commits():
         told = '; '.join(f'{key}: {before!r} in the run, {after!r} now' for key, before, after in changes[:5])
         more = f' and {len(changes) - 5} more' if len(changes) > 5 else ''
         raise UserError(
@@ -86,6 +101,58 @@ class Workdir:
         )
       for made in (TOKENIZER, DATA):
         shutil.rmtree(self.path / made, ignore_errors=True)
-    temporary = file.with_suffix('.tmp')
-    temporary.write_text(json.dumps(to_json(config), indent=1))
-    temporary.rename(file)
+    write_durably(file, json.dumps(to_json(config), indent=1))
+
+  def check(self, commit: Mapping[str, Any]) -> None:
+    """Refuses to go on from a commit where something that it names is gone; nothing is written.
+
+    Args:
+      commit: what the keeper committed beside the arrays. Commits of earlier versions name no store, no attempt and no
+        files; of their store the index, its plans and its segments have to be there.
+
+    Raises:
+      UserError: names all that is missing.
+    """
+    gone = [name for name in (ATTEMPT, METRICS_FILE) if not (self.path / name).is_file()]
+    there = made_files(self.path)
+    for name, size in commit.get('files', {}).items():
+      if there.get(name) != size:
+        gone.append(f'{name} of {size:,} bytes' + (f' (it has {there[name]:,})' if name in there else ''))
+    gone += missing(self.path / 'replay', step=commit['step'], store=commit.get('store'))
+    if gone:
+      raise UserError(
+        f'{self.path}: the run cannot go on from its commit at step {commit["step"]}, which names what is missing: '
+        f'{"; ".join(gone)}; restore it from a copy, or begin another run in another --workdir'
+      )
+
+  def next_attempt(self, *, least: int = 0) -> int:
+    """The number of this start, on the disk before anything is named by it.
+
+    Args:
+      least: number of the last start that is known otherwise.
+
+    Raises:
+      UserError: the file holds no number, or an earlier one.
+    """
+    file = self.path / ATTEMPT
+    attempt = 0
+    if file.exists():
+      content = file.read_bytes()[:_MAX_DIGITS]
+      last = int(content) if content.strip().isdigit() and len(content) < _MAX_DIGITS else -1
+      if last < least:
+        raise UserError(
+          f'{file}: holds {content.decode(errors="replace")!r}, wanted the number of the last start, at least {least}; '
+          f'restore it, or write a number there that is larger than any "attempt" in {self.path / EVENTS_FILE}'
+        )
+      attempt = last + 1
+    write_durably(file, str(attempt))
+    return attempt
+
+  def _has_commits(self) -> bool:
+    return any(self.path.glob('checkpoints/*/COMMIT'))
+
+
+def made_files(path: pathlib.Path) -> dict[str, int]:
+  """Size in bytes of what starts made in the run directory from its configuration, by path relative to it."""
+  files = sorted(file for made in (TOKENIZER, DATA) for file in (path / made).rglob('*') if file.is_file())
+  return {file.relative_to(path).as_posix(): file.stat().st_size for file in files}

@@ -53,6 +53,8 @@ class Logs:
   """Metrics of the process itself (heartbeat, compilations, decisions taken by a clock)."""
   mismatch: MismatchConfig = MismatchConfig()
   events: Events = SILENT
+  files: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  """Size in bytes of the files that the run has made and goes on reading, by their paths in the run directory."""
 
 
 class RunKeeper:
@@ -185,6 +187,9 @@ class RunKeeper:
         'reference_step': state.learned.reference_step,
         'algorithm_state': state.learned.algorithm_state,
         'base': self._base,
+        'attempt': self._attempt,
+        'store': self._logs.store.name,
+        'files': dict(self._logs.files),
       }
     best = self._best[1] if self._best else None
     with self._phases.timed('save_checkpoint'):

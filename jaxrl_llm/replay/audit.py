@@ -15,7 +15,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 
 from jaxrl_llm.experience.sample import Sample
-from jaxrl_llm.replay.browse import snapshot
+from jaxrl_llm.replay.browse import snapshot, unclaimed
 from jaxrl_llm.replay.index import ReplayStore, oldest_version
 from jaxrl_llm.replay.segments import SegmentError, SegmentReader, decode_row
 from jaxrl_llm.replay.tables import LIVE, State, may_become
@@ -49,6 +49,8 @@ class AuditReport:
   """uids that are stored, so have bytes, and were never scored."""
   lost: tuple[str, ...]
   """uids whose bytes should be there and cannot be read."""
+  unclaimed: tuple[str, ...]
+  """Files that the index does not name, in `segments/` and in `quarantine/`: a line each. No problem."""
   problems: tuple[str, ...]
   """One line each; empty when ok."""
 
@@ -66,6 +68,7 @@ class AuditReport:
       *(f'{reason}: {count}' for reason, count in sorted(self.reasons.items())),
       *([f'trained: {", ".join(f"{n} times {self.uses[n]}" for n in sorted(self.uses))}'] if self.uses else []),
       *([f'bytes lost of {_listed(self.lost)}'] if self.lost else []),
+      *self.unclaimed,
       *(f'PROBLEM {problem}' for problem in self.problems),
       'audit ok' if self.ok else f'audit FAILED: {len(self.problems)} problems',
     ]
@@ -80,7 +83,7 @@ def audit(store: ReplayStore | str | os.PathLike) -> AuditReport:
   """Audits a store, or the directory of one (also while a run writes to it: it reads one snapshot)."""
   directory = store.directory if isinstance(store, ReplayStore) else store
   with snapshot(directory) as (db, reader):
-    return _Audit(db, reader).report()
+    return _Audit(db, reader).report(unclaimed(directory))
 
 
 class _Audit:
@@ -95,7 +98,11 @@ class _Audit:
     self._live: list[str] = []
     self._lost: list[str] = []
 
-  def report(self) -> AuditReport:
+  def report(self, left_over: list[str]) -> AuditReport:
+    """
+    Args:
+      left_over: `AuditReport.unclaimed`.
+    """
     db = self._db
     problems = [
       *self._transitions(),
@@ -104,6 +111,7 @@ class _Audit:
       *self._sealed(),
       *self._open(),
       *self._tasks(),
+      *self._left_behind(),
     ]
     (issued,) = db.execute('SELECT count(*) FROM samples').fetchone()
     states, partitions = collections.Counter(), collections.Counter()
@@ -132,6 +140,7 @@ class _Audit:
       live=tuple(self._live),
       unscored=tuple(uid for (uid,) in unscored),
       lost=tuple(sorted(self._lost)),
+      unclaimed=tuple(left_over),
       problems=tuple(problems),
     )
 
@@ -273,6 +282,23 @@ class _Audit:
     ).fetchone()
     if strangers:
       yield f'{strangers} samples are of tasks that the taskset partition does not have'
+
+  def _left_behind(self) -> Iterator[str]:
+    """A group ends as a whole, and each of its samples with one result."""
+    for uid, attempt, group in self._db.execute(
+      "SELECT uid, attempt, group_id FROM samples s WHERE state = 'issued' AND EXISTS (SELECT 1 FROM samples m WHERE "
+      'm.group_id = s.group_id AND m.attempt = s.attempt AND m.last > s.last AND '
+      "m.state NOT IN ('issued', 'stored', 'void')) ORDER BY seq"
+    ):
+      yield f'{uid} (attempt {attempt}): is issued, and its group {group} has ended without it'
+    for uid, attempt, scorer, step in self._db.execute(
+      'SELECT uid, attempt, scorer, step FROM (SELECT DISTINCT uid, attempt, step FROM duplicates) '
+      'CROSS JOIN scores USING (uid, attempt, step) GROUP BY uid, attempt, scorer, step HAVING count(*) > 1'
+    ):
+      yield (
+        f'{uid} (attempt {attempt}): came twice and was scored twice by {scorer} at step {step}; the score in force '
+        'may be that of the result that was not accepted'
+      )
 
   def _open(self) -> Iterator[str]:
     for uid, version, payload in self._db.execute(

@@ -11,9 +11,10 @@ import sqlite3
 from collections.abc import Iterator
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.replay import quarantine
 from jaxrl_llm.replay.index import ReplayStore, open_store
 from jaxrl_llm.replay.segments import SegmentReader, decode_row, open_segment_reader
-from jaxrl_llm.replay.tables import ENTRY, INDEX, SCHEMA, SEGMENTS, Entry, State, entry_of
+from jaxrl_llm.replay.tables import ENTRY, INDEX, QUARANTINE, SCHEMA, SEGMENTS, Entry, State, entry_of
 
 _AT_MOST = 8
 """Versions that are told each for itself."""
@@ -66,7 +67,7 @@ def open_copy(directory: str | os.PathLike, into: str | os.PathLike) -> ReplaySt
 
 
 def summary(directory: str | os.PathLike) -> list[str]:
-  """Samples by state, partition, version and uses, attempts, segments, scores and plans: a line each."""
+  """Samples by state, partition, version and uses, attempts, segments, scores, plans, unclaimed files: a line each."""
   with snapshot(directory) as (db, _):
     counted: dict[str, dict[str, int]] = {}
     for partition, state, count in db.execute('SELECT partition, state, samples FROM tallies'):
@@ -105,6 +106,20 @@ def summary(directory: str | os.PathLike) -> list[str]:
       for scorer, status, count, value, again in scores
     ),
     f'plans {plans:,}' + (f': steps {first} to {last}' if plans else ''),
+    *unclaimed(directory),
+  ]
+
+
+def unclaimed(directory: str | os.PathLike) -> list[str]:
+  """What lies in a store's directory and no sample needs, a line each; empty where there is none."""
+  here = quarantine.files(directory, SEGMENTS)  # Listed first: the index names what is sealed meanwhile.
+  with snapshot(directory) as (db, _):
+    named = {name for (name,) in db.execute('SELECT name FROM segments')}
+  aside, here = quarantine.files(directory, QUARANTINE), {name: here[name] for name in here if name not in named}
+  size = lambda found: f'{sum(found.values()) / 1e6:,.1f} MB in {quarantine.listed([*found])}'
+  return [
+    *([f'{SEGMENTS}/, not in the index (a start moves it to {QUARANTINE}/): {size(here)}'] if here else []),
+    *([f'{QUARANTINE}/, claimed by nothing (--clear_quarantine removes it): {size(aside)}'] if aside else []),
   ]
 
 

@@ -36,7 +36,7 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.experience.sample import Sample, decode, encode
 from jaxrl_llm.experience.score import Score, Status
 from jaxrl_llm.experience.task import Task
-from jaxrl_llm.replay import groups, recovery, segments
+from jaxrl_llm.replay import groups, quarantine, recovery, segments
 from jaxrl_llm.replay.draw import Group
 from jaxrl_llm.replay.tables import (
   ENTRY,
@@ -78,6 +78,11 @@ class ReplayStore:
     self._depth = 0
     (earlier,) = db.execute('SELECT count(*) FROM attempts WHERE attempt < ?', (attempt,)).fetchone()
     self._recovered = earlier == 0
+
+  @property
+  def name(self) -> str:
+    """Given when the store was made, the same for good: what a commit calls its store."""
+    return self.meta('store')
 
   @contextlib.contextmanager
   def transaction(self) -> Iterator[None]:
@@ -298,7 +303,8 @@ class ReplayStore:
       commit_step: name of the newest commit; 0 where there is none.
 
     Returns:
-      Counts: changes, scores, plans … undone, samples become void, bytes restored to the open segment, files removed.
+      Counts: changes, scores, plans … undone, samples become void, bytes restored to the open segment, files
+      set aside (`quarantine`).
     """
     with self._lock:
       newest = self._db.execute('SELECT attempt FROM samples ORDER BY seq DESC LIMIT 1').fetchone()
@@ -307,7 +313,8 @@ class ReplayStore:
       with self.transaction():
         counts = recovery.undo(self._db, self.reader, commit_step=commit_step, attempt=self.attempt)
       self.reader.close()
-      counts['files'] = recovery.remove_unnamed_files(self._db, self.directory / SEGMENTS)
+      named = {name for (name,) in self._db.execute('SELECT name FROM segments')}
+      counts['files'] = quarantine.set_aside(self.directory, named)
       self._recovered = True
     if any(counts.values()):
       logging.info('replay: attempt %d starts from commit %d; undone: %s', self.attempt, commit_step, counts)
@@ -368,6 +375,20 @@ class ReplayStore:
     """Groups of the usual partition, as far as they are sealed, both in the order of issue."""
     with self._lock:
       return groups.sealed(self._db)
+
+  def visits(self, stages: Sequence[str]) -> dict[str, int]:
+    """By task uid, the first visit that no group of these stages has: how often they have drawn the task.
+
+    Samples that a crash made void do not count.
+    """
+    with self._lock:
+      rows = self._db.execute(
+        f'SELECT task_id, max(visit) + 1 FROM samples JOIN ({_NAMED}) stage '
+        "ON substr(group_id, 1, length(stage.value) + 1) = stage.value || '/' "
+        "WHERE partition = 'usual' AND state != 'void' GROUP BY task_id",
+        (json.dumps(list(stages)),),
+      ).fetchall()
+    return dict(rows)
 
   def scores(self, uids: Sequence[str]) -> dict[str, list[Score]]:
     """Each sample's newest score by each scorer, in the order in which they were given."""

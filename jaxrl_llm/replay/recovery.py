@@ -7,7 +7,6 @@ are `void`, reason `crash`, under the attempt that issued them; no sample's row 
 from __future__ import annotations
 
 import json
-import pathlib
 import sqlite3
 
 from jaxrl_llm.replay.segments import SegmentReader, decode_row
@@ -83,12 +82,3 @@ def _unseal(db: sqlite3.Connection, reader: SegmentReader, commit_step: int) -> 
   db.execute('DELETE FROM segment_rows WHERE name IN (SELECT name FROM segments WHERE step >= ?)', (commit_step,))
   db.execute('DELETE FROM segments WHERE step >= ?', (commit_step,))
   return len(rows)
-
-
-def remove_unnamed_files(db: sqlite3.Connection, directory: pathlib.Path) -> int:
-  """Removes segment files that the index does not name: of undone seals, and of seals that did not finish."""
-  named = {name for (name,) in db.execute('SELECT name FROM segments')}
-  leftovers = [path for path in directory.iterdir() if path.name not in named]
-  for path in leftovers:
-    path.unlink()
-  return len(leftovers)

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import json
 import pathlib
+import secrets
 import sqlite3
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -15,6 +16,7 @@ from jaxrl_llm.core.errors import UserError
 SCHEMA = 3
 INDEX = 'index.sqlite'
 SEGMENTS = 'segments'
+QUARANTINE = 'quarantine'
 
 
 class State(enum.StrEnum):
@@ -193,7 +195,7 @@ def log(db: sqlite3.Connection, rows: Sequence[tuple[int, int, str, State, str]]
 
 
 def prepare(db: sqlite3.Connection, path: pathlib.Path, attempt: int | None, max_uses: int) -> int:
-  """Makes the tables if need be and takes the attempt's number, in one transaction."""
+  """Makes the tables if need be, names the store if it has no name, and takes the attempt's number; one transaction."""
   db.execute('BEGIN IMMEDIATE')
   if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
     for statement in TABLES.split('\n\n'):
@@ -207,6 +209,7 @@ def prepare(db: sqlite3.Connection, path: pathlib.Path, attempt: int | None, max
   attempt = last + 1 if attempt is None else attempt
   if attempt <= last:
     raise UserError(f'replay store {path}: attempt {attempt} was given, but {last} has already run; wanted {last + 1}')
+  db.execute("INSERT OR IGNORE INTO meta VALUES ('store', ?)", (json.dumps(secrets.token_hex(8)),))
   db.execute('INSERT INTO attempts(attempt) VALUES (?)', (attempt,))
   db.execute('COMMIT')
   return attempt

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
-import multiprocessing
 import pickle
 import signal
 from collections.abc import Mapping
@@ -29,6 +28,7 @@ from jaxrl_llm.core.waits import bounded
 from jaxrl_llm.experience.score import Score, Status
 from jaxrl_llm.rewards import worker
 from jaxrl_llm.rewards.api import Attempt, PerGroup, Scorer, ScorerConfig
+from jaxrl_llm.rewards.locks import NamelessLocks
 from jaxrl_llm.rewards.outcome import Outcome, timed_out
 
 START_DEADLINE_S = 120.0
@@ -197,7 +197,7 @@ class Workers:
       await asyncio.to_thread(_stop, broken)
 
   def _new_pool(self, count: int) -> pebble.ProcessPool:
-    context = multiprocessing.get_context('forkserver')
+    context = NamelessLocks()
     context.set_forkserver_preload(list(worker.preload(self._scorers.values())))
     return pebble.ProcessPool(
       max_workers=count,

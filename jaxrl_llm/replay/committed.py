@@ -1,0 +1,43 @@
+"""Whether the store that a commit was made with is still there; looked at before a start writes anything."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+from jaxrl_llm.replay.browse import snapshot
+from jaxrl_llm.replay.quarantine import files, listed
+from jaxrl_llm.replay.tables import INDEX, QUARANTINE, SEGMENTS
+
+
+def missing(directory: pathlib.Path, *, step: int, store: str | None) -> list[str]:
+  """What the commit at `step` has to find in its store and is not there, a phrase each; the store is only read.
+
+  Args:
+    directory: the store's.
+    step: name of the commit, above 0: batches completed before it.
+    store: name of the store, as the commit has it; None: the commit is of a version that did not write it.
+
+  Raises:
+    UserError: the index is damaged, or not of this program.
+  """
+  if not (directory / INDEX).is_file():
+    return [str(directory / INDEX) + (f' (store {store})' if store else '')]
+  with snapshot(directory) as (db, _):
+    row = db.execute("SELECT json FROM meta WHERE key = 'store'").fetchone()
+    (plans,) = db.execute('SELECT count(*) FROM plans WHERE step < ?', (step,)).fetchone()
+    named = [name for (name,) in db.execute('SELECT name FROM segments WHERE step < ? ORDER BY name', (step,))]
+  found = json.loads(row[0]) if row else None
+  if store is not None and found != store:
+    return [f'store {store} ({directory / INDEX} is {f"store {found}" if found else "an older store without a name"})']
+  if plans < step:
+    return [f'{step - plans} of the plans of {step} batches (is {directory / INDEX} an older copy?)']
+  there = files(directory, SEGMENTS)
+  gone = [name for name in named if name not in there]
+  if not gone:
+    return []
+  aside = len(files(directory, QUARANTINE).keys() & set(gone))
+  return [
+    f'of {len(named)} sealed segments in {directory / SEGMENTS} {listed(gone)}'
+    + (f' ({aside} of them in {QUARANTINE}/: move them back)' if aside else '')
+  ]

@@ -1,0 +1,78 @@
+"""Files among the sealed segments that the index does not name: set aside at a start, never removed by one.
+
+Seals that a crash undid, seals that did not finish, and whatever somebody put there. They stay in `quarantine/` until
+`clear`, which only `launch/buffer.py --clear_quarantine` calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import shutil
+from collections.abc import Collection, Sequence
+
+from absl import logging
+
+from jaxrl_llm.replay.tables import QUARANTINE, SEGMENTS
+
+_NAMED_AT_MOST = 5
+
+
+def files(directory: str | os.PathLike, kind: str) -> dict[str, int]:
+  """Size in bytes, by name, of what lies in a store's `segments/` or `quarantine/`.
+
+  Args:
+    directory: the store's.
+    kind: `SEGMENTS` or `QUARANTINE`.
+  """
+  folder = pathlib.Path(directory) / kind
+  if not folder.is_dir():
+    return {}
+  sizes = {}
+  for path in sorted(folder.iterdir()):
+    with contextlib.suppress(FileNotFoundError):  # A run that writes there renames each file that it has finished.
+      sizes[path.name] = _size(path)
+  return sizes
+
+
+def set_aside(directory: pathlib.Path, named: Collection[str]) -> int:
+  """Moves what is in `segments/` and not named to `quarantine/`, under its name or a numbered one; returns how many."""
+  unnamed = [path for path in sorted((directory / SEGMENTS).iterdir()) if path.name not in named]
+  if unnamed:
+    (directory / QUARANTINE).mkdir(exist_ok=True)
+    for path in unnamed:
+      shutil.move(path, _free(directory / QUARANTINE / path.name))
+    logging.warning(
+      'replay: moved %s, which the index does not name, to %s; launch/buffer.py --clear_quarantine removes it',
+      listed([path.name for path in unnamed]),
+      directory / QUARANTINE,
+    )
+  return len(unnamed)
+
+
+def clear(directory: str | os.PathLike) -> dict[str, int]:
+  """Removes what is in `quarantine/`; returns the size in bytes of each file that went, by name."""
+  found = files(directory, QUARANTINE)
+  if found:
+    shutil.rmtree(pathlib.Path(directory) / QUARANTINE)
+  return found
+
+
+def listed(names: Sequence[str]) -> str:
+  """How many files, and the first few by name."""
+  more = f', … ({len(names) - _NAMED_AT_MOST} more)' if len(names) > _NAMED_AT_MOST else ''
+  count = f'{len(names):,} file{"s" if len(names) > 1 else ""}'
+  return f'{count}: {", ".join(names[:_NAMED_AT_MOST])}{more}'
+
+
+def _size(path: pathlib.Path) -> int:
+  inside = [path] if not path.is_dir() or path.is_symlink() else path.rglob('*')
+  return sum(file.lstat().st_size for file in inside if not file.is_dir())
+
+
+def _free(path: pathlib.Path) -> pathlib.Path:
+  number, free = 1, path
+  while os.path.lexists(free):
+    free, number = path.with_name(f'{path.name}.{number}'), number + 1
+  return free

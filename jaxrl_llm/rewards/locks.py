@@ -1,0 +1,77 @@
+"""Locks between scorer processes that have no name in the file system.
+
+`multiprocessing` gives processes of a fork server semaphores with names in /dev/shm; where the whole process tree is
+killed, nobody removes them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.context
+import os
+import select
+import threading
+import time
+
+
+class PipeLock:
+  """A reentrant lock between processes: the thread that has read the one byte of a pipe holds it.
+
+  It is sent to a process when that is started. As with `multiprocessing.RLock`, a holder that is killed never releases
+  it.
+  """
+
+  def __init__(self, context: multiprocessing.context.BaseContext):
+    self.__setstate__(context.Pipe(duplex=False))
+    os.set_blocking(self._reader.fileno(), False)
+    os.write(self._writer.fileno(), b'.')
+
+  def __getstate__(self):
+    return self._reader, self._writer
+
+  def __setstate__(self, ends) -> None:
+    self._reader, self._writer = ends
+    self._holder: int | None = None
+    """The thread of this process that holds it."""
+    self._depth = 0
+
+  def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
+    """Whether this thread holds the lock now.
+
+    Args:
+      block: waits until it is released.
+      timeout: seconds, at most; None: any time.
+    """
+    if self._holder != threading.get_ident():
+      deadline = None if timeout is None else time.monotonic() + timeout
+      while not self._take():
+        left = None if deadline is None else deadline - time.monotonic()
+        if not block or (left is not None and left <= 0):
+          return False
+        poll = select.poll()
+        poll.register(self._reader.fileno(), select.POLLIN)
+        poll.poll(None if left is None else 1000 * left)
+      self._holder = threading.get_ident()
+    self._depth += 1
+    return True
+
+  def release(self) -> None:
+    """Raises RuntimeError where this thread does not hold it."""
+    if self._holder != threading.get_ident():
+      raise RuntimeError('release: the lock is not held by this thread')
+    self._depth -= 1
+    if not self._depth:
+      self._holder = None
+      os.write(self._writer.fileno(), b'.')
+
+  def _take(self) -> bool:
+    try:
+      return bool(os.read(self._reader.fileno(), 1))
+    except BlockingIOError:
+      return False
+
+
+class NamelessLocks(multiprocessing.context.ForkServerContext):
+  """The fork server's context, whose reentrant locks are `PipeLock`s."""
+
+  def RLock(self) -> PipeLock:
+    return PipeLock(self)
