@@ -153,6 +153,8 @@ class Exploration:
     batches: int | None = None,
     tasks: Sequence[Task] = (),
     sampler: SamplerConfig = SEQUENTIAL,
+    stage: str = 'grpo',
+    earlier: Sequence[str] = (),
     events: Events = SILENT,
     engine: FakeEngine | None = None,
     scorers: ScorerPool | None = None,
@@ -168,7 +170,8 @@ class Exploration:
     self.store = store
     self.explorer = Explorer(
       self.config,
-      stage='grpo',
+      stage=stage,
+      earlier=earlier,
       workflow=SingleTurn(self.engine, tokenizer, max_tokens=4),
       sampler=self.sampler,
       scorers=self.scorers,

@@ -5,22 +5,26 @@ import contextlib
 import dataclasses
 import re
 import socket
+import threading
 
 import aiohttp
+import numpy as np
 import pytest
 from clocks import LOOP_CLOCK, simulated
 from exploring import FakeEngine, make_tasks, make_tokenizer
 
 from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.types import Version
 from jaxrl_llm.experience.sample import encode
 from jaxrl_llm.experience.task import Media
 from jaxrl_llm.rewards.api import Attempt, Reward
 from jaxrl_llm.rollout import exploring, wire
 from jaxrl_llm.rollout.api import Request, Sampling
+from jaxrl_llm.rollout.arrivals import Bounds
 from jaxrl_llm.rollout.crew import Crew, ExplorersConfig
-from jaxrl_llm.rollout.exploring import Link, Lost, Welcome, explore
+from jaxrl_llm.rollout.exploring import Evicted, Link, Lost, Welcome, explore
 from jaxrl_llm.rollout.front import FrontConfig
-from jaxrl_llm.rollout.wire import pack, request_row
+from jaxrl_llm.rollout.wire import pack, request_row, unpack
 from jaxrl_llm.rollout.workflow import SingleTurn, WorkflowConfig
 
 TOKEN = 'token-of-this-test-0123456789'
@@ -65,7 +69,8 @@ class Setting:
       self.hub,
       ExplorersConfig(**{'processes': 0, 'listen': listen(directory), 'silent_s': 3.0, **config}),
       welcome=welcome.row(),
-      text=lambda sample: '',
+      text=SingleTurn(self.engine, self.tokenizer, max_tokens=4).text,
+      bounds=Bounds(vocab_size=self.tokenizer.vocab_size, max_length=16),
       logs=directory / 'logs',
     )
     self.explorers = {}
@@ -96,6 +101,15 @@ class Setting:
         task.cancel()
       await asyncio.gather(*self.explorers.values(), return_exceptions=True)
       await self.crew.close()
+
+  def link(self, name):
+    return Link(self.crew.address, key=None, ca_file=None, name=name)
+
+  async def made(self, link, order):
+    """The samples of an honest explorer: their tokens were drawn for this lease."""
+    workflow = SingleTurn(exploring._LeasedHub(link, order['lease']), self.tokenizer, max_tokens=4)
+    how = {'stage': order['stage'], 'samples': order['samples'], 'sampling': Sampling(**order['sampling'])}
+    return [sample async for sample, _ in workflow.run(wire.read_task(order['task']), order['visit'], **how)]
 
   async def samples(self, workflow, task, visit=0, samples=3):
     runs = workflow.run(task, visit, stage='grpo', samples=samples, sampling=Sampling(temperature=1.0))
@@ -131,9 +145,9 @@ def test_groups_of_an_explorer_that_falls_silent_go_to_another_and_no_sample_com
       await setting.dismiss('a')
       quiet = Link(setting.crew.address, key=None, ca_file=None, name='quiet')
       wanted = asyncio.create_task(setting.samples(setting.crew, task))
-      order = await quiet.call(wire.TAKE, name='quiet')
-      first, *_ = theirs.values()
-      hand_in = lambda: quiet.call(wire.SAMPLE, lease=order['lease'], sample=first[0], text='of the quiet one')
+      order = await quiet.call(wire.TAKE)
+      first, *_ = await setting.made(quiet, order)
+      hand_in = lambda: quiet.call(wire.SAMPLE, lease=order['lease'], sample=encode(first), text='of the quiet one')
       await hand_in()
       await hand_in()
       setting.come('b')
@@ -141,8 +155,7 @@ def test_groups_of_an_explorer_that_falls_silent_go_to_another_and_no_sample_com
       with pytest.raises(Lost, match='is not held any more'):
         await hand_in()
       await quiet.close()
-      # Of the two that made this sample, the first that came counts.
-      assert found == {**theirs, next(iter(theirs)): (first[0], 'of the quiet one')}
+      assert found == theirs, 'the text is that of the tokens, whatever was sent'
       assert setting.crew.counts == {'lost': 1, 'repeated': 2, 'late': 1}
 
   simulated(check())
@@ -155,7 +168,7 @@ def test_what_a_silent_explorer_was_asking_for_is_cancelled(tmp_path):
       quiet = Link(setting.crew.address, key=None, ca_file=None, name='quiet')
       (task,) = make_tasks(1)
       wanted = asyncio.create_task(setting.samples(setting.crew, task))
-      order = await quiet.call(wire.TAKE, name='quiet')
+      order = await quiet.call(wire.TAKE)
       setting.engine.hold = lambda request: len(setting.engine.requests) == 1
       asked = {'lease': order['lease'], 'request': request_row(REQUEST)}
 
@@ -241,7 +254,7 @@ def test_a_workflow_that_fails_ends_the_wait_with_its_error(tmp_path, error, lin
     async with Setting(tmp_path, build).running('a') as setting:
       with pytest.raises(RunError) as raised:
         await setting.samples(setting.crew, make_tasks(1)[0])
-      assert re.fullmatch(f'explorer a/[0-9a-f]{{8}}{line}', str(raised.value))
+      assert re.fullmatch(f'explorer a/[0-9a-f]{{16}}{line}', str(raised.value))
 
   simulated(check())
 
@@ -272,10 +285,10 @@ def test_a_group_that_its_explorer_lost_goes_to_another(tmp_path):
       await setting.dismiss('a')
       forgetful = Link(setting.crew.address, key=None, ca_file=None, name='forgetful')
       wanted = asyncio.create_task(setting.samples(setting.crew, make_tasks(1)[0]))
-      await forgetful.call(wire.TAKE, name='forgetful')
+      await forgetful.call(wire.TAKE)
       setting.come('b')
       while not wanted.done():
-        await forgetful.call(wire.ALIVE, name='forgetful', leases=[])
+        await forgetful.call(wire.ALIVE, leases=[])
         await asyncio.sleep(0.1)
       assert len(await wanted) == 3 and setting.crew.counts['lost'] == 1
       await forgetful.close()
@@ -300,9 +313,9 @@ def test_an_explorer_that_dies_while_it_is_answered_harms_nobody_else(tmp_path):
       setting.engine.prompt, setting.hub.generate = True, together
       dying = Link(setting.crew.address, key=None, ca_file=None, name='dying')
       wanted = asyncio.create_task(setting.samples(setting.crew, make_tasks(1)[0]))
-      order = await dying.call(wire.TAKE, name='dying')
+      order = await dying.call(wire.TAKE)
       request = Request(uid='x', prompt=(3,), max_tokens=4, stop_ids=(1,), samples=3, key=(1,))
-      body = pack({'lease': order['lease'], 'request': request_row(request)})
+      body = pack({**dying.sender, 'lease': order['lease'], 'request': request_row(request)})
       with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(setting.crew.address.removeprefix('unix:'))
         head = f'POST {wire.GENERATE} HTTP/1.1\r\nHost: master\r\nContent-Length: {len(body)}\r\n\r\n'
@@ -339,8 +352,8 @@ def test_a_group_that_is_lost_again_and_again_ends_the_run_with_the_reason(tmp_p
       wanted = asyncio.create_task(setting.samples(setting.crew, make_tasks(1)[0]))
       deadly = Link(setting.crew.address, key=None, ca_file=None, name='deadly')
       for _ in range(5):
-        assert await deadly.call(wire.TAKE, name=deadly.name)
-        await deadly.call(wire.LEAVE, name=deadly.name)
+        assert await deadly.call(wire.TAKE)
+        await deadly.call(wire.LEAVE)
       with pytest.raises(RunError, match=r'a group of taskset train was lost 5 times, at last because deadly/\w+ left'):
         await wanted
       await deadly.close()
@@ -384,7 +397,7 @@ def test_nobody_gets_in_without_the_token(tmp_path):
       for key in (None, 'another-token-0123456789'):
         link = Link(address, key=key, ca_file=None, name='stranger')
         with pytest.raises(UserError, match='refuses the token'):
-          await link.call(wire.TAKE, name='stranger')
+          await link.call(wire.TAKE)
         await link.close()
       setting.come('guest', address, TOKEN)
       while setting.crew.explorers < 2:
@@ -401,7 +414,12 @@ def test_nobody_gets_in_without_the_token(tmp_path):
   simulated(check())
 
 
-@pytest.mark.parametrize('body', [b'', b'\xc1', b'\x81\xa4name', b'\x90'])
+ANONYMOUS = [pack({'name': name, 'secret': 's' * 32}) for name in ('', 'a\nb', 'a' * 200, 7)]
+
+
+@pytest.mark.parametrize(
+  'body', [b'', b'\xc1', b'\x81\xa4name', b'\x90', b'\x91' * 5000, pack({'name': 'a'}), *ANONYMOUS]
+)
 def test_a_malformed_message_is_refused_and_harms_nothing(tmp_path, body):
   async def check():
     async with Setting(tmp_path).running('a') as setting:
@@ -421,11 +439,181 @@ def test_a_lease_that_was_lost_is_worth_nothing(tmp_path):
       link = Link(setting.crew.address, key=None, ca_file=None, name='late')
       for path in (wire.SAMPLE, wire.SCORE, wire.ASK, wire.FAILED, wire.GENERATE):
         with pytest.raises(Lost, match='lease 99 is not held'):
-          await link.call(path, lease=99, sample=b'', text='', error='')
-      assert await link.call(wire.ALIVE, name='late', leases=[99]) == [99]
+          await link.call(path, lease='99', sample=b'', error='')
+      assert await link.call(wire.ALIVE, leases=['99']) == ['99']
       await link.close()
 
   simulated(check())
+
+
+def altered(sample, **fields):
+  """The sample's bytes with other fields; a function gets the old value."""
+  row = unpack(encode(sample))
+  return pack({**row, **{name: value(row[name]) if callable(value) else value for name, value in fields.items()}})
+
+
+BAD_SAMPLES = {
+  'negative token': (
+    lambda one: altered(one, tokens=lambda old: b'\xff' * 4 + old[4:]),
+    'tokens has token -1, wanted 0',
+  ),
+  'long': (lambda one: encode(dataclasses.replace(one, **LONG)), '10000 tokens, wanted at most 16: rollout.max_prompt'),
+  'uid': (lambda one: altered(one, uid='another'), r'sample another of group grpo/\S+, wanted sample grpo/'),
+  'index': (lambda one: altered(one, sample_index=3), 'has index 3, wanted one of 3'),
+  'version': (
+    lambda one: encode(dataclasses.replace(one, segments=OLDER(one))),
+    r"version 0\.9 of engine 'fake' drew noth",
+  ),
+  'no bytes': (lambda one: 'text', 'sample is str, wanted bytes'),
+}
+LONG = {
+  'tokens': np.zeros(10_000, np.int32),
+  'role': np.zeros(10_000, np.uint8),
+  'loss_mask': np.zeros(10_000, bool),
+  'sampled': np.zeros(10_000, bool),
+  'behaviour_logprobs': np.zeros(10_000, np.float32),
+}
+OLDER = lambda one: tuple(dataclasses.replace(segment, version=Version(0, 9)) for segment in one.segments)
+
+
+@pytest.mark.parametrize(('change', 'line'), BAD_SAMPLES.values(), ids=BAD_SAMPLES)
+def test_an_explorer_whose_sample_is_none_is_evicted_and_another_gets_its_groups(tmp_path, caplog, change, line):
+  async def check():
+    async with Setting(tmp_path, groups=1).running('a') as setting:
+      reference = SingleTurn(setting.engine, setting.tokenizer, max_tokens=4)
+      (task,) = make_tasks(1)
+      await setting.dismiss('a')
+      rogue = setting.link('rogue')
+      wanted = asyncio.create_task(setting.samples(setting.crew, task))
+      order = await rogue.call(wire.TAKE)
+      good, bad, *_ = await setting.made(rogue, order)
+      await rogue.call(wire.SAMPLE, lease=order['lease'], sample=encode(good))
+      with pytest.raises(Evicted, match=line):
+        await rogue.call(wire.SAMPLE, lease=order['lease'], sample=change(bad))
+      for path in (wire.HELLO, wire.TAKE, wire.ALIVE, wire.SAMPLE, wire.FAILED):
+        with pytest.raises(Evicted, match=line):
+          await rogue.call(path, lease=order['lease'], leases=[], error='', sample=encode(bad))
+      assert not setting.crew.explorers
+      setting.come('b')
+      assert await wanted == await setting.samples(reference, task)
+      assert (setting.crew.counts['evicted'], setting.crew.counts['lost']) == (1, 1)
+      (logged,) = [r.getMessage() for r in caplog.records if 'evicted' in r.getMessage()]
+      assert re.search(f'explorers: {rogue.name} was evicted: /sample: .*{line}', logged), logged
+      assert logged.endswith('; 1 groups go to others') and '\n' not in logged
+      await rogue.close()
+
+  simulated(check())
+
+
+@pytest.mark.parametrize('path', [wire.FAILED, wire.DONE, wire.SAMPLE, wire.GENERATE, wire.SCORE, wire.ASK])
+def test_whoever_uses_the_lease_of_another_is_evicted_and_the_other_goes_on(tmp_path, path):
+  async def check():
+    async with Setting(tmp_path, groups=1).running('a') as setting:
+      await setting.dismiss('a')
+      honest, thief = setting.link('honest'), setting.link('thief')
+      (task,) = make_tasks(1)
+      wanted = asyncio.create_task(setting.samples(setting.crew, task))
+      order = await honest.call(wire.TAKE)
+      made = await setting.made(honest, order)
+      with pytest.raises(Evicted, match=f'{thief.name} was evicted: {path}: used a lease of {honest.name}'):
+        await thief.call(path, lease=order['lease'], error='not mine', sample=encode(made[0]))
+      for sample in made:
+        await honest.call(wire.SAMPLE, lease=order['lease'], sample=encode(sample))
+      assert len(await wanted) == 3
+      assert setting.crew.counts == {'evicted': 1}
+      await asyncio.gather(honest.close(), thief.close())
+
+  simulated(check())
+
+
+def test_nobody_can_leave_in_the_name_of_another(tmp_path):
+  async def check():
+    async with Setting(tmp_path, groups=1).running('a') as setting:
+      await setting.dismiss('a')
+      honest, impostor = setting.link('honest'), setting.link('honest')
+      wanted = asyncio.create_task(setting.samples(setting.crew, make_tasks(1)[0]))
+      order = await honest.call(wire.TAKE)
+      for name in ('honest', honest.name):
+        await impostor.call(wire.LEAVE, name=name)
+      for sample in await setting.made(honest, order):
+        await honest.call(wire.SAMPLE, lease=order['lease'], sample=encode(sample))
+      assert len(await wanted) == 3 and not any(setting.crew.counts.values())
+      await asyncio.gather(honest.close(), impostor.close())
+
+  simulated(check())
+
+
+BAD_MESSAGES = [
+  (wire.ALIVE, {}, 'leases is missing'),
+  (wire.ALIVE, {'leases': [7]}, r'leases\[0\] is int, wanted str'),
+  (wire.SAMPLE, {'lease': 7}, 'lease is int, wanted str'),
+  (wire.SAMPLE, {'lease': None}, 'lease is NoneType, wanted str'),
+  (wire.DONE, {'lease': {}}, 'lease is dict, wanted str'),
+  (wire.FAILED, {'error': 7}, 'error is int, wanted str'),
+  (wire.GENERATE, {'request': {}}, 'request: sampling is missing'),
+  (wire.GENERATE, {'request': {**request_row(REQUEST), 'prompt': [-1]}}, 'prompt has token -1, wanted 0'),
+  (wire.GENERATE, {'request': {**request_row(REQUEST), 'samples': 10**9}}, 'samples is 1000000000, wanted 1 … 4096'),
+  (wire.SCORE, {'attempt': {'task': None}}, 'attempt: task differs from the one of the lease'),
+  (wire.ASK, {'model': 'm', 'messages': [{'content': b''}], 'max_tokens': 1}, 'question: TypeError'),
+]
+
+
+@pytest.mark.parametrize(('path', 'body', 'line'), BAD_MESSAGES)
+def test_a_message_of_other_types_or_beyond_the_limits_evicts_its_sender_alone(tmp_path, path, body, line):
+  async def check():
+    async with Setting(tmp_path, groups=1).running('a') as setting:
+      await setting.dismiss('a')
+      rogue = setting.link('rogue')
+      wanted = asyncio.create_task(setting.samples(setting.crew, make_tasks(1)[0]))
+      order = await rogue.call(wire.TAKE)
+      with pytest.raises(Evicted, match=f'{rogue.name} was evicted: {path}: .*{line}'):
+        await rogue.call(path, **{'lease': order['lease'], **body})
+      setting.come('b')
+      assert len(await wanted) == 3
+      assert setting.crew.counts == {'evicted': 1, 'lost': 1}
+      await rogue.close()
+
+  simulated(check())
+
+
+def test_an_explorer_that_is_evicted_ends_and_the_others_do_its_work(tmp_path):
+  class Renaming(SingleTurn):
+    async def run(self, task, visit, **how):
+      async for sample, text in super().run(task, visit, **how):
+        yield dataclasses.replace(sample, uid='x'), text
+
+  async def check():
+    build = lambda config, hub, tokenizer, most: Renaming(hub, tokenizer, max_tokens=most)
+    async with Setting(tmp_path, build, groups=2).running('bad') as setting:
+      wanted = [asyncio.create_task(setting.samples(setting.crew, task)) for task in make_tasks(3)]
+      with pytest.raises(BaseExceptionGroup) as ended:
+        await setting.explorers.pop('bad')
+      assert ended.group_contains(Evicted, match=r'bad/\w+ was evicted: /sample: sample x')
+      setting.build = lambda config, hub, tokenizer, most: SingleTurn(hub, tokenizer, max_tokens=most)
+      setting.come('good')
+      assert [len(samples) for samples in await asyncio.gather(*wanted)] == [3, 3, 3]
+
+  simulated(check())
+
+
+def test_texts_are_decoded_from_the_tokens_outside_the_event_loop(tmp_path):
+  threads = []
+
+  async def check():
+    setting = Setting(tmp_path)
+    plain = setting.crew.text
+
+    def text(sample):
+      threads.append(threading.get_ident())
+      return plain(sample).upper()
+
+    setting.crew.text = text
+    async with setting.running('a'):
+      samples = await setting.samples(setting.crew, make_tasks(1)[0])
+    assert all(text and text == text.upper() for _, text in samples.values())
+
+  simulated(check())
+  assert len(threads) == 3 and threading.get_ident() not in threads
 
 
 def test_without_explorers_the_run_ends_with_a_line(tmp_path):

@@ -1,6 +1,7 @@
 """Who explores which group: one explorer at a time, lost groups first, and a lost lease is worth nothing."""
 
 import asyncio
+import dataclasses
 import time
 
 import numpy as np
@@ -8,12 +9,13 @@ import pytest
 from learning import sample
 
 from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout import leases
-from jaxrl_llm.rollout.leases import Gone, Group, Leases
+from jaxrl_llm.rollout.leases import Evicted, Gone, Group, Leases, Misbehaved
 
 
 def group(taskset='sums', samples=2):
-  return Group(order={'task': {'taskset': taskset}}, samples=samples)
+  return Group(order={'task': {'taskset': taskset}}, name='s', samples=samples)
 
 
 async def lent(leases, *names):
@@ -51,7 +53,7 @@ def test_each_group_is_lent_once_in_the_order_of_the_offers():
     assert [id(each) for each in taken] == [id(each) for each in groups]
     assert [each.holder for each in taken] == ['a', 'b', 'a']
     assert len({each.lease for each in taken}) == 3
-    assert all(leases.held(each.lease) is each and leases.is_held(each.lease) for each in taken)
+    assert all(leases.held(each.lease, each.holder) is each and leases.is_held(each.lease) for each in taken)
     assert leases.explorers == ('a', 'b') and leases.groups == tuple(taken)
     assert not leases.counts
 
@@ -130,20 +132,20 @@ def test_a_lost_lease_is_worth_nothing_and_what_it_asked_is_cancelled():
     one, two = await lent(leases, 'a', 'b')
     old = one.lease
 
-    async def ask(lease):
-      with leases.called(lease):
+    async def ask(group):
+      with leases.called(group.lease, group.holder):
         await asyncio.sleep(3600)
 
-    lost, kept = asyncio.create_task(ask(one.lease)), asyncio.create_task(ask(two.lease))
+    lost, kept = asyncio.create_task(ask(one)), asyncio.create_task(ask(two))
     await settle()
     await leases.give_up('a', 'ended')
     await settle()
     assert lost.cancelled() and not kept.done()
     assert not one.calls and two.calls == {kept}
     assert await leases.take('b') is one
-    for use in (leases.held, lambda lease: leases.called(lease).__enter__()):
-      with pytest.raises(Gone, match=f'lease {old} is not held'):
-        use(old)
+    for use in (leases.held, lambda lease, name: leases.called(lease, name).__enter__()):
+      with pytest.raises(Gone, match=f'lease {old[:8]} is not held'):
+        use(old, 'a')
     assert leases.counts == {'lost': 1, 'late': 2}
     kept.cancel()
 
@@ -157,11 +159,11 @@ def test_ending_a_group_cancels_what_was_asked_for_it_but_not_the_task_that_ends
     lease = one.lease
 
     async def ask():
-      with leases.called(lease):
+      with leases.called(lease, 'a'):
         await asyncio.sleep(3600)
 
     async def end():
-      with leases.called(lease) as group:
+      with leases.called(lease, 'a') as group:
         leases.end(group)
         await asyncio.sleep(0)
         return 'went on'
@@ -193,7 +195,7 @@ def test_what_an_explorer_has_forgotten_goes_to_others_and_what_it_has_lost_it_i
     long_ago(kept, forgotten, other)
     (fresh,) = await lent(leases, 'a')
     held = kept.lease
-    assert await leases.reconcile('a', [held, 77]) == [77]
+    assert await leases.reconcile('a', [held, 'unknown', other.lease]) == ['unknown', other.lease]
     assert (kept.holder, forgotten.holder, other.holder, fresh.holder) == ('a', None, 'b', 'a')
     assert leases.counts == {'lost': 1}
     assert await leases.take('b') is forgotten
@@ -236,8 +238,87 @@ def test_a_group_that_is_lost_too_often_fails_with_the_reason():
   asyncio.run(check())
 
 
+def test_leases_cannot_be_guessed_and_only_their_holder_can_use_them():
+  async def check():
+    leases = Leases(silent_s=60.0)
+    one, two = await lent(leases, 'a', 'b')
+    secrets = [one.lease, two.lease]
+    for use in (leases.held, lambda lease, name: leases.called(lease, name).__enter__()):
+      with pytest.raises(Misbehaved, match='used a lease of a'):
+        use(one.lease, 'b')
+    assert leases.held(one.lease, 'a') is one and not leases.counts
+    await leases.give_up('a', 'ended')
+    secrets.append((await leases.take('b')).lease)
+    assert len({*secrets}) == 3 and all(len(bytes.fromhex(lease)) == 16 for lease in secrets)
+
+  asyncio.run(check())
+
+
+def test_one_that_is_evicted_is_remembered_and_others_get_its_groups():
+  async def check():
+    leases = Leases(silent_s=60.0)
+    one, two = await lent(leases, 'a', 'b')
+    (waits,) = await waiting(leases, 'a')
+    leases.admit('a')
+    await leases.evict('a', 'its samples have no tokens')
+    with pytest.raises(Evicted, match='a was evicted: its samples have no tokens'):
+      leases.admit('a')
+    leases.admit('b')
+    assert leases.explorers == ('b',) and (one.holder, two.holder) == (None, 'b')
+    assert await leases.take('b') is one and await waits is None
+    assert leases.counts == {'evicted': 1, 'lost': 1}
+
+  asyncio.run(check())
+
+
+def test_a_host_that_was_evicted_over_a_group_gets_it_again_only_when_nobody_else_can_have_it():
+  async def check():
+    leases = Leases(silent_s=60.0)
+    (spoiled,) = await lent(leases, 'bad/1')
+    leases.hear('good/1')
+    await leases.evict('bad/1', 'it lies')
+    (again,) = await waiting(leases, 'bad/2')
+    assert not again.done() and leases.groups == (spoiled,)
+    fresh = group()
+    await leases.offer(fresh)
+    assert await asyncio.wait_for(again, 5) is fresh
+    assert await leases.take('good/1') is spoiled
+    await leases.give_up('good/1', 'ended')
+    assert await asyncio.wait_for(leases.take('bad/2'), 5) is spoiled
+
+  asyncio.run(check())
+
+
+def test_a_group_that_all_who_are_there_have_spoiled_goes_out_until_it_is_lost_too_often():
+  async def check():
+    leases, one = Leases(silent_s=60.0), group()
+    await leases.offer(one)
+    for number in range(5):
+      leases.hear(f'host-{1 - number % 2}/idle')
+      assert await asyncio.wait_for(leases.take(f'host-{number % 2}/{number}'), 5) is one
+      await leases.evict(f'host-{number % 2}/{number}', 'it lies')
+    assert 'was lost 5 times, at last because host-0/4 was evicted: it lies;' in str(one.handed_in.get_nowait())
+
+  asyncio.run(check())
+
+
+def test_a_group_that_is_lent_again_forgets_which_versions_drew_for_the_lease_before():
+  async def check():
+    leases = Leases(silent_s=60.0)
+    (one,) = await lent(leases, 'a')
+    before = one.announced
+    before.add((Version(0, 1), 'engine'))
+    await leases.give_up('a', 'ended')
+    assert (await leases.take('b')).announced == set()
+    before.add((Version(0, 2), 'engine'))
+    assert one.announced == set()
+
+  asyncio.run(check())
+
+
 def test_each_sample_is_handed_in_once_and_only_what_was_asked_for():
-  wanted, samples = group(samples=2), [sample(i, np.random.default_rng(0)) for i in (-1, 0, 1, 2)]
+  made = [sample(i, np.random.default_rng(0)) for i in (-1, 0, 1, 2)]
+  wanted, samples = group(samples=2), [dataclasses.replace(each, group_id='s') for each in made]
   below, zero, one, above = samples
   assert wanted.hand_in(one, 'one')
   assert not wanted.hand_in(one, 'again')
@@ -245,4 +326,7 @@ def test_each_sample_is_handed_in_once_and_only_what_was_asked_for():
   for other in (below, above):
     with pytest.raises(ValueError, match=f'index {other.sample_index}, wanted one of 2'):
       wanted.hand_in(other, '')
+  for change in ({'uid': 's/0'}, {'group_id': 'another'}):
+    with pytest.raises(ValueError, match='wanted sample s/1 of group s'):
+      wanted.hand_in(dataclasses.replace(one, **change), '')
   assert [wanted.handed_in.get_nowait() for _ in range(wanted.handed_in.qsize())] == [(one, 'one'), (zero, 'zero')]

@@ -16,7 +16,7 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.master.judging import judged
 from jaxrl_llm.rollout.api import Sampling
-from jaxrl_llm.rollout.workflow import SingleTurn, Workflow
+from jaxrl_llm.rollout.workflow import SingleTurn, Workflow, checked_run
 from jaxrl_llm.tasks import processors
 from jaxrl_llm.tasks.processors import Outcomes, Passed
 
@@ -107,7 +107,7 @@ async def _outcomes(
   rewards, sampling = served.past.config.rewards, Sampling(temperature=how.temperature)
 
   async def attempt(task: Task) -> Outcomes:
-    runs = workflow.run(task, 0, stage=stage, samples=samples, sampling=sampling)
+    runs = checked_run(workflow, task, 0, stage=stage, samples=samples, sampling=sampling)
     said = [one.reward.correct for one in await judged(runs, task, served.scorers, rewards)]
     return Outcomes(correct=said.count(True), attempts=len(said) - said.count(None))
 

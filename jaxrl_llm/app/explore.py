@@ -6,7 +6,6 @@ Explorers hold no model and touch no device.
 from __future__ import annotations
 
 import asyncio
-import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -22,13 +21,13 @@ from jaxrl_llm.rollout.exploring import Link, explore
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('master', None, 'Address of the run: unix:PATH, or that of its front.', flag_values=FLAGS)
-flags.DEFINE_string('name', None, "The explorer's own name; default: host and process.", flag_values=FLAGS)
+flags.DEFINE_string('name', None, "The explorer's own name; default: the host's.", flag_values=FLAGS)
 flags.DEFINE_string('key_file', None, 'File whose first line is the token.', flag_values=FLAGS)
 flags.DEFINE_string('ca_file', None, 'PEM of who signed the certificate, with https.', flag_values=FLAGS)
 
 
 async def _explore() -> None:
-  name = FLAGS.name or f'{platform.node()}-{os.getpid()}'
+  name = FLAGS.name or platform.node() or 'explorer'
   link = Link(FLAGS.master, key=read_key(FLAGS.key_file, '--key_file'), ca_file=FLAGS.ca_file, name=name)
   await explore(link, build_workflow)
 

@@ -17,7 +17,7 @@ from jaxrl_llm.master.judging import judged
 from jaxrl_llm.rewards.api import RewardsConfig
 from jaxrl_llm.rewards.pool import ScorerPool
 from jaxrl_llm.rollout.api import Sampling
-from jaxrl_llm.rollout.workflow import Workflow
+from jaxrl_llm.rollout.workflow import Workflow, checked_run
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 
 
@@ -135,7 +135,8 @@ class Evaluator:
     return [p.result() for p in pending]
 
   async def _task(self, suite: SuiteConfig, task: Task, samples: int, sampling: Sampling, mode: str) -> list[Row]:
-    runs = self._workflow.run(task, 0, stage=f'evaluation-{suite.name}', samples=samples, sampling=sampling)
+    stage = f'evaluation-{suite.name}'
+    runs = checked_run(self._workflow, task, 0, stage=stage, samples=samples, sampling=sampling)
     return [
       {
         'suite': suite.name,

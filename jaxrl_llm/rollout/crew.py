@@ -3,7 +3,9 @@
 An explorer runs workflows and holds no model, no scorer and no file of the run: what its workflow asks for (tokens, a
 score, an auxiliary model) and what it makes (samples) goes to the master, which alone writes the index.
 
-Invariant: what a message says is either done whole or refused to its sender; it harms nobody else.
+Invariants: what a message says is either done whole or refused to its sender; it harms nobody else. An explorer that
+sends a message that no honest explorer would is evicted, and others do its work. The text of a sample is decoded from
+its tokens here.
 
 Explorers of other hosts come through a `Front`, which asks for its token.
 """
@@ -11,32 +13,43 @@ Explorers of other hosts come through a `Front`, which asks for its token.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import pathlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from absl import logging
 from aiohttp import web
 
 from jaxrl_llm.core.errors import RunError, UserError
-from jaxrl_llm.experience.sample import Sample, decode
+from jaxrl_llm.experience.sample import Sample
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.rollout import wire
 from jaxrl_llm.rollout.api import Sampling
+from jaxrl_llm.rollout.arrivals import (
+  Bounds,
+  one_line,
+  read_attempt,
+  read_error,
+  read_lease,
+  read_leases,
+  read_question,
+  read_request,
+  read_sample,
+  read_sender,
+)
 from jaxrl_llm.rollout.explorer_process import ExplorerProcess
 from jaxrl_llm.rollout.front import FrontConfig
 from jaxrl_llm.rollout.hub import Hub
-from jaxrl_llm.rollout.leases import Gone, Group, Leases
+from jaxrl_llm.rollout.leases import Evicted, Gone, Group, Leases, Misbehaved
 from jaxrl_llm.rollout.listener import listening
 from jaxrl_llm.rollout.wire import (
   completion_row,
   pack,
-  read_attempt,
-  read_request,
   reward_row,
   sampling_row,
   task_row,
@@ -45,6 +58,9 @@ from jaxrl_llm.rollout.wire import (
 
 ROUTES = tuple(('POST', path) for path in wire.PATHS)
 _CHECK_S = 0.25
+
+Handler = Callable[[str, dict[str, Any], web.Request], Awaitable[web.StreamResponse]]
+"""Answers a message, given the sender's name, the message and the HTTP request that carries it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +110,7 @@ class Crew:
     *,
     welcome: Mapping[str, Any],
     text: Callable[[Sample], str],
+    bounds: Bounds,
     logs: pathlib.Path,
   ):
     """
@@ -101,12 +118,14 @@ class Crew:
       hub: whom workflows ask.
       config: how many explorers, and who else may come.
       welcome: what an explorer needs to build the workflow (`exploring.Welcome`), for msgpack.
-      text: `Workflow.text`.
+      text: `Workflow.text`; called in a thread, of one sample at a time.
+      bounds: limits of samples and requests.
       logs: directory of the logs of the explorers that are started here.
     """
     self._leases = Leases(silent_s=config.silent_s)
     self.counts = self._leases.counts
-    self.text, self.address, self.front = text, '', None
+    self.text, self.address, self.front, self._bounds = text, '', None, bounds
+    self._texts = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='explorer-texts')
     self._hub, self._config, self._welcome, self._logs = hub, config, {**welcome, 'groups': config.groups}, logs
     self._nobody_since, self._told = time.monotonic(), 0
     self._failure: Exception | None = None
@@ -144,6 +163,7 @@ class Crew:
   async def close(self) -> None:
     """Ends the explorers that were started here; others find nobody."""
     await self._opened.aclose()
+    self._texts.shutdown(wait=False, cancel_futures=True)
 
   async def _stop_processes(self) -> None:
     await asyncio.gather(*(process.stop() for process in self._processes))
@@ -153,7 +173,8 @@ class Crew:
   ) -> AsyncIterator[tuple[Sample, str]]:
     """See `Workflow.run`. Raises RunError for what the workflow raised in its explorer."""
     how = {'visit': visit, 'stage': stage, 'samples': samples, 'sampling': sampling_row(sampling)}
-    group = Group(order={'task': task_row(task), **how}, samples=samples)
+    order = {'task': task_row(task), **how}
+    group = Group(order=order, name=f'{stage}/{task.uid}/{visit}', samples=samples)
     await self._leases.offer(group)
     try:
       for _ in range(samples):
@@ -181,56 +202,101 @@ class Crew:
       wire.FAILED: self._failed,
     }
     for path, answer in answers.items():
-      application.router.add_post(path, _refusing(_packed(answer)))
+      application.router.add_post(path, self._checked(_packed(answer)))
     for path, frames in ((wire.GENERATE, self._generate), (wire.SCORE, self._score), (wire.ASK, self._ask)):
-      application.router.add_post(path, _refusing(functools.partial(self._stream, frames)))
+      application.router.add_post(path, self._checked(functools.partial(self._stream, frames)))
     return application
 
-  async def _hello(self, body: dict[str, Any]) -> Any:
-    logging.info('explorers: %s has come', body['name'])
+  def _checked(self, handle: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """Identifies the sender, refuses bad messages with a status, and evicts whoever sends one under its name."""
+
+    async def checked(request: web.Request) -> web.StreamResponse:
+      data = await request.read()
+      try:
+        body = unpack(data)
+        sender = read_sender(body)
+      except ValueError as error:
+        return web.Response(status=400, text=f'{request.path}: {one_line(error)}')
+      try:
+        self._leases.admit(sender)
+        return await handle(sender, body, request)
+      except Gone as gone:
+        return web.Response(status=410, text=str(gone))
+      except Evicted as evicted:
+        return web.Response(status=wire.EVICTED, text=str(evicted))
+      except Misbehaved as error:
+        why = f'{request.path}: {error}'
+        await self._leases.evict(sender, why)
+        return web.Response(status=wire.EVICTED, text=f'{sender} was evicted: {why}')
+      except UserError as error:
+        return web.Response(status=422, text=str(error))
+
+    return checked
+
+  async def _hello(self, sender: str, body: dict[str, Any]) -> Any:
+    logging.info('explorers: %s has come', sender)
     return self._welcome
 
-  async def _take(self, body: dict[str, Any]) -> Any:
-    group = await self._leases.take(body['name'])
+  async def _take(self, sender: str, body: dict[str, Any]) -> Any:
+    group = await self._leases.take(sender)
     return None if group is None else {**group.order, 'lease': group.lease}
 
-  async def _alive(self, body: dict[str, Any]) -> Any:
+  async def _alive(self, sender: str, body: dict[str, Any]) -> Any:
     """Which of its leases an explorer has lost."""
-    return await self._leases.reconcile(body['name'], body['leases'])
+    return await self._leases.reconcile(sender, read_leases(body))
 
-  async def _leave(self, body: dict[str, Any]) -> Any:
-    await self._leases.give_up(body['name'], 'left')
+  async def _leave(self, sender: str, body: dict[str, Any]) -> Any:
+    await self._leases.give_up(sender, 'left')
 
-  async def _sample(self, body: dict[str, Any]) -> Any:
-    if not self._leases.held(body['lease']).hand_in(decode(body['sample']), body['text']):
-      self.counts['repeated'] += 1
+  async def _sample(self, sender: str, body: dict[str, Any]) -> Any:
+    lease = read_lease(body)
+    sample = read_sample(body, self._leases.held(lease, sender), self._bounds)
+    text = await self._text(sample)
+    group = self._leases.held(lease, sender)  # It may have been lost meanwhile.
+    try:
+      if not group.hand_in(sample, text):
+        self.counts['repeated'] += 1
+    except ValueError as error:
+      raise Misbehaved(one_line(error)) from None
 
-  async def _done(self, body: dict[str, Any]) -> Any:
-    if not self._leases.is_held(body['lease']):  # The last sample has ended it.
+  async def _text(self, sample: Sample) -> str:
+    """The sample's text, decoded in a thread: long samples would block the event loop. Raises Misbehaved."""
+    try:
+      return await asyncio.get_running_loop().run_in_executor(self._texts, self.text, sample)
+    except Exception as error:
+      raise Misbehaved(one_line(f'text of sample {sample.uid}: {type(error).__name__}: {error}')) from None
+
+  async def _done(self, sender: str, body: dict[str, Any]) -> Any:
+    lease = read_lease(body)
+    if not self._leases.is_held(lease):  # The last sample has ended it.
       return
-    group = self._leases.held(body['lease'])
-    missing = sorted({*range(group.samples)} - group.seen)
-    if missing:
-      what = f'its workflow ended without sample {missing[0]} of {group.samples}'
-      group.fail(RunError(f'explorer {group.holder}: {what}'))
+    group = self._leases.held(lease, sender)
+    if problem := group.roster.incomplete():
+      group.fail(RunError(f'explorer {group.holder}: {problem}'))
     self._leases.end(group)
 
-  async def _failed(self, body: dict[str, Any]) -> Any:
-    group = self._leases.held(body['lease'])
-    group.fail(RunError(f'explorer {group.holder}: its workflow failed: {body["error"]}'))
+  async def _failed(self, sender: str, body: dict[str, Any]) -> Any:
+    group, error = self._leases.held(read_lease(body), sender), read_error(body)
+    group.fail(RunError(f'explorer {group.holder}: its workflow failed: {error}'))
     self._leases.end(group)
 
-  async def _stream(self, frames: Callable[[Any], AsyncIterator[Any]], request: web.Request) -> web.StreamResponse:
+  async def _stream(
+    self,
+    frames: Callable[[dict[str, Any], Group], AsyncIterator[Any]],
+    sender: str,
+    body: dict[str, Any],
+    request: web.Request,
+  ) -> web.StreamResponse:
     """The frames as they come, True where none does for a while, and None at their end; or the error that ended it."""
-    body, response = unpack(await request.read()), web.StreamResponse()
+    response = web.StreamResponse()
 
     async def send(value: Any) -> None:
       # Where its explorer is gone, the end of the connection is about to cancel this call.
       with contextlib.suppress(ConnectionError):
         await response.write(pack(value))
 
-    with self._leases.called(body['lease']) as group:
-      found = frames(body)
+    with self._leases.called(read_lease(body), sender) as group:
+      found = frames(body, group)
       await response.prepare(request)
       try:
         async with contextlib.aclosing(_beating(found)) as beating:
@@ -243,27 +309,27 @@ class Crew:
         group.fail(error)
     return response
 
-  def _generate(self, body: dict[str, Any]) -> AsyncIterator[Any]:
-    asked = read_request(body['request'])
+  def _generate(self, body: dict[str, Any], group: Group) -> AsyncIterator[Any]:
+    asked, announced = read_request(body, self._bounds), group.announced
 
     async def frames() -> AsyncIterator[Any]:
       async with contextlib.aclosing(self._hub.generate(asked)) as completions:
         async for index, completion in completions:
+          announced.update((segment.version, segment.engine) for segment in completion.segments)
           yield [index, completion_row(completion)]
 
     return frames()
 
-  def _score(self, body: dict[str, Any]) -> AsyncIterator[Any]:
-    attempt = read_attempt(body['attempt'])
+  def _score(self, body: dict[str, Any], group: Group) -> AsyncIterator[Any]:
+    attempt = read_attempt(body, group)
 
     async def frames() -> AsyncIterator[Any]:
       yield [0, reward_row(await self._hub.score(attempt))]
 
     return frames()
 
-  def _ask(self, body: dict[str, Any]) -> AsyncIterator[Any]:
-    how = {'max_tokens': body['max_tokens'], 'temperature': body['temperature']}
-    model, messages = body['model'], body['messages']
+  def _ask(self, body: dict[str, Any], group: Group) -> AsyncIterator[Any]:
+    model, messages, how = read_question(body)
 
     async def frames() -> AsyncIterator[Any]:
       yield [0, await self._hub.ask(model, messages, **how)]
@@ -301,27 +367,11 @@ class Crew:
       )
 
 
-def _packed(answer: Callable) -> Callable:
-  async def handle(request: web.Request) -> web.Response:
-    return web.Response(body=pack(await answer(unpack(await request.read()))))
+def _packed(answer: Callable[[str, dict[str, Any]], Awaitable[Any]]) -> Handler:
+  async def handle(sender: str, body: dict[str, Any], request: web.Request) -> web.Response:
+    return web.Response(body=pack(await answer(sender, body)))
 
   return handle
-
-
-def _refusing(handle: Callable) -> Callable:
-  """What is wrong with a message is said to its sender, and is nobody else's trouble."""
-
-  async def checked(request: web.Request) -> web.StreamResponse:
-    try:
-      return await handle(request)
-    except Gone as gone:
-      return web.Response(status=410, text=str(gone))
-    except (KeyError, TypeError, ValueError) as error:
-      return web.Response(status=400, text=f'{request.path}: {type(error).__name__}: {error}')
-    except UserError as error:
-      return web.Response(status=422, text=str(error))
-
-  return checked
 
 
 async def _beating(frames: AsyncIterator[Any]) -> AsyncIterator[Any]:

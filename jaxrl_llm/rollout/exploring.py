@@ -75,12 +75,21 @@ class Gone(Lost):
   """It does not want what it was told: the group is somebody else's, or has ended."""
 
 
+class Evicted(RunError):
+  """The master has refused a message of this explorer, and will refuse all others."""
+
+
 class Link:
   """A connection to the master.
 
+  Attributes:
+    name: the explorer's, as the master has it.
+    sender: identification in every message; nobody else knows its secret.
+
   Raises:
     Lost: from all its calls.
-    RunError: for what the master says of a request itself.
+    RunError: the master refuses the request.
+    Evicted: it refuses all requests from now on.
   """
 
   def __init__(self, address: str, *, key: str | None, ca_file: str | None, name: str):
@@ -94,7 +103,8 @@ class Link:
     Raises:
       UserError: for an address or a ca_file that cannot be used.
     """
-    self.name = f'{name}/{secrets.token_hex(4)}'
+    secret = secrets.token_hex(16)
+    self.name, self.sender = wire.identity(name, secret), {'name': name, 'secret': secret}
     self._base = base_url(address)
     self._session = open_session(address, key=key, ca_file=ca_file, where='master')
 
@@ -125,12 +135,15 @@ class Link:
     self, path: str, body: Mapping[str, Any], deadline_s: float | None
   ) -> AsyncIterator[aiohttp.ClientResponse]:
     timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=10.0, sock_read=_SILENCE_S)
+    message = pack({**self.sender, **body})
     try:
-      async with self._session.post(self._base + path, data=pack(body), timeout=timeout) as response:
+      async with self._session.post(self._base + path, data=message, timeout=timeout) as response:
         if response.status in (401, 403):
           raise UserError(f'master: refuses the token ({response.status}); --key_file has to hold that of its listen')
         if response.status == 410:
           raise Gone(await response.text())
+        if response.status == wire.EVICTED:
+          raise Evicted(f'master: {(await response.text())[:400]}')
         if response.status != 200:
           raise RunError(f'master: {path}: {response.status}: {(await response.text())[:400]}')
         yield response
@@ -143,7 +156,7 @@ class Link:
 class _LeasedHub:
   """Implements `Hub` for one group, by asking the master."""
 
-  def __init__(self, link: Link, lease: int):
+  def __init__(self, link: Link, lease: str):
     self._link, self._lease = link, lease
 
   async def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
@@ -172,11 +185,12 @@ async def explore(link: Link, build: BuildWorkflow) -> None:
   Raises:
     UserError: the master refuses the token.
     RunError: it is away.
+    Evicted: it has evicted this explorer; may be inside an exception group.
   """
   try:
-    welcome = await _patiently(lambda: link.call(wire.HELLO, name=link.name))
+    welcome = await _patiently(lambda: link.call(wire.HELLO))
     tokenizer, config = _tokenizer(welcome['tokenizer']), _workflow(welcome['workflow'])
-    under_way: dict[int, asyncio.Task] = {}
+    under_way: dict[str, asyncio.Task] = {}
     make = lambda lease: build(config, _LeasedHub(link, lease), tokenizer, welcome['max_tokens'])
     async with asyncio.TaskGroup() as tasks:
       tasks.create_task(_say_alive(link, under_way))
@@ -184,13 +198,13 @@ async def explore(link: Link, build: BuildWorkflow) -> None:
         tasks.create_task(_take_groups(link, make, under_way))
   finally:
     with contextlib.suppress(Lost, UserError):
-      await link.call(wire.LEAVE, deadline_s=2.0, name=link.name)
+      await link.call(wire.LEAVE, deadline_s=2.0)
     await link.close()
 
 
-async def _take_groups(link: Link, make: Callable[[int], Workflow], under_way: dict[int, asyncio.Task]) -> None:
+async def _take_groups(link: Link, make: Callable[[str], Workflow], under_way: dict[str, asyncio.Task]) -> None:
   while True:
-    order = await _patiently(lambda: link.call(wire.TAKE, deadline_s=wire.TAKE_S + 20.0, name=link.name))
+    order = await _patiently(lambda: link.call(wire.TAKE, deadline_s=wire.TAKE_S + 20.0))
     if order is None:
       continue
     lease = order.pop('lease')
@@ -205,26 +219,28 @@ async def _take_groups(link: Link, make: Callable[[int], Workflow], under_way: d
       del under_way[lease]
 
 
-async def _run(link: Link, lease: int, workflow: Workflow, order: dict[str, Any]) -> None:
-  """One group. What its workflow raises is the master's to decide about."""
+async def _run(link: Link, lease: str, workflow: Workflow, order: dict[str, Any]) -> None:
+  """One group. What its workflow raises is the master's to decide about. Raises Evicted."""
   how = {'stage': order['stage'], 'samples': order['samples'], 'sampling': Sampling(**order['sampling'])}
   try:
     async with contextlib.aclosing(workflow.run(read_task(order['task']), order['visit'], **how)) as runs:
-      async for sample, text in runs:
-        handed_in = {'lease': lease, 'sample': encode(sample), 'text': text}
+      async for sample, _ in runs:  # The master reads the text from the tokens itself.
+        handed_in = {'lease': lease, 'sample': encode(sample)}
         await _patiently(functools.partial(link.call, wire.SAMPLE, **handed_in))  # Twice does no harm.
     await _patiently(lambda: link.call(wire.DONE, lease=lease))
   except Lost as lost:
-    logging.info('group of lease %d is lost: %s', lease, lost)
+    logging.info('a group of taskset %s is lost: %s', order['task']['taskset'], lost)
+  except Evicted:
+    raise
   except Exception as error:
-    logging.exception('group of lease %d: its workflow failed', lease)
+    logging.exception('a group of taskset %s: its workflow failed', order['task']['taskset'])
     with contextlib.suppress(Lost):
       await link.call(wire.FAILED, lease=lease, error=_line(error))
 
 
 async def _say_alive(link: Link, under_way: dict[int, asyncio.Task]) -> None:
   while True:
-    gone = await _patiently(lambda: link.call(wire.ALIVE, name=link.name, leases=[*under_way]))
+    gone = await _patiently(lambda: link.call(wire.ALIVE, leases=[*under_way]))
     for lease in gone:
       if lease in under_way:
         under_way[lease].cancel()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import pathlib
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 
 from aiohttp import web
 
+from jaxrl_llm.core.disk import scratch
 from jaxrl_llm.rollout.front import Front, FrontConfig
 
 
@@ -27,8 +26,8 @@ async def listening(
   Raises:
     UserError: where the front cannot listen.
   """
-  with tempfile.TemporaryDirectory(prefix=f'jaxrl-{name}-', ignore_cleanup_errors=True) as folder:
-    socket = pathlib.Path(folder) / 'socket'  # Short: a socket's path has 107 characters at most.
+  with scratch(f'jaxrl-{name}-') as folder:
+    socket = folder / 'socket'  # Short: a socket's path has 107 characters at most.
     runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.2, access_log=None)
     await runner.setup()
     try:

@@ -6,6 +6,7 @@ Invariant: `read_x(x_row(value))` is the value, arrays bit for bit. No pickle: a
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from typing import Any
 
@@ -22,6 +23,8 @@ HELLO, TAKE, ALIVE, LEAVE = '/hello', '/take', '/alive', '/leave'
 GENERATE, SCORE, ASK, SAMPLE, DONE, FAILED = '/generate', '/score', '/ask', '/sample', '/done', '/failed'
 PATHS = (HELLO, TAKE, ALIVE, LEAVE, GENERATE, SCORE, ASK, SAMPLE, DONE, FAILED)
 """Of the master; all take POST."""
+EVICTED = 409
+"""HTTP status of every answer to an evicted explorer."""
 ALIVE_S = 1.0
 """Seconds between two signs of life of an explorer."""
 BEAT_S = 10.0
@@ -33,6 +36,11 @@ Row = dict[str, Any]
 """What msgpack takes: JSON, and bytes."""
 
 
+def identity(name: str, secret: str) -> str:
+  """An explorer's full name: nobody can claim it without the secret, and it does not reveal the secret."""
+  return f'{name}/{hashlib.sha256(secret.encode()).hexdigest()[:16]}'
+
+
 def pack(value: Any) -> bytes:
   return msgpack.packb(value)
 
@@ -41,7 +49,7 @@ def unpack(data: bytes) -> Any:
   """Raises ValueError for anything but one whole value."""
   try:
     return msgpack.unpackb(data)
-  except (msgpack.exceptions.UnpackException, UnicodeDecodeError) as error:
+  except (msgpack.exceptions.UnpackException, ValueError, TypeError, OverflowError) as error:
     raise ValueError(f'{len(data)} bytes are not msgpack ({error})') from None
 
 

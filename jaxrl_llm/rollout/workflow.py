@@ -6,13 +6,16 @@ in `rollout.workflow`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from absl import logging
 from jaxtyping import Int
 
+from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.experience.sample import Finish, Role, Sample, Segment, Source, media_of
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.rollout.api import Completion, Generator, Request, Sampling
@@ -42,7 +45,7 @@ class Workflow(Protocol):
 
     Args:
       task: what to attempt.
-      visit: how often the task had been drawn before; part of what the randomness is counted by.
+      visit: how often the task had been drawn before, in this stage and earlier ones; part of every request's key.
       stage: first part of the samples' names: `<stage>/<task uid>/<visit>/<index>`, the group's without the index.
       samples: how many.
       sampling: how tokens are drawn.
@@ -52,6 +55,62 @@ class Workflow(Protocol):
   def text(self, sample: Sample) -> str:
     """What the policy said in it."""
     ...
+
+
+class Roster:
+  """Which of a group's samples have come: each index below `samples` is wanted once."""
+
+  def __init__(self, group: str, samples: int):
+    """
+    Args:
+      group: its name, `<stage>/<task uid>/<visit>`, which its samples' names begin with.
+      samples: how many are wanted.
+    """
+    self._seen: set[int] = set()
+    self._group, self._samples = group, samples
+
+  def take(self, sample: Sample) -> bool:
+    """Whether it is the first of its index. Raises ValueError for one that is not wanted."""
+    index = sample.sample_index
+    if not 0 <= index < self._samples:
+      raise ValueError(f'sample {sample.uid} has index {index}, wanted one of {self._samples}')
+    wanted = f'{self._group}/{index}'
+    if (sample.uid, sample.group_id) != (wanted, self._group):
+      raise ValueError(f'sample {sample.uid} of group {sample.group_id}, wanted sample {wanted} of group {self._group}')
+    if index in self._seen:
+      return False
+    self._seen.add(index)
+    return True
+
+  def incomplete(self) -> str:
+    """What is wrong with a workflow that ends now; empty where every sample has come."""
+    missing = sorted({*range(self._samples)} - self._seen)
+    return f'its workflow ended without sample {missing[0]} of {self._samples}' if missing else ''
+
+
+async def checked_run(
+  workflow: Workflow, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
+) -> AsyncIterator[tuple[Sample, str]]:
+  """What `workflow.run` yields, but each sample once: the first of an index counts, as from explorer processes.
+
+  Raises:
+    RunError: a sample is none of those wanted, or one of these did not come.
+  """
+  group = f'{stage}/{task.uid}/{visit}'
+  roster = Roster(group, samples)
+  runs = workflow.run(task, visit, stage=stage, samples=samples, sampling=sampling)
+  async with contextlib.aclosing(runs):
+    async for sample, text in runs:
+      try:
+        is_first = roster.take(sample)
+      except ValueError as error:
+        raise RunError(f'rollout.workflow: {error}; correct the workflow') from None
+      if is_first:
+        yield sample, text
+      else:
+        logging.log_first_n(logging.WARNING, 'rollout.workflow: sample %s came again; the first counts', 5, sample.uid)
+  if problem := roster.incomplete():
+    raise RunError(f'rollout.workflow: group {group}: {problem}; it has to yield each index below {samples} once')
 
 
 class SingleTurn:
