@@ -143,7 +143,8 @@ def test_over_http_prompt_and_answer_are_rendered_as_for_training_and_scored(exp
     device = DeviceThread()
     batcher = Batcher(model, device)
     running = asyncio.create_task(batcher.run())
-    async with listening(application(batcher, tokenizer), name='test', front=None, routes=ROUTES) as (address, _):
+    served = application(batcher, tokenizer, max_length=model.max_length)
+    async with listening(served, name='test', front=None, routes=ROUTES) as (address, _):
       connector = aiohttp.UnixConnector(address.removeprefix('unix:'))
       async with aiohttp.ClientSession(connector=connector) as session:
 
@@ -165,6 +166,8 @@ def test_over_http_prompt_and_answer_are_rendered_as_for_training_and_scored(exp
           (b'{"prompt": "a", "completion": 3}', 'no completion'),
           (b'{"prompt": [], "completion": "a"}', 'empty prompt'),
           (json.dumps({'prompt': 'a', 'completion': 'b' * 60}).encode(), 'the reward model takes up to 40'),
+          # Not even tokenized.
+          (json.dumps({'prompt': 'a', 'completion': 'b' * 10_240}).encode(), '10241 characters are more than the 40'),
         ):
           status, text = await post(body)
           assert status == 400 and told in text and '\n' not in text, text

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import multiprocessing
 import sys
 
@@ -134,6 +135,22 @@ async def infinite_part(a):
   return Verdict(value=1.0, parts={'share': float('inf')})
 
 
+async def huge(a):
+  return Verdict(value=1e308)
+
+
+async def huge_part(a):
+  return Verdict(value=None, parts={'share': -1e10})
+
+
+async def huge_turn(a):
+  return Verdict(value=1.0, turn_values=(0.0, 1e308))
+
+
+async def deep(a):
+  return Verdict(value=1.0, evidence={'a': json.loads('[' * 500 + ']' * 500)})
+
+
 def is_no_coroutine(a):
   return 1.0
 
@@ -149,6 +166,10 @@ def is_no_coroutine(a):
     (raises_mutely, 'Mute, whose text cannot be had (AttributeError)'),
     (infinite, 'ValueError: scorer returned value inf'),
     (infinite_part, "ValueError: scorer returned value 1.0, parts {'share': inf}"),
+    (huge, 'ValueError: scorer returned value 1e+308, parts {} and turns (), wanted finite numbers of at most'),
+    (huge_part, "ValueError: scorer returned value None, parts {'share': -10000000000.0}"),
+    (huge_turn, 'ValueError: scorer returned value 1.0, parts {} and turns (0.0, 1e+308)'),
+    (deep, 'ValueError: nested in more than 100 levels'),
     (is_no_coroutine, "TypeError: object float can't be used in 'await' expression"),
   ],
 )

@@ -949,6 +949,77 @@ def test_several_fronts_keep_their_tokens_and_counts_apart(tmp_path):
   asyncio.run(main())
 
 
+@pytest.mark.parametrize('sent', [b'', b'GET /health HTTP/1.1\r\nHost: x\r\n', request_bytes()])
+def test_a_connection_without_the_token_is_closed_at_its_deadline(tmp_path, monkeypatch, sent):
+  monkeypatch.setattr(front_module, '_STRANGER_S', 0.2)
+
+  async def main():
+    async with standing(tmp_path) as (front, upstream, _), connected(front.address) as raw:
+      raw.writer.write(sent)
+      with contextlib.suppress(ConnectionError):
+        answered = await raw.reader.read()  # To the end.
+        assert not answered or answered.startswith(b'HTTP/1.1 401 ')
+      assert upstream.seen == []
+
+  asyncio.run(main())
+
+
+def test_a_connection_with_the_token_has_no_such_deadline(tmp_path, monkeypatch):
+  monkeypatch.setattr(front_module, '_STRANGER_S', 0.05)
+
+  async def main():
+    async with standing(tmp_path) as (front, _, _), connected(front.address) as raw:
+      assert (await raw.exchange(request_bytes('GET', '/health', AUTHORISED)))[0] == 200
+      await asyncio.sleep(0.2)
+      assert (await raw.exchange(request_bytes('GET', '/health', AUTHORISED)))[0] == 200
+
+  asyncio.run(main())
+
+
+def test_strangers_make_room_for_each_other_and_keep_nobody_out(tmp_path, monkeypatch):
+  monkeypatch.setattr(front_module, '_STRANGERS', 4)
+
+  async def main():
+    async with standing(tmp_path) as (front, _, session), contextlib.AsyncExitStack() as stack:
+      strangers = [await stack.enter_async_context(connected(front.address)) for _ in range(12)]
+      for stranger in strangers[:8]:  # The oldest are closed.
+        with contextlib.suppress(ConnectionError):
+          assert await stranger.reader.read() == b''
+      for _ in range(3):
+        async with session.get('/health', headers=GOOD) as response:
+          assert response.status == 200
+      assert (await strangers[-1].exchange(request_bytes('GET', '/health', AUTHORISED)))[0] == 200
+
+  asyncio.run(main())
+
+
+def test_a_body_that_stalls_is_given_up(tmp_path, monkeypatch):
+  monkeypatch.setattr(front_module, '_BODY_S', 0.2)
+
+  async def main():
+    async with standing(tmp_path) as (front, _, _), connected(front.address) as raw:
+      lines = (AUTHORISED, 'Content-Type: application/json', 'Content-Length: 1000')
+      status, _, body = await raw.exchange(request_bytes('POST', '/inference/v1/generate', *lines) + b'{"tok')
+      assert status == 408 and 'for 0.2 s' in body.decode()
+
+  asyncio.run(main())
+
+
+def test_a_front_may_open_more_files_than_the_shell_grants(tmp_path):
+  code = (
+    'import asyncio, resource, sys\n'
+    'from jaxrl_llm.rollout.front import Front, FrontConfig\n'
+    'resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096))\n'
+    'async def main():\n'
+    '  async with Front(FrontConfig(token_file=sys.argv[1]), upstream="http://127.0.0.1:9"):\n'
+    '    print(resource.getrlimit(resource.RLIMIT_NOFILE))\n'
+    'asyncio.run(main())'
+  )
+  command = [sys.executable, '-c', code, token_file(tmp_path)]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+  assert done.stdout.strip() == '(4096, 4096)'
+
+
 def test_a_taken_port_is_one_clear_line(tmp_path):
   async def main():
     with socket.socket() as taken:

@@ -1,6 +1,7 @@
 """Real vLLM servers that a test or a run starts for itself: adapters, deaths, ends."""
 
 import asyncio
+import contextlib
 import dataclasses
 
 import jax
@@ -26,7 +27,7 @@ ADAPTED = build_model(TIED.spec, ModelOptions(lora=LORA))
 
 
 def adapted(step):
-  """The model's parameters with that step's adapters; bases are the same."""
+  """The model's parameters with adapters of that step; the base is the same at every step."""
   tree = ADAPTED.init(jax.random.key(1))
   trained, base = lora.split(tree, ADAPTED.spec, ADAPTED.options)
   rng = np.random.default_rng(step)
@@ -34,10 +35,10 @@ def adapted(step):
 
 
 def adapter_weights(step, *, probed=None):
-  """Of a version; the first brings what all stand on.
+  """The weights to publish at a step: its adapters, and at step 0 the base too.
 
   Args:
-    probed: step of what the trainer computes with, if it is another.
+    probed: step of the adapters that the trainer computes with, where they are others.
   """
   version, tree = Version(0, step), adapted(step)
   sent = tree if step == 0 else lora.split(tree, ADAPTED.spec, ADAPTED.options)[0]
@@ -86,29 +87,37 @@ JOB = (
 )
 
 
+@contextlib.contextmanager
+def training(run, rows, *flags):
+  """A job that has so many rows: (its process, the servers' processes, the files they share). A failure kills it."""
+  process = job.start(run, *JOB, *flags)
+  try:
+    job.wait_for_rows(run, rows, process, timeout_s=500)
+    tree = serving.processes(serving.descendants(process.pid))
+    yield process, tree, {*serving.shared_memory(tree), str(serving.published(run))}
+  except BaseException:
+    job.kill(process)
+    raise
+
+
 def test_a_run_outlives_the_death_of_both_its_servers(tmp_path):
   """One API server, then the other's engine process alone, killed in mid-run; both are started again."""
   run = tmp_path / 'run'
-  process = job.start(run, *JOB, '--config.stages.grpo.steps=24', '--config.stages.grpo.group_size=16')
-  try:
-    job.wait_for_rows(run, 12 + 4, process, timeout_s=500)
-    tree = serving.processes(serving.descendants(process.pid))
-    files = {*serving.shared_memory(tree), str(serving.published(run))}
+  flags = ('--config.stages.grpo.steps=24', '--config.stages.grpo.group_size=16')
+  with training(run, 12 + 4, *flags) as (process, tree, files):
     first, second = serving.api_servers(process.pid)
     serving.kill(first)
     job.wait_for_rows(run, 12 + 8, process, timeout_s=500)
     serving.kill(next(p for p, line in serving.descendants(second).items() if 'EngineCore' in line))
     _, err = process.communicate(timeout=600)
-  except BaseException:
-    job.kill(process)
-    raise
   assert process.returncode == 0, err[-3000:]
   steps = [row for row in job.rows(run) if row['stage'] == 'grpo' and 'actor/pg_loss' in row]
   assert len(steps) == 24
   assert max(row['sampling/sampling_logp_difference/max'] for row in steps) < 1e-4, 'float32 on both sides'
   assert {row['staleness/max'] for row in steps} == {0}
   assert min(row['run/engines_serving'] for row in steps) < 2
-  assert sum(row['run/engine_restarts'] for row in steps) >= 1
+  # One for each that was killed; the second may come back after the last step.
+  assert 1 <= sum(row['run/engine_restarts'] for row in steps) <= 2
   report = audit(run / 'replay')
   assert report.ok, report.lines
   assert report.states['trained'] == 24 * 6 * 16
@@ -117,13 +126,9 @@ def test_a_run_outlives_the_death_of_both_its_servers(tmp_path):
 
 def test_nothing_of_an_owned_server_outlives_its_killed_trainer(tmp_path):
   run = tmp_path / 'run'
-  process = job.start(run, *JOB, '--config.rollout.vllm.servers=1', '--config.stages.grpo.steps=4000')
-  try:
-    job.wait_for_rows(run, 12 + 2, process, timeout_s=500)
-    tree = serving.processes(serving.descendants(process.pid))
-    files = {*serving.shared_memory(tree), str(serving.published(run))}
+  flags = ('--config.rollout.vllm.servers=1', '--config.stages.grpo.steps=4000')
+  with training(run, 12 + 2, *flags) as (process, tree, files):
     assert any('EngineCore' in line for line in tree.values()) and len(files) > 1 and serving.published(run).exists()
-  finally:
     process.kill()
     process.communicate()
   serving.wait_until_gone(tree, files)

@@ -11,6 +11,7 @@ import contextlib
 import json
 import signal
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -41,6 +42,8 @@ flags.DEFINE_integer(
   'tensor', 1, 'Devices that heads and MLP are cut over; the others hold parts of weights.', 1, flag_values=FLAGS
 )
 define_listening(FLAGS)
+_CHARACTERS = 256
+"""Of the longest token in common vocabularies: what has more of them for each token of `max_length` does not fit."""
 PATHS = ('/', '/score')
 ROUTES = (('GET', '/health'), *(('POST', path) for path in PATHS))
 
@@ -57,19 +60,33 @@ def load(
       'label), as launch/train.py --config=configs/reward_model.py exports it'
     )
   tokenizer, mesh = Tokenizer.from_directory(directory), build_mesh(MeshConfig(tensor=tensor))
+  tokenizer.check_fits(spec.vocab_size, f'the model in {directory}')
   model = build_model(spec, ModelOptions(dtype=dtype, param_dtype=dtype), mesh)
   params = place_params(model, mesh, load_params(directory, spec, scan_layers=False, dtype=dtype))
   longest = min(max_length or spec.max_position_embeddings, spec.max_position_embeddings)
   return RewardModel(model, params, mesh, max_length=longest, sequences=sequences), tokenizer
 
 
-def application(batcher: Batcher, tokenizer: Tokenizer) -> web.Application:
-  """What answers."""
+def application(batcher: Batcher, tokenizer: Tokenizer, *, max_length: int) -> web.Application:
+  """The service.
+
+  Args:
+    max_length: tokens of the longest sequence that the model scores; texts that cannot fit are not tokenized.
+  """
+  # Beside the event loop, which long texts would hold up; one at a time, as tokenizers are not made for threads.
+  encoder = ThreadPoolExecutor(1, thread_name_prefix='tokenizer')
+
+  def encode(data: bytes) -> tuple[list[int], list[int]]:
+    prompt, completion = _read(data)
+    characters = sum(len(message['content']) for message in prompt) + len(completion)
+    if characters > max_length * _CHARACTERS:
+      raise UserError(f'{characters} characters are more than the {max_length} tokens that the reward model takes')
+    return tokenizer.render_answer(prompt, completion)
 
   async def score(request: web.Request) -> web.Response:
     try:
-      prompt, completion = _read(await request.read())
-      before, after = tokenizer.render_answer(prompt, completion)
+      data = await request.read()
+      before, after = await asyncio.get_running_loop().run_in_executor(encoder, encode, data)
       value = await batcher.score([*before, *after])
     except UserError as error:
       return web.Response(status=400, text=str(error))
@@ -110,7 +127,9 @@ async def serve(model: RewardModel, tokenizer: Tokenizer, front: Any, say: Calla
     asyncio.get_running_loop().add_signal_handler(number, stop.set)
   await device.run(model, [[tokenizer.pad_id]])  # Compiles.
   batcher = Batcher(model, device)
-  where = listening(application(batcher, tokenizer), name='reward', front=front, routes=ROUTES)
+  where = listening(
+    application(batcher, tokenizer, max_length=model.max_length), name='reward', front=front, routes=ROUTES
+  )
   try:
     async with where as (address, public):
       running = asyncio.create_task(batcher.run())

@@ -42,8 +42,8 @@ class RemoteOptions:
   """Requests under way at once."""
   request_deadline_s: float = 60.0
   """Of one try. The scorer's own `deadline_s` is over all of them."""
-  retries: int = 3
-  """Tries after the first, where a fault may pass."""
+  retries: int = 5
+  """Tries after the first, where a fault may pass. With the default waits that bridges 15 s: a service's restart."""
   first_wait_s: float = 0.5
   """Before the second try, and twice as long before each later one; `Retry-After` of an answer may make it longer."""
 

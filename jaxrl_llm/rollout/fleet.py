@@ -429,7 +429,7 @@ class Fleet:
       self.counts['retries'] += attempt > 0
       replica, life = await self._acquire()
       try:
-        completion = await replica.client.generate(request, index, seed=self._seed, deadline_s=deadline_s)
+        completion = await replica.generate(request, index, seed=self._seed, deadline_s=deadline_s)
         await replica.settled.wait()
         if replica.life == life and all(segment.version in replica.proven for segment in completion.segments):
           replica.failures = 0

@@ -1,6 +1,8 @@
 """Authenticated reverse proxy that stands before an inference server which itself listens on this host alone.
 
 Invariant: nothing of a request reaches the upstream unless it bears the token and is, as sent, one of its routes.
+Connections that have not shown the token have a deadline, and are bounded in number: the oldest give way. So strangers
+hold neither memory nor descriptors, and never keep out who has the token.
 
 Runs on hosts that only serve, so it imports neither JAX nor anything else of this package but errors.
 """
@@ -17,6 +19,7 @@ import json
 import logging
 import os
 import re
+import resource
 import socket
 import ssl
 import urllib.parse
@@ -68,6 +71,12 @@ _QUERY = re.compile(r'[\x21\x22\x24-\x7e]*')
 _SERVER = {hdrs.SERVER: 'front'}
 """Instead of aiohttp's, which tells its version and Python's."""
 _KEEPALIVE_S, _LINGER_S, _SHUTDOWN_S, _CONNECT_S = 75.0, 1.0, 0.2, 10.0
+_STRANGER_S, _STRANGERS = 10.0, 1024
+"""Seconds that a connection has to show the token; most such connections at once (a trainer opens hundreds)."""
+_BODY_S = 60.0
+"""Longest pause between two parts of a request's body."""
+_DESCRIPTORS = 1 << 16
+"""Open files that a process with a front asks for: two for each request under way."""
 _log = logging.getLogger(__name__)
 
 
@@ -134,6 +143,7 @@ class Front:
     self._upstream_token, self._routes = upstream_token, tuple(routes)
     self._publish_root = None if publish_root is None else os.path.realpath(publish_root)
     self._session: aiohttp.ClientSession | None = None
+    self._server: _Server | None = None
     self._runner: web.ServerRunner | None = None
 
   async def __aenter__(self) -> Self:
@@ -162,7 +172,9 @@ class Front:
       auto_decompress=False,
       skip_auto_headers=(hdrs.USER_AGENT, hdrs.CONTENT_TYPE),
     )
-    self._runner = web.ServerRunner(_Server(self._handle, handler_cancellation=True), shutdown_timeout=_SHUTDOWN_S)
+    strangers = min(_STRANGERS, _permit_descriptors() // 4)
+    self._server = _Server(self._handle, handler_cancellation=True, strangers=strangers)
+    self._runner = web.ServerRunner(self._server, shutdown_timeout=_SHUTDOWN_S)
     try:
       await self._listen(self._runner)
     except OSError as error:
@@ -208,6 +220,8 @@ class Front:
   def _authenticate(self, request: web.BaseRequest) -> None:
     given = request.headers.getall(hdrs.AUTHORIZATION, [])
     if len(given) == 1 and hmac.compare_digest(given[0].encode('utf-8', 'surrogateescape'), self._wanted):
+      assert self._server is not None
+      self._server.trust(request.protocol)
       return
     self.refused += 1
     # At powers of two, so that a flood does not fill the log.
@@ -284,6 +298,33 @@ class _Refusal(Exception):
 class _Server(web.Server):
   """Connections with this front's limits and error pages."""
 
+  def __init__(self, *args: Any, strangers: int, **kwargs: Any):
+    super().__init__(*args, **kwargs)
+    self._permitted = strangers
+    self._strangers: dict[web.RequestHandler, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
+    """Connections that have not shown the token, the oldest first, with their deadlines."""
+
+  def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+    super().connection_made(handler, transport)
+    deadline = asyncio.get_running_loop().call_later(_STRANGER_S, self._drop, handler)
+    self._strangers[handler] = transport, deadline
+    if len(self._strangers) > self._permitted:
+      self._drop(next(iter(self._strangers)))
+
+  def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+    self.trust(handler)
+    super().connection_lost(handler, exc)
+
+  def trust(self, handler: web.RequestHandler) -> None:
+    """Lifts the deadline of a connection."""
+    if stranger := self._strangers.pop(handler, None):
+      stranger[1].cancel()
+
+  def _drop(self, handler: web.RequestHandler) -> None:
+    transport, deadline = self._strangers.pop(handler)
+    deadline.cancel()
+    transport.abort()
+
   def __call__(self) -> web.RequestHandler:
     return _Connection(
       self,
@@ -325,7 +366,11 @@ class _Upload:
   async def __aiter__(self) -> AsyncIterator[bytes]:
     size = 0
     try:
-      async for chunk in self._content.iter_any():
+      while True:
+        async with asyncio.timeout(_BODY_S):
+          chunk = await self._content.readany()
+        if not chunk:
+          return
         size += len(chunk)
         if size > self._limit:
           raise self._too_large()
@@ -336,9 +381,21 @@ class _Upload:
     except web.RequestPayloadError:
       self.fault = _Refusal(400, 'the body is not validly framed')
       raise self.fault from None
+    except TimeoutError:
+      self.fault = _Refusal(408, f'nothing of the body came for {_BODY_S:g} s')
+      raise self.fault from None
 
   def _too_large(self) -> _Refusal:
     return _Refusal(413, f'the body is larger than {self._limit} bytes')
+
+
+def _permit_descriptors() -> int:
+  """Raises this process's soft limit of open files, as far as the hard one permits; returns it, or what is wanted."""
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+  if soft != resource.RLIM_INFINITY and soft < wanted:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+  return wanted
 
 
 def _is_loopback(host: str) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.rollout.api import Probe
+from jaxrl_llm.rollout.api import Completion, Probe, Request
 from jaxrl_llm.rollout.client import Lost, Refused, VllmClient
 from jaxrl_llm.rollout.server import Server, lora_rank
 from jaxrl_llm.rollout.transfer import FileTransfer, Transfer
@@ -66,11 +66,27 @@ class Replica:
     """In a row, without a completion in between."""
     self.slices: list[Mapping[str, Any]] = []
     """For each worker of the server, what it said of its tensors."""
+    self._sampling = 0
+    """Requests that the server is sampling."""
+    self._drained = asyncio.Event()
+    """Set while there are none."""
+    self._drained.set()
     self.settled = asyncio.Event()
     """Set while no version is being taken: what was sampled before is then proven or void."""
     self.settled.set()
     self.paused_s = 0.0
     """How long the last transaction kept it from sampling."""
+
+  async def generate(self, request: Request, index: int, *, seed: int, deadline_s: float) -> Completion:
+    """As `VllmClient.generate`; a publication of adapters waits for it."""
+    self._sampling += 1
+    self._drained.clear()
+    try:
+      return await self.client.generate(request, index, seed=seed, deadline_s=deadline_s)
+    finally:
+      self._sampling -= 1
+      if not self._sampling:
+        self._drained.set()
 
   def forget(self) -> None:
     """What it holds is unknown: an update failed, or another process is behind the address, or will be."""
@@ -87,6 +103,8 @@ class Replica:
     """Brings the server to a publication, as architecture's contract has it.
 
     Hold, pause, check what is read, write, digest what is loaded, name the version, forget the cache, resume, probe.
+    Adapters are probed after the requests in flight have ended, each of which has a deadline: vLLM 0.32's CPU kernel
+    for adapters crashed on prompt logprobs that it batched with them.
 
     Raises:
       Refused: the files are not what was announced; nothing was written, and the version before goes on.
@@ -100,6 +118,8 @@ class Replica:
         await self._label(publication, deadline_s)
         self.paused_s = time.monotonic() - before
         if probe is not None:
+          if publication.adapter is not None:
+            await self._drained.wait()
           await self._check_probe(probe, tolerance, deadline_s)
       except Refused as error:  # After it was written.
         raise Lost(str(error)) from None
