@@ -44,6 +44,25 @@ def test_gae_equals_the_loop_that_carries_through_holes(length, seed, gamma, lam
     np.testing.assert_allclose(array, wanted, atol=1e-13)
 
 
+def test_gae_of_a_cut_row_by_hand():
+  # As above, with a value of 8 after the cut: the third delta is 1 + 8/2 - 4 = 1, so R = 5;
+  #   second: A = 0 + 1/4 = 1/4, R = 9/4;  first: A = 0 + 1/16 = 1/16, R = 17/16.
+  rewards, values = at(HOLES, [0.0, 0.0, 1.0]), at(HOLES, [1.0, 2.0, 4.0])
+  advantages, returns = masked_gae(rewards, values, HOLES, gamma=0.5, lam=0.5, last_value=8.0)
+  np.testing.assert_array_equal(advantages, at(HOLES, [1 / 16, 1 / 4, 1.0], elsewhere=0.0))
+  np.testing.assert_array_equal(returns, at(HOLES, [17 / 16, 9 / 4, 5.0], elsewhere=0.0))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 30), st.integers(0, 2**32 - 1), fractions, fractions, st.floats(-5, 5))
+def test_a_cut_is_a_token_more_that_earns_what_is_expected_of_it(length, seed, gamma, lam, last):
+  rewards, values, mask = oracles.row(np.random.default_rng(seed), length)
+  got = masked_gae(rewards, values, mask, gamma=gamma, lam=lam, last_value=last)
+  longer = [np.append(rewards, last), np.append(values, last), np.append(mask, True)]
+  for array, wanted in zip(got, masked_gae(*longer, gamma=gamma, lam=lam), strict=True):
+    np.testing.assert_allclose(array, wanted[:-1], atol=1e-13)
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 30), st.integers(0, 2**32 - 1))
 def test_undiscounted_gae_is_reward_to_go_minus_value(length, seed):

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.advantages.shaping import MuSchedule
 from jaxrl_llm.batching.chunks import Chunks
 from jaxrl_llm.batching.plan import Row
-from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.learner.algorithm import Closed, ReferenceRule, Setting
 from jaxrl_llm.learner.catalogue import ALGORITHMS, OFFLINE, PAIRWISE
 from jaxrl_llm.learner.mix import MixConfig, mix
@@ -355,6 +356,46 @@ def test_numbers_that_mean_nothing_are_one_line(build, said):
   assert '\n' not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+  ('algorithm', 'said'),
+  [
+    (
+      grpo(GrpoConfig(gamma=0.9)),
+      ['grpo.gamma: 0.9 has no effect without adv_estimator reinforce_plus_plus or gae'],
+    ),
+    (
+      grpo(ReinforcePlusPlusConfig(lam=0.9, gamma=0.9)),
+      ['reinforce_plus_plus.lam: 0.9 has no effect without adv_estimator gae'],
+    ),
+    (grpo(PpoConfig(gamma=0.9, lam=0.9)), []),
+    (grpo(PpoConfig(adv_eps=0.1, norm_adv_by_std=False)), ['ppo.norm_adv_by_std: False', 'ppo.adv_eps: 0.1']),
+    (grpo(GrpoConfig(norm_adv_by_std=False, adv_ddof=0)), ['grpo.adv_ddof: 0']),
+    (grpo(GrpoConfig(kl_loss_type='k2', kl_horizon=5.0)), ['grpo.kl_loss_type: ', 'grpo.kl_horizon: 5.0']),
+    (grpo(GrpoConfig(reference=ReferenceRule(every=3))), ['grpo.reference: every=3 has no effect without kl_loss']),
+    (grpo(GrpoConfig(reference=ReferenceRule(every=3), kl_loss_coef=0.1)), []),
+    (grpo(GrpoConfig(rollout_is_threshold=5.0, bypass_old_logprobs=True)), ['grpo.rollout_is_threshold: 5.0']),
+    (grpo(CispoConfig(clip_ratio_c=3.0)), ['cispo.clip_ratio_c: 3.0']),
+    (grpo(GrpoConfig(loss_scale_factor=5.0)), ['grpo.loss_scale_factor: 5.0']),
+    (mix(MixConfig(loss_scale_factor=5.0, expert_loss_agg_mode='seq-mean-token-sum-norm'), SETTING), []),
+    (
+      mix(MixConfig(lam=0.5, mu=MuSchedule(kind='linear', warmup_steps=3)), SETTING),
+      ['mix.lam: 0.5', 'mix.mu.warmup_steps: 3 has no effect without kind chord'],
+    ),
+    (opmd(OpmdConfig(overlong_penalty_factor=0.5), SETTING), ['opmd.overlong_penalty_factor: 0.5']),
+  ],
+  ids=lambda value: '',
+)
+def test_options_without_effect_are_named(algorithm, said):
+  assert len(algorithm.no_effect) == len(said)
+  for line, start in zip(algorithm.no_effect, said, strict=True):
+    assert line.startswith(start) and '\n' not in line, line
+
+
+def test_no_default_is_without_effect():
+  for name, (config, make) in ALGORITHMS.items():
+    assert make(config(), SETTING).no_effect == (), name
+
+
 def test_infinity_switches_a_limit_off():
   for config in (
     GrpoConfig(rollout_is_threshold=math.inf, clip_ratio_high=math.inf, clip_ratio_c=None),
@@ -416,6 +457,67 @@ def test_hand_worked_returns_and_value_loss_of_ppo():
   assert mean(stats['critic/vf_clipfrac']) == 1.0
 
 
+NAMED = 'values of row s/1 is nan at token 2, not finite at 1 of the 2 tokens read; the row leaves the loss'
+
+
+def test_a_row_with_a_value_that_is_not_finite_leaves_the_loss_by_name_and_moves_no_other(caplog):
+  mask = np.array([False, True, True, False])
+  values = [np.array([7.0, 1.0, 3.0, 7.0], np.float32), np.array([7.0, 1.0, math.nan, 7.0], np.float32)]
+  values += [np.array([math.inf, 2.0, 1.0, math.nan], np.float32)]  # Junk where nothing is trained counts for nothing.
+  rows, algorithm = [row(0, 'a', 4.0), row(1, 'a', 1.0), row(2, 'b', 2.0)], grpo(PpoConfig())
+  with caplog.at_level('WARNING', logger='absl'):
+    found = annotated(algorithm, rows, loss_mask=[mask] * 3, values=values, step=5)
+  assert [record.getMessage() for record in caplog.records] == [f'batch 5 of the stage: {NAMED}']
+  without = annotated(algorithm, rows[::2], loss_mask=[mask] * 2, values=values[::2])
+  assert found.in_loss.tolist() == [True, False, True] and not found.advantages[1].any() and not found.returns[1].any()
+  for name in ('advantages', 'returns'):
+    np.testing.assert_array_equal(getattr(found, name)[::2], getattr(without, name))
+  assert (found.metrics['num_not_finite'], without.metrics['num_not_finite']) == ((1.0, 1.0), (0.0, 1.0))
+  assert found.metrics['critic/values/mean'] == without.metrics['critic/values/mean']
+
+
+def test_a_divergence_that_is_not_finite_moves_no_coefficient():
+  tokens = lambda *references: dict(
+    loss_mask=[np.array([False, True, True])] * len(references),
+    proximal_logprobs=[np.array([0.0, -1.0, -1.0], np.float32)] * len(references),
+    reference_logprobs=[np.array([0.0, -2.0, value], np.float32) for value in references],
+  )
+  algorithm = grpo(ReinforcePlusPlusConfig(kl_reward_coef=0.5, kl_target=0.1, kl_horizon=10.0))
+  rows = [row(0, 'a', 1.0, length=3), row(1, 'b', 1.0, length=3)]
+  found = annotated(algorithm, rows, **tokens(-1.0, -math.inf))
+  assert found.metrics['actor/kl_measured'] == (1.0, 2.0) and found.in_loss.tolist() == [True, False]
+  assert np.isfinite(found.advantages).all() and math.isfinite(found.state['kl_coef'])
+
+
+def test_a_batch_without_a_finite_row_ends_the_run():
+  mask, values = np.array([False, True]), np.array([0.0, math.inf], np.float32)
+  with pytest.raises(RunError, match='batch 3 of the stage: values of row s/0 is inf at token 1') as caught:
+    annotated(grpo(PpoConfig()), [row(0, 'a', 1.0, length=2)], loss_mask=[mask], values=[values], step=3)
+  assert '\n' not in str(caught.value)
+
+
+def test_a_cut_answer_is_worth_what_the_critic_expects_of_its_continuation():
+  """γ = 1/2, λ = 1. Values 1 and 3 at the trained tokens, reward 4 at the last, 6 after it: returns 4 + 3, and half."""
+  algorithm = grpo(PpoConfig(gamma=0.5, bootstrap_truncated=True))
+  assert {'values', 'next_values'} <= algorithm.on_host and 'next_values' not in grpo(PpoConfig()).on_host
+  rows = [row(0, 'a', 4.0, truncated=True), row(1, 'a', 4.0)]
+  mask, values = np.array([False, True, True, False]), np.array([7.0, 1.0, 3.0, 7.0], np.float32)
+  tokens = dict(loss_mask=[mask] * 2, values=[values] * 2)
+  found = annotated(algorithm, rows, next_values=[np.array([1.0, 3.0, 7.0, 6.0], np.float32)] * 2, **tokens)
+  np.testing.assert_array_equal(found.returns[0], [0, 3.5, 7, 0])
+  np.testing.assert_array_equal(found.returns[1], [0, 2, 4, 0])
+  without = annotated(grpo(PpoConfig(gamma=0.5)), rows, **tokens)
+  np.testing.assert_array_equal(without.returns[0], without.returns[1])
+  # A value after a cut that is not finite takes its row out; after an end it is not read.
+  broken = [np.array([1.0, 3.0, 7.0, math.nan], np.float32)] * 2
+  assert annotated(algorithm, rows, next_values=broken, **tokens).in_loss.tolist() == [False, True]
+  assert (
+    grpo(PpoConfig(bootstrap_truncated=True, mask_truncated=True))
+    .no_effect[0]
+    .startswith('ppo.bootstrap_truncated: True has no effect')
+  )
+
+
 def test_an_adaptive_coefficient_follows_the_measured_divergence_and_survives_in_the_state():
   config = ReinforcePlusPlusConfig(kl_reward_coef=0.5, kl_target=0.1, kl_horizon=10.0)
   mask = np.array([False, True, True, False])
@@ -461,6 +563,30 @@ def test_masks_of_unmixed_groups_and_of_truncated_answers():
   assert found.advantages[2] > 0  # the truncated answer's reward stays in its group's baseline
 
 
+def test_a_group_is_mixed_by_what_its_rows_are_worth():
+  """Group a has equal rewards and different turn rewards; in group b the turns make up for the difference."""
+  rows = [
+    row(0, 'a', 1.0, turn_rewards=(0.5,)),
+    row(1, 'a', 1.0, turn_rewards=(0.25,)),
+    row(2, 'b', 1.0, turn_rewards=(0.5,)),
+    row(3, 'b', 0.5, turn_rewards=(1.0,)),
+  ]
+  found = annotated(grpo(DapoConfig()), rows)
+  assert found.in_loss.tolist() == [True, True, False, False]
+  assert [a != 0 for a in found.advantages] == [True, True, False, False]
+
+
+def test_trajectories_are_mixed_by_what_they_share_a_baseline_with():
+  """Both trajectories end with 1 and go through a step of 0: what the steps earn differs, the trajectories do not."""
+  steps = lambda i, name, step, reward: row(i, 'a', reward, trajectory=name, step_index=step)
+  rows = [steps(0, 'x', 0, 0.0), steps(1, 'x', 1, 1.0), steps(2, 'y', 0, 0.0), steps(3, 'y', 1, 1.0)]
+  for credit in ('trajectory', 'step'):
+    assert not annotated(grpo(DapoConfig(credit=credit)), rows).in_loss.any()
+  rows[2] = dataclasses.replace(rows[2], reward=0.5)
+  assert not annotated(grpo(DapoConfig()), rows).in_loss.any()
+  assert annotated(grpo(DapoConfig(credit='step')), rows).in_loss.tolist() == [True, False, True, False]
+
+
 def test_a_length_reward_waits_for_its_warm_up():
   rows = [row(0, 'a', 1.0, length=3, correct=True), row(1, 'a', 1.0, length=5, correct=True)]
   algorithm = grpo(GrpoConfig(length_reward_weight=0.5, length_reward_warmup_steps=2))
@@ -475,6 +601,35 @@ def test_steps_of_a_trajectory_share_its_advantage():
   np.testing.assert_array_equal(found.advantages, [2, 2, -2])
   found = annotated(grpo(GrpoConfig(norm_adv_by_std=False, credit='step')), rows)
   np.testing.assert_array_equal(found.advantages, [0, 0, 0])  # each step's own baseline: equal rewards, or alone
+
+
+STEPS = [
+  row(0, 'a', 0.0, trajectory='x', step_index=0),
+  row(1, 'a', 1.0, trajectory='x', step_index=1),
+  row(2, 'a', 0.0),
+  row(3, 'a', 1.0),
+]
+
+
+@pytest.mark.parametrize(
+  ('algorithm', 'said'),
+  [
+    (grpo(PpoConfig()), "adv_estimator 'gae' takes each row for an episode; use grpo"),
+    (grpo(ReinforcePlusPlusConfig()), "adv_estimator 'reinforce_plus_plus' takes each row for an episode"),
+    (opmd(OpmdConfig(), SETTING), 'opmd averages its baseline over rows'),
+    (opmd(OpmdConfig(baseline='log_partition'), SETTING), 'opmd averages its baseline over rows'),
+    (grpo(GrpoConfig(overlong_buffer_len=4)), 'go by the length of a row'),
+    (grpo(GrpoConfig(length_reward_weight=0.5, length_reward_warmup_steps=9)), 'go by the length of a row'),
+  ],
+)
+def test_trajectories_of_several_rows_are_refused_where_a_row_is_taken_for_one(algorithm, said):
+  with pytest.raises(UserError, match=re.escape(said)) as caught:
+    annotated(algorithm, STEPS, **tokens_of(algorithm, len(STEPS)))
+  assert '\n' not in str(caught.value) and 'row s/0: is step 0 of trajectory x' in str(caught.value)
+  # A last step alone, whose first one was dropped, is no whole trajectory either.
+  with pytest.raises(UserError, match='row s/1: is step 1 of trajectory x'):
+    annotated(algorithm, STEPS[1:], **tokens_of(algorithm, 3))
+  assert annotated(algorithm, [STEPS[0], *STEPS[2:]], **tokens_of(algorithm, 3)).in_loss.all()
 
 
 def test_hand_worked_opmd_loss():

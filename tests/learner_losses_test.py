@@ -139,7 +139,7 @@ IN_FULL = {
   *((name, 'float64') for name in KINDS),
   *((name, 'float32') for name in ('grpo', 'ppo critic', 'reward_model')),
 }
-"""One of each kind of loss; and again in float32 one of each head."""
+"""In float64 a loss of each kind, and in float32 a loss of each head."""
 
 
 @pytest.mark.full
@@ -238,7 +238,8 @@ def estimated(config, rows):
   columns, masks = [columns_of('bigram')[row.index] for row in rows], [SAMPLES[row.index].loss_mask for row in rows]
   in_loss = [reward is not None for reward in rewards]
   if config.mask_unmixed_groups:
-    of = lambda group: {row.reward for row in rows if row.group == group and row.reward is not None}
+    scores = of_trajectories(rows, [row.reward for row in rows])
+    of = lambda group: {score for row, score in zip(rows, scores) if row.group == group and score is not None}
     in_loss = [scored and len(of(group)) > 1 for scored, group in zip(in_loss, groups)]
   if config.mask_truncated:
     in_loss = [scored and not row.truncated for scored, row in zip(in_loss, rows)]

@@ -162,7 +162,7 @@ def test_a_sharded_decoder_has_the_same_gradient(folder):
 
 MESHES = [{'fsdp': 8}, {'sequence': 8}, {'data': 2, 'fsdp': 2, 'tensor': 2}, {'data': 2}, {'tensor': 2}]
 IN_FULL = [(axes, 'float64') for axes in MESHES[:3]] + [(MESHES[2], 'float32')]
-"""Axes so long that some dimensions are no multiples of them, and all others at once."""
+"""Two axes so long that they do not divide every dimension, and a mesh of the other axes together."""
 
 
 @pytest.mark.full

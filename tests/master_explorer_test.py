@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import functools
 import itertools
 import json
 
@@ -388,6 +389,33 @@ def test_groups_in_flight_never_pass_the_gate(tokenizer, store):
         assert len(exploration.engine.requests) == (step + 2) * 2
 
   run(main())
+
+
+def test_a_later_stage_draws_no_noise_again(tokenizer, store):
+  """Two tasks in three batches of two: visits 0, 1, 2. The second stage goes on with 3, wherever it is entered."""
+  stages = {
+    name: exploring.Exploration(
+      tokenizer, store, lambda attempt: 1.0, tasks=exploring.make_tasks(2), stage=name, earlier=earlier
+    )
+    for name, earlier in (('grpo', ()), ('again', ('grpo',)), ('third', ('grpo', 'again')))
+  }
+  keys = {}
+  for name, exploration in stages.items():
+    run(exploration.batches(3))
+    keys[name] = {request.key for request in exploration.engine.requests}
+  assert {key[-1] for key in keys['grpo']} == {0, 1, 2}
+  assert not keys['grpo'] & keys['again'] and not (keys['grpo'] | keys['again']) & keys['third']
+  # What a stage has drawn itself, and what a later one has, moves nothing: a resumed stage goes on with its visits.
+  assert set(store.visits(['grpo']).values()) == {3} and set(store.visits(['grpo', 'again']).values()) == {6}
+
+
+def test_a_prompt_of_an_earlier_stage_under_another_taskset_draws_no_noise_again(tokenizer, store):
+  make = functools.partial(exploring.Exploration, tokenizer, store, lambda attempt: 1.0)
+  first = make(tasks=exploring.make_tasks(2))
+  run(first.batches(1))
+  second = make(tasks=exploring.make_tasks(2, 'other'), stage='again', earlier=('grpo',))
+  run(second.batches(1))
+  assert not {request.key for request in first.engine.requests} & {request.key for request in second.engine.requests}
 
 
 def test_samples_are_issued_in_order_before_they_are_asked_for(tokenizer, store):

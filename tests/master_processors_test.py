@@ -82,6 +82,12 @@ def test_groups_without_variance_are_left_out_before_any_rounding():
   spread = [member(0, 0.0), member(1, 1.0)]  # deviation 0.5
   assert len(run(spread, ('reward_std', {'min_std': 0.49})).members) == 2
   assert run(spread, ('reward_std', {'min_std': 0.5})).members == []
+  # Turns count: they make the one group differ, and the other not.
+  earning = lambda member, *turns: dataclasses.replace(
+    member, reward=dataclasses.replace(member.reward, turn_values=turns)
+  )
+  assert len(run([earning(member(0, 1.0), 0.5), member(1, 1.0)], 'reward_std').members) == 2
+  assert run([earning(member(0, 0.0), 0.75, 0.25), member(1, 1.0)], 'reward_std').members == []
 
 
 @pytest.mark.parametrize(('correct', 'kept'), [((0, 0, 0), False), ((1, 0, 0), True), ((1, 1, 1), False)])

@@ -9,7 +9,7 @@ import pytest
 from jaxrl_llm.batching.plan import Row, StepPlan, pack_step, plan_shape
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.data.load import PackedStep
-from jaxrl_llm.experience.sample import Finish, Sample, Segment, Source
+from jaxrl_llm.experience.sample import Finish, Role, Sample, Segment, Source
 from jaxrl_llm.experience.score import Score
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.learner.algorithm import Annotation
@@ -95,6 +95,10 @@ def test_metrics_of_a_batch_of_rollouts_by_hand(closed):
       'prompt_length/mean': 2.0,
       'prompt_length/max': 2.0,
       'prompt_length/min': 2.0,
+      'num_turns/mean': 1.0,
+      'num_turns/max': 1.0,
+      'num_turns/min': 1.0,
+      'response/aborted_ratio': 0.0,
       'perf/total_num_tokens': 18.0,  # 10 + 4 * 2
       # 18 tokens in chunks of 16 take two of them, which is one micro-batch of 32 places.
       'perf/packing_utilisation': 18 / 32,
@@ -120,6 +124,22 @@ def test_metrics_of_a_batch_of_rollouts_by_hand(closed):
       'run/dropped/groups': 1.0,
     }
   )
+
+
+def test_turns_and_aborted_samples_are_counted(closed):
+  batch, taken = closed
+  third, fourth = (row.uid for row in batch.plan.rows[2:])
+  sample = taken[third].sample  # Six tokens: prompt, prompt, then the policy's, a tool's, the policy's, the policy's.
+  two_turns = dataclasses.replace(
+    sample,
+    role=np.array([Role.PROMPT, Role.PROMPT, Role.POLICY, Role.TOOL, Role.POLICY, Role.POLICY], np.uint8),
+  )
+  aborted = dataclasses.replace(taken[fourth].sample, finish_reason=Finish.ABORT)
+  taken = taken | {third: dataclasses.replace(taken[third], sample=two_turns)}
+  taken |= {fourth: dataclasses.replace(taken[fourth], sample=aborted)}
+  metrics = resolve(batch_metrics(batch, taken))
+  assert [metrics[f'num_turns/{kind}'] for kind in ('mean', 'max', 'min')] == [1.25, 2.0, 1.0]
+  assert metrics['response/aborted_ratio'] == 0.25
 
 
 def test_every_metric_is_documented(closed):

@@ -1,5 +1,7 @@
 """What is learned of a finished group, on groups made by hand."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -84,6 +86,18 @@ def test_mixed_takes_whole_groups_that_have_two_rewards(members, count):
   found = choose(SelectionConfig(kind='mixed'), members)
   assert [c.scored for c in found] == members[:count]
   assert {(c.pair, c.label, c.imitated) for c in found} <= {('', 0, False)}
+
+
+def earning(member: Scored, *turns: float) -> Scored:
+  return dataclasses.replace(member, reward=dataclasses.replace(member.reward, turn_values=turns))
+
+
+def test_mixed_counts_what_turns_have_earned():
+  first, second = group((3, True, 1.0), (3, True, 1.0))
+  mixed = SelectionConfig(kind='mixed')
+  assert len(choose(mixed, [earning(first, 0.5), second])) == 2
+  assert not choose(mixed, [earning(first, 0.5), earning(second, 0.25, 0.25)])
+  assert not choose(mixed, [earning(first, 0.5), member(1, 3, True, 1.5)])
 
 
 def test_the_shortest_correct_one_is_imitated_alone():

@@ -249,6 +249,22 @@ def test_what_is_annotated_is_of_before_the_batch_in_all_epochs(with_critic, num
   assert max(moved) > 0.01, 'the updates would not be seen'
 
 
+def test_after_a_cut_comes_what_the_critic_expects_there(folder):
+  """γ = λ = 1: the return of a cut answer is its reward and the value of the state after its last token."""
+  config = PpoConfig(bootstrap_truncated=True, cliprange_value=None)
+  rows = [dataclasses.replace(row, truncated=i % 3 == 0) for i, row in enumerate(ROWS)]
+  with training(folder, stage_of(policy_gradient(config, SETTING), minibatches=2, epochs=2)) as made:
+    (done,) = made.run(1, rows=rows)
+  critic = done.before.critic.params
+  embed, head = (np.asarray(critic[name]['kernel'], np.float64) for name in ('embed', 'head'))
+  ahead = [row.truncated * float(embed[s.tokens[-1]] @ head[0]) for row, s in zip(rows, SAMPLES)]
+  assert min(abs(ahead[i]) for i in (0, 3, 6)) > 0.1, 'the values would not be seen'
+  wanted = lambda s: np.full(len(s.tokens) - 1, rows[s.sample_index].reward + ahead[s.sample_index])
+  assert_column(done.batch, 'returns', wanted)
+  assert_column(done.batch, 'values', lambda sample: values_of(critic, sample))
+  assert done.passes == {'old_log_prob', 'values'}
+
+
 def assert_referred(batch, params):
   """The reference's logprobs are those of the parameters, in every optimizer step."""
   assert_column(batch, 'reference_logprobs', lambda sample: forward(params, sample))

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxrl_llm.ops import logprobs as module
-from jaxrl_llm.ops.logprobs import plan_token_chunk, sequence_scores, token_logprobs, token_values
+from jaxrl_llm.ops.logprobs import plan_token_chunk, sequence_scores, state_values, token_logprobs, token_values
 
 ROWS, TIME, EMBED, VOCAB = 3, 12, 8, 17
 
@@ -336,6 +336,13 @@ def test_a_value_is_of_the_state_before_its_token():
   # Entry t is what the place before t says; the first token of a segment has no state before it.
   wanted = [[0, 1, 2, 0, 4, 0], [0, 0, 8, 9, 10, 11]]
   np.testing.assert_array_equal(read(token_values).values, wanted)
+
+
+def test_state_values_have_the_state_after_each_token_too():
+  """That after a segment's last token is no token's value: it is what a cut answer would go on from."""
+  found = read(state_values)
+  np.testing.assert_array_equal(found.values, read(token_values).values)
+  np.testing.assert_array_equal(found.next_values, [[1, 2, 3, 4, 5, 0], [7, 8, 9, 10, 11, 12]])
 
 
 def test_a_score_is_read_at_the_last_token_of_each_segment():

@@ -80,6 +80,11 @@ def log_partition_baseline(rewards: Sequence[float | None], groups: Sequence[str
   return _within_groups(rewards, groups, rule)
 
 
+def unequal(rewards: Sequence[float | None], groups: Sequence[str]) -> GroupAdvantages:
+  """1 for the scored samples of a group with two different rewards, 0 for all others (DAPO's dynamic sampling)."""
+  return _within_groups(rewards, groups, np.ones_like)
+
+
 def step_credit(
   rewards: Sequence[float | None],
   groups: Sequence[str],

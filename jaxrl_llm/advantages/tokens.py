@@ -24,17 +24,18 @@ def masked_gae(
   *,
   gamma: float,
   lam: float,
+  last_value: float = 0.0,
 ) -> tuple[Float64[np.ndarray, 'time'], Float64[np.ndarray, 'time']]:
   """(advantages, returns) by generalized advantage estimation over the valid tokens t, t' the next valid one:
 
-  δ_t = r_t + γ V_t' - V_t;  A_t = δ_t + γ λ A_t';  R_t = A_t + V_t;  V and A are 0 after the last valid token.
+  δ_t = r_t + γ V_t' - V_t;  A_t = δ_t + γ λ A_t';  R_t = A_t + V_t;  after the last valid token V is `last_value`
+  (0 where the episode has ended) and A is 0.
 
   Source: Schulman et al. 2016 (arXiv:1506.02438), eq. 16. A hole carries (V_t', A_t') through unchanged, so neither
   holes nor padding change anything at valid tokens, for every λ. A row without valid tokens gives zeros.
   """
   rewards, values = _compact(rewards, mask), _compact(values, mask)
-  following = np.zeros_like(values)
-  following[:-1] = values[1:]
+  following = np.append(values[1:], last_value)[: len(values)]
   advantages = _discounted_sums(rewards + gamma * following - values, gamma * lam)
   return _spread(advantages, mask), _spread(advantages + values, mask)
 

@@ -14,7 +14,7 @@ from jaxrl_llm.batching.chunks import Chunks
 from jaxrl_llm.learner.forward import build_score
 from jaxrl_llm.learner.state import TrainState, abstract_base, abstract_state
 from jaxrl_llm.learner.update import build_update
-from jaxrl_llm.master.trainer import Stage
+from jaxrl_llm.master.trainer import Stage, value_pass
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.models.flops import causal_pairs, model_flops
@@ -51,20 +51,21 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
     built = build_update(of, loss, optimizer, config, mesh, state, updates=updates, token_chunk=stage.token_chunk)
     return lambda: built.lower(state, *arrays, constants, abstract_base(of, mesh))
 
-  def score(of: Model, state: TrainState) -> Callable[[], jax.stages.Lowered]:
-    whole = lora.join(state.params, abstract_base(of, mesh))
-    return lambda: build_score(of, mesh, token_chunk=stage.token_chunk).lower(whole, *arrays)
+  def score(built: Any, of: Model, state: TrainState) -> Callable[[], jax.stages.Lowered]:
+    return lambda: built.lower(lora.join(state.params, abstract_base(of, mesh)), *arrays)
 
   flops = lambda of, backward: model_flops(of.spec, tokens, pairs=pairs, backward=backward)
   own = update(model, algorithm.loss, stage.optimizer, stage.optimizer_config, stage.updates)
   yield Program('update', own, flops(model, True))
   if algorithm.reads & {'proximal', 'reference'}:
-    yield Program('logprobs', score(model, abstract_state(model, stage.optimizer, mesh)), flops(model, False))
+    built = build_score(model, mesh, token_chunk=stage.token_chunk)
+    yield Program('logprobs', score(built, model, abstract_state(model, stage.optimizer, mesh)), flops(model, False))
   if algorithm.critic_loss is not None:
     optimizer, config = stage.critic_optimizer, stage.critic_optimizer_config
     own = update(critic, algorithm.critic_loss, optimizer, config, stage.critic_updates)
     yield Program('critic update', own, flops(critic, True))
-    yield Program('values', score(critic, abstract_state(critic, optimizer, mesh)), flops(critic, False))
+    built = value_pass(stage, critic, mesh)
+    yield Program('values', score(built, critic, abstract_state(critic, optimizer, mesh)), flops(critic, False))
 
 
 def batch_shapes(stage: Stage, mesh: Mesh) -> Chunks:

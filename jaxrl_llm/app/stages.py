@@ -75,6 +75,8 @@ def _stage(
     raise UserError(f'{where}.optimizer: missing, and learner.optimizer too; give one with its peak_lr')
   algorithm = build_algorithm(stage.algorithm, Setting(max_response_length=config.rollout.max_response_length))
   _check_stage(stage, config, algorithm)
+  for line in algorithm.no_effect:
+    logging.warning('%s.algorithm: %s', where, line)
   longest = config.rollout.max_prompt_length + config.rollout.max_response_length
   sequence = mesh.shape[SEQUENCE]
   chunk_len = config.learner.chunk_len or -(-longest // math.lcm(8, sequence)) * math.lcm(8, sequence)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 from jaxrl_llm.core.types import Json
 
@@ -38,3 +39,8 @@ class Score:
   """What the value rests on: the extracted answer, an error's text."""
   time: float = 0.0
   """Seconds the scorer took."""
+
+
+def worth(value: float | None, turn_values: Sequence[float]) -> float | None:
+  """The value of a whole attempt: its own and those of its turns. None, unscorable, stays None."""
+  return None if value is None else value + math.fsum(turn_values)

@@ -23,8 +23,11 @@ from jaxrl_llm.ops.reduce import Aggregation, Stat, Term, aggregate
 
 Read = Literal['proximal', 'reference', 'values']
 """A pass over the closed batch before its first update: logprobs of policy and reference, values of the critic."""
-TokenColumn = Literal['loss_mask', 'behaviour_logprobs', 'proximal_logprobs', 'reference_logprobs', 'values']
-"""What `annotate` may ask for, per token of each row."""
+TokenColumn = Literal[
+  'loss_mask', 'behaviour_logprobs', 'proximal_logprobs', 'reference_logprobs', 'values', 'next_values'
+]
+"""What `annotate` may ask for, per token of each row; `next_values`, of the states after each token, with the read
+'values'."""
 Outputs = TokenLogprobs | TokenValues | SequenceScores
 """What a model makes of a micro-batch: by its head, 'lm', 'value' or 'scalar'."""
 Constants = Mapping[str, Any]
@@ -115,6 +118,8 @@ class Algorithm(NamedTuple):
   """Of the critic's values, where there is a critic."""
   critic_warmup: int = 0
   """Batches that train the critic alone."""
+  no_effect: tuple[str, ...] = ()
+  """A line for each option that is set and has no effect; logged when a stage is built."""
 
 
 def plain(rows: Sequence[Row], **more: Any) -> Annotation:

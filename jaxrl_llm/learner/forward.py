@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +15,14 @@ from jaxrl_llm.batching.chunks import Chunks
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.learner.algorithm import Outputs
 from jaxrl_llm.models.api import Model
-from jaxrl_llm.ops.logprobs import sequence_scores, token_logprobs, token_values
+from jaxrl_llm.ops.logprobs import StateValues, sequence_scores, state_values, token_logprobs, token_values
 from jaxrl_llm.ops.reduce import by_segment
 from jaxrl_llm.parallel import rules
 
 
 def chunk_outputs(model: Model, params: Params, chunks: Chunks, *, token_chunk: int) -> Outputs:
   """What the model makes of one micro-batch: logprobs under each sample's own temperature, values, or scores."""
-  hidden = model.apply(params, chunks.tokens, chunks.positions, chunks.segment_ids)
-  kernel = rules.constrain(model.head_kernel(params), model.mesh, 'vocab', None)
+  hidden, kernel = _states(model, params, chunks)
   if model.spec.head == 'value':
     return token_values(hidden, kernel, chunks.segment_ids)
   if model.spec.head == 'scalar':
@@ -37,6 +38,14 @@ def chunk_outputs(model: Model, params: Params, chunks: Chunks, *, token_chunk: 
     token_chunk=token_chunk,
     **_parts(model, chunks),
   )
+
+
+def _states(
+  model: Model, params: Params, chunks: Chunks
+) -> tuple[Float[Array, 'chunks time embed'], Float[Array, 'out embed']]:
+  """Hidden states, and the kernel that makes outputs of them."""
+  hidden = model.apply(params, chunks.tokens, chunks.positions, chunks.segment_ids)
+  return hidden, rules.constrain(model.head_kernel(params), model.mesh, 'vocab', None)
 
 
 def _parts(model: Model, chunks: Chunks) -> dict[str, int]:
@@ -57,11 +66,25 @@ Score = Callable[[Params, Chunks, Int[Array, '']], Float[Array, 'micro chunks ..
 
 def build_score(model: Model, mesh: Mesh, *, token_chunk: int) -> Score:
   """A jitted forward-only pass: logprobs, values or scores of the first `used` micro-batches, 0 elsewhere."""
+  return _build_pass(lambda params, chunks: chunk_outputs(model, params, chunks, token_chunk=token_chunk)[0], mesh)
 
-  def score(params: Params, batch: Chunks, used: Int[Array, '']) -> Float[Array, 'micro chunks ...']:
-    one = lambda i: chunk_outputs(model, params, micro_batch(batch, i), token_chunk=token_chunk)[0]
-    like = jax.eval_shape(one, 0)
-    start = jnp.zeros((batch.tokens.shape[0], *like.shape), like.dtype)
-    return jax.lax.fori_loop(0, used, lambda i, all: jax.lax.dynamic_update_index_in_dim(all, one(i), i, 0), start)
 
-  return jax.jit(score, out_shardings=rules.sharding_of_batch(mesh))
+Value = Callable[[Params, Chunks, Int[Array, '']], StateValues]
+
+
+def build_value(critic: Model, mesh: Mesh) -> Value:
+  """The same pass of a critic, with the values of the states after each token beside those before it."""
+  return _build_pass(lambda params, chunks: state_values(*_states(critic, params, chunks), chunks.segment_ids), mesh)
+
+
+def _build_pass(outputs: Callable[[Params, Chunks], Any], mesh: Mesh) -> Callable[[Params, Chunks, Any], Any]:
+  """Jitted: the outputs of the first `used` micro-batches, with a leading axis, 0 elsewhere."""
+
+  def whole(params: Params, batch: Chunks, used: Int[Array, '']) -> Any:
+    one = lambda i: outputs(params, micro_batch(batch, i))
+    count = batch.tokens.shape[0]
+    start = jax.tree.map(lambda like: jnp.zeros((count, *like.shape), like.dtype), jax.eval_shape(one, 0))
+    put = lambda i, all, new: jax.lax.dynamic_update_index_in_dim(all, new, i, 0)
+    return jax.lax.fori_loop(0, used, lambda i, all: jax.tree.map(functools.partial(put, i), all, one(i)), start)
+
+  return jax.jit(whole, out_shardings=rules.sharding_of_batch(mesh))

@@ -23,7 +23,8 @@ from jaxrl_llm.learner.algorithm import (
   Stats,
   Terms,
 )
-from jaxrl_llm.learner.policy_gradient import shaped_rewards, with_turns
+from jaxrl_llm.learner.effects import SHAPING, without_effect
+from jaxrl_llm.learner.policy_gradient import refuse_steps, shaped_rewards, worths
 from jaxrl_llm.learner.policy_options import ShapingOptions, check_shaping
 from jaxrl_llm.learner.ranges import Range, check_ranges
 from jaxrl_llm.objectives.policy import opmd_loss
@@ -51,7 +52,8 @@ def opmd(config: OpmdConfig, setting: Setting) -> Algorithm:
 
   def annotate(closed: Closed) -> Annotation:
     rewards = shaped_rewards(config, setting, closed)
-    whole, groups = with_turns(closed.rows, rewards), [row.group for row in closed.rows]
+    refuse_steps(closed.rows, 'opmd averages its baseline over rows; use grpo or rloo')
+    whole, groups = worths(closed.rows, rewards), [row.group for row in closed.rows]
     if config.baseline == 'mean':
       found = group_advantages(whole, groups, normalize_by_std=False)
     else:
@@ -85,4 +87,5 @@ def opmd(config: OpmdConfig, setting: Setting) -> Algorithm:
     reads=frozenset({'reference'}),
     reference=config.reference,
     renew_optimizer=config.renew_optimizer,
+    no_effect=without_effect(config, 'opmd', SHAPING),
   )

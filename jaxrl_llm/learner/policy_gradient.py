@@ -6,16 +6,17 @@ ratio is bounded, how tokens are aggregated, and in whether there is a critic; n
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import collections
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jaxtyping import Array, Bool, Float64
 
 from jaxrl_llm.advantages import tokens as by_token
-from jaxrl_llm.advantages.group import GroupAdvantages, group_advantages, leave_one_out, step_credit
+from jaxrl_llm.advantages.group import GroupAdvantages, group_advantages, leave_one_out, step_credit, unequal
 from jaxrl_llm.advantages.shaping import (
   AdaptiveKl,
   adapted,
@@ -25,6 +26,8 @@ from jaxrl_llm.advantages.shaping import (
 )
 from jaxrl_llm.batching.chunks import Chunks
 from jaxrl_llm.batching.plan import Row
+from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.experience.score import worth
 from jaxrl_llm.learner.algorithm import (
   Algorithm,
   Annotation,
@@ -35,7 +38,8 @@ from jaxrl_llm.learner.algorithm import (
   Terms,
   term,
 )
-from jaxrl_llm.learner.policy_options import PolicyGradientConfig, PpoConfig, ShapingOptions, check
+from jaxrl_llm.learner.effects import POLICY_GRADIENT, PPO, without_effect
+from jaxrl_llm.learner.policy_options import PolicyGradientConfig, PpoConfig, ShapingOptions, check, name_of
 from jaxrl_llm.objectives import correction
 from jaxrl_llm.objectives.divergence import kl_estimate, unbiased_kl
 from jaxrl_llm.objectives.policy import (
@@ -64,7 +68,7 @@ def policy_gradient(config: PolicyGradientConfig, setting: Setting) -> Algorithm
   critic = config.adv_estimator == 'gae'
   if critic:
     reads.add('values')
-    on_host.add('values')
+    on_host |= {'values', 'next_values'} if config.bootstrap_truncated else {'values'}
 
   def loss(outputs: TokenLogprobs, chunks: Chunks, constants: Constants) -> tuple[Terms, Stats]:
     return policy_terms(config, setting, outputs, chunks, constants, chunks.loss_mask)
@@ -78,22 +82,29 @@ def policy_gradient(config: PolicyGradientConfig, setting: Setting) -> Algorithm
     reference=config.reference,
     critic_loss=(lambda outputs, chunks, _: _critic_terms(config, outputs, chunks)) if critic else None,
     critic_warmup=config.critic_warmup if critic else 0,
+    no_effect=without_effect(config, name_of(config), PPO if critic else POLICY_GRADIENT),
   )
 
 
 def annotate(config: PolicyGradientConfig, setting: Setting, closed: Closed) -> Annotation:
   """Shaped rewards, then advantages; unscorable rows leave the loss."""
   rows = closed.rows
+  if config.adv_estimator in ('reinforce_plus_plus', 'gae'):
+    reason = f'adv_estimator {config.adv_estimator!r} takes each row for an episode'
+    refuse_steps(rows, f'{reason}; use grpo, rloo or reinforce_plus_plus_baseline')
   scored = np.array([row.reward is not None for row in rows], bool)
   rewards = shaped_rewards(config, setting, closed)
   metrics = {'num_unscorable': (float((~scored).sum()), 1.0)}
-  coefs, kl_metrics, state = _kl(config, closed)
+  finite = _finite_rows(closed)
+  if closed.tokens.keys() - {'loss_mask'}:
+    metrics['num_not_finite'] = (float((~finite).sum()), 1.0)
+  coefs, kl_metrics, state = _kl(config, closed, finite)
   metrics |= kl_metrics
   groups = _group_advantages(config, closed, rewards)
   metrics['frac_reward_zero_std'] = (float(groups.zero_std_groups), float(max(groups.groups, 1)))
-  in_loss = scored & groups.scored & np.array([not row.masked for row in rows], bool)
+  in_loss = scored & groups.scored & finite & np.array([not row.masked for row in rows], bool)
   if config.mask_unmixed_groups:
-    in_loss &= _mixed(rows)
+    in_loss &= _mixed(config, rows)
   if config.mask_truncated:
     in_loss &= np.array([not row.truncated for row in rows], bool)
   if config.adv_estimator in ('grpo', 'rloo'):
@@ -105,6 +116,33 @@ def annotate(config: PolicyGradientConfig, setting: Setting, closed: Closed) -> 
       metrics |= _critic_metrics(closed.tokens['values'], returns, masks)
   constants = {'kl_coef': coefs.loss} if config.kl_loss_coef else {}
   return Annotation(advantages, in_loss, metrics, returns=returns, rewards=rewards, constants=constants, state=state)
+
+
+def _finite_rows(closed: Closed) -> Bool[np.ndarray, 'rows']:
+  """Rows whose columns are finite wherever they are read; each other row is named in a warning.
+
+  Raises:
+    RunError: there is no such row.
+  """
+  finite, line = np.ones(len(closed.rows), bool), ''
+  for name in sorted(closed.tokens.keys() - {'loss_mask'}):
+    for i, (row, values, mask) in enumerate(
+      zip(closed.rows, closed.tokens[name], closed.tokens['loss_mask'], strict=True)
+    ):
+      # The value after the last token is read, no other of its column.
+      read = mask if name != 'next_values' else row.truncated & (np.arange(row.length) == row.length - 1)
+      bad = np.flatnonzero(read & ~np.isfinite(values))
+      if len(bad) and finite[i]:
+        finite[i] = False
+        place = f'{name} of row {row.uid} is {values[bad[0]]} at token {bad[0]}'
+        line = f'batch {closed.step} of the stage: {place}, not finite at {len(bad)} of the {read.sum()} tokens read'
+        logging.warning('%s; the row leaves the loss', line)
+  if line and not finite.any():
+    raise RunError(
+      f'{line}, and no row of the batch is finite; resume from an earlier commit, with a lower learning rate for the '
+      'model that diverged'
+    )
+  return finite
 
 
 def _token_advantages(
@@ -124,8 +162,8 @@ def _token_advantages(
     if config.adv_estimator == 'gae':
       values = [np.asarray(value, np.float64) for value in closed.tokens['values']]
       found = [
-        by_token.masked_gae(reward, value, mask, gamma=config.gamma, lam=config.lam)
-        for reward, value, mask in zip(dense, values, masks, strict=True)
+        by_token.masked_gae(reward, value, mask, gamma=config.gamma, lam=config.lam, last_value=last)
+        for reward, value, mask, last in zip(dense, values, masks, _last_values(config, closed), strict=True)
       ]
       advantages, returns = [a for a, _ in found], [r for _, r in found]
     else:
@@ -133,9 +171,20 @@ def _token_advantages(
   return by_token.whiten(advantages, masks), returns
 
 
+def _last_values(config: PpoConfig, closed: Closed) -> list[float]:
+  """The value of the state that each row ends in: 0 after an end, the critic's after a cut, if it is to be used."""
+  if not config.bootstrap_truncated:
+    return [0.0] * len(closed.rows)
+  values = closed.tokens['next_values']
+  return [float(value[-1]) if row.truncated else 0.0 for row, value in zip(closed.rows, values, strict=True)]
+
+
 def shaped_rewards(config: ShapingOptions, setting: Setting, closed: Closed) -> list[float | None]:
   """Rewards with the length terms; None stays None."""
   rows = closed.rows
+  if config.overlong_buffer_len or config.length_reward_weight:
+    reason = 'overlong_buffer_len and length_reward_weight go by the length of a row'
+    refuse_steps(rows, f'{reason}; set both to 0')
   extra = np.zeros(len(rows))
   lengths = [row.length - row.prompt_len for row in rows]
   if config.overlong_buffer_len:
@@ -154,33 +203,49 @@ def shaped_rewards(config: ShapingOptions, setting: Setting, closed: Closed) -> 
   return [None if row.reward is None else row.reward + float(more) for row, more in zip(rows, extra, strict=True)]
 
 
-def with_turns(rows: Sequence[Row], rewards: Sequence[float | None]) -> list[float | None]:
-  """What a whole trajectory is worth where advantages are one per sample: its reward and those of its turns."""
-  return [None if r is None else r + math.fsum(row.turn_rewards) for row, r in zip(rows, rewards, strict=True)]
+def worths(rows: Sequence[Row], rewards: Sequence[float | None]) -> list[float | None]:
+  """The number by which rows are compared where advantages are one per sample: the reward and those of the turns."""
+  return [worth(reward, row.turn_rewards) for row, reward in zip(rows, rewards, strict=True)]
+
+
+def refuse_steps(rows: Sequence[Row], reason: str) -> None:
+  """Raises UserError, with the reason, for a trajectory that is recorded as several rows."""
+  recorded = collections.Counter(row.trajectory for row in rows if row.trajectory)
+  for row in rows:
+    if row.step_index or recorded[row.trajectory] > 1:
+      raise UserError(
+        f'row {row.uid}: is step {row.step_index} of trajectory {row.trajectory}, and {reason}; or record each '
+        'trajectory as one row'
+      )
 
 
 def _group_advantages(config: PolicyGradientConfig, closed: Closed, rewards: Sequence[float | None]) -> GroupAdvantages:
-  rows = closed.rows
-  rewards, groups = with_turns(rows, rewards), [row.group for row in rows]
   if config.adv_estimator == 'rloo':
     estimate = leave_one_out
   else:
     by_std = config.norm_adv_by_std and config.adv_estimator == 'grpo'
     estimate = lambda r, g: group_advantages(r, g, normalize_by_std=by_std, ddof=config.adv_ddof, eps=config.adv_eps)
+  return _compared(config, closed.rows, rewards, estimate)
+
+
+def _compared(
+  config: PolicyGradientConfig,
+  rows: Sequence[Row],
+  rewards: Sequence[float | None],
+  estimate: Callable[[Sequence[float | None], Sequence[str]], GroupAdvantages],
+) -> GroupAdvantages:
+  """The estimate of each row, by its worth, among those that share its baseline."""
+  values, groups = worths(rows, rewards), [row.group for row in rows]
   if any(row.trajectory for row in rows):
     trajectories = [row.trajectory or row.uid for row in rows]
     steps = [row.step_index for row in rows]
-    return step_credit(rewards, groups, trajectories, steps, credit=config.credit, advantages=estimate)
-  return estimate(rewards, groups)
+    return step_credit(values, groups, trajectories, steps, credit=config.credit, advantages=estimate)
+  return estimate(values, groups)
 
 
-def _mixed(rows: Sequence[Row]) -> Bool[np.ndarray, 'rows']:
-  """Rows of groups with two different scores, whatever lengths have made of them."""
-  values: dict[str, set[float]] = {}
-  for row in rows:
-    if row.reward is not None:
-      values.setdefault(row.group, set()).add(row.reward)
-  return np.array([len(values.get(row.group, ())) > 1 for row in rows], bool)
+def _mixed(config: PolicyGradientConfig, rows: Sequence[Row]) -> Bool[np.ndarray, 'rows']:
+  """Rows whose baseline has two different worths before the length terms."""
+  return _compared(config, rows, [row.reward for row in rows], unequal).advantages > 0
 
 
 def _token_rewards(config, closed: Closed, rewards, masks, coef: float) -> list[Float64[np.ndarray, '...']]:
@@ -207,12 +272,14 @@ class _KlCoefficients(NamedTuple):
   reward: float
 
 
-def _kl(config: PolicyGradientConfig, closed: Closed) -> tuple[_KlCoefficients, dict[str, tuple[float, float]], Any]:
-  """The KL coefficients in force, their metrics, and the state after this batch."""
+def _kl(
+  config: PolicyGradientConfig, closed: Closed, finite: Bool[np.ndarray, 'rows']
+) -> tuple[_KlCoefficients, dict[str, tuple[float, float]], Any]:
+  """The KL coefficients in force, their metrics (of `finite` rows), and the state after this batch."""
   coefs, state = _KlCoefficients(config.kl_loss_coef, config.kl_reward_coef), None
   if not any(coefs):
     return coefs, {}, None
-  measured = _measured_kl(config, closed) if 'reference_logprobs' in closed.tokens else None
+  measured = _measured_kl(config, closed, finite) if 'reference_logprobs' in closed.tokens else None
   if config.kl_target is not None:
     start = coefs.loss or coefs.reward  # One of them, see `check`.
     coef = start if closed.state is None else float(closed.state['kl_coef'])
@@ -224,11 +291,11 @@ def _kl(config: PolicyGradientConfig, closed: Closed) -> tuple[_KlCoefficients, 
   return coefs, metrics if measured is None else metrics | {'actor/kl_measured': measured}, state
 
 
-def _measured_kl(config: PolicyGradientConfig, closed: Closed) -> tuple[float, float]:
-  """Sum over the trained tokens of log π_prox - log π_ref, and their number."""
+def _measured_kl(config: PolicyGradientConfig, closed: Closed, finite: Bool[np.ndarray, 'rows']) -> tuple[float, float]:
+  """Sum over the trained tokens of `finite` rows of log π_prox - log π_ref, and their number."""
   total, count = 0.0, 0
-  tokens = zip(_proximal(config, closed), closed.tokens['reference_logprobs'], closed.tokens['loss_mask'], strict=True)
-  for p, q, mask in tokens:
+  masks = [mask & live for mask, live in zip(closed.tokens['loss_mask'], finite, strict=True)]
+  for p, q, mask in zip(_proximal(config, closed), closed.tokens['reference_logprobs'], masks, strict=True):
     total += float((p[mask].astype(np.float64) - q[mask].astype(np.float64)).sum())
     count += int(mask.sum())
   return total, float(count)

@@ -179,6 +179,8 @@ class PpoConfig(PolicyGradientConfig):
   """Values move at most so far from what they were at the batch's close; None = freely."""
   critic_warmup: int = 0
   """Batches at the beginning that train the critic alone."""
+  bootstrap_truncated: bool = False
+  """After an answer cut by the length limit comes the critic's value of where it was cut; False: 0, as after an end."""
 
 
 _SHAPING_RANGES = {
@@ -187,7 +189,7 @@ _SHAPING_RANGES = {
   'length_reward_warmup_steps': Range(0),
 }
 _RANGES = {
-  # The deviation of the values, or of a sample: with as many as a group has, every advantage would be 0.
+  # The population's deviation or the sample's. With the group size, every advantage would be 0.
   'adv_ddof': Range(0, 1),
   'adv_eps': Range(0.0),
   'gamma': Range(0.0, 1.0),
@@ -208,9 +210,14 @@ _RANGES = {
 _CRITIC_RANGES = {'cliprange_value': Range(0.0, exclusive=True), 'critic_warmup': Range(0)}
 
 
+def name_of(config: PolicyGradientConfig) -> str:
+  """The algorithm's name in a configuration."""
+  return re.sub('(?<!^)([A-Z])', r'_\1', type(config).__name__.removesuffix('Config')).lower()
+
+
 def check(config: PolicyGradientConfig, setting: Setting) -> None:
   """Raises UserError for options that contradict each other, or do something else than they seem to."""
-  where = re.sub('(?<!^)([A-Z])', r'_\1', type(config).__name__.removesuffix('Config')).lower()
+  where = name_of(config)
   check_shaping(config, setting, where)
   ranges = _RANGES | (_CRITIC_RANGES if isinstance(config, PpoConfig) else {})
   if config.policy_loss == 'cispo':  # The cap of a weight, 1 + clip_ratio_high, may be below 1.
@@ -260,7 +267,7 @@ def check(config: PolicyGradientConfig, setting: Setting) -> None:
 
 
 def check_shaping(config: ShapingOptions, setting: Setting, where: str) -> None:
-  """Raises UserError for length terms that no response could meet, or that reward what they name a penalty."""
+  """Raises UserError for length terms that no response could meet, and for penalties that would reward."""
   if not 0 <= config.overlong_buffer_len <= setting.max_response_length:
     raise UserError(
       f'{where}.overlong_buffer_len: {config.overlong_buffer_len} of max_response_length={setting.max_response_length} '

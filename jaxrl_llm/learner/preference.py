@@ -46,7 +46,7 @@ class DpoConfig:
 
 def dpo(config: DpoConfig, setting: Setting) -> Algorithm:
   """Direct preference optimization (arXiv:2305.18290), with IPO (arXiv:2310.12036) as a choice."""
-  # Labels that are wrong more often than right would be taken for their opposites.
+  # Above 0.5, the loss would prefer the rejected response.
   ranges = {'beta': Range(0.0, exclusive=True), 'label_smoothing': Range(0.0, 0.5), 'sft_loss_coef': Range(0.0)}
   check_ranges(config, 'dpo', ranges)
   if config.loss_type == 'ipo' and config.label_smoothing:

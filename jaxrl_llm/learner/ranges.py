@@ -1,4 +1,4 @@
-"""Which numbers an option may have."""
+"""Ranges of numeric options."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jaxrl_llm.core.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-  """From `least` to `most`; NaN is in none."""
+  """The numbers from `least` to `most`, finite unless `infinite`. NaN lies in no range."""
 
   least: float = -math.inf
   most: float = math.inf
   exclusive: bool = False
-  """`least` is not among them."""
+  """Whether `least` itself is outside."""
   infinite: bool = False
-  """Infinity is among them: it switches a limit off."""
+  """Whether infinity, which switches a limit off, is inside."""
 
   def __contains__(self, value: float) -> bool:
     above = value > self.least if self.exclusive else value >= self.least
@@ -31,10 +31,11 @@ class Range:
 
 
 def check_ranges(options: object, where: str, ranges: Mapping[str, Range]) -> None:
-  """Raises UserError for an option of a dataclass that is outside its range; None is outside none.
+  """Raises UserError for an option outside its range. An option that is None is not checked.
 
   Args:
-    where: what the options are called in a configuration.
+    options: a dataclass with a field for each name in `ranges`.
+    where: the options' place in a configuration, for the message.
   """
   for name, wanted in ranges.items():
     value = getattr(options, name)

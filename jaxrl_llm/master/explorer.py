@@ -38,7 +38,7 @@ from jaxrl_llm.replay.tables import Issue
 from jaxrl_llm.rewards.api import RewardsConfig, drops_group
 from jaxrl_llm.rewards.pool import ScorerPool
 from jaxrl_llm.rollout.api import Sampling
-from jaxrl_llm.rollout.workflow import Workflow
+from jaxrl_llm.rollout.workflow import Workflow, checked_run
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.tasks.sampler import TaskSampler
 
@@ -96,9 +96,14 @@ class Explorer:
     rewards: RewardsConfig,
     store: ReplayStore,
     gate: Gate,
+    earlier: Sequence[str],
     events: Events = SILENT,
   ):
-    self._config, self._stage = config, stage
+    """
+    Args:
+      earlier: stages of the run before this one; the visits of a task go on from theirs.
+    """
+    self._config, self._stage, self._earlier = config, stage, earlier
     self._workflow, self._sampler, self._scorers, self._rewards = workflow, sampler, scorers, rewards
     self._store, self._gate = store, gate
     self._events = events
@@ -107,6 +112,8 @@ class Explorer:
     self.clock_decisions = 0
     self._groups: dict[int, _Group] = {}
     """By number, in the order of start."""
+    self._visits: dict[str, int] = {}
+    """By prompt, the visits of earlier stages. A visit that came again would draw the same noise."""
     self._handed_out: set[str] = set()
     """Names of the groups of a batch that is not completed yet."""
     self._outcomes: dict[int, tuple[str, int, int]] = {}
@@ -126,6 +133,9 @@ class Explorer:
     A signal's commit is made first, so that a run that is started again still has it.
     """
     self._clock = IdleClock()
+    if self._earlier:
+      for uid, count in (await asyncio.to_thread(self._store.visits, self._earlier)).items():
+        self._visits[_prompt(uid)] = max(count, self._visits.get(_prompt(uid), 0))
     self._running = asyncio.create_task(self._explore())
     try:
       yield
@@ -207,13 +217,16 @@ class Explorer:
         self._start(groups, {number: group for number, group in self._groups.items() if group.chosen is None})
         while True:
           count = await self._gate.admit()
-          drawn = (self._sampler.next() for _ in range(count))
-          new = {self._started + i: _Group(task=task, visit=visit) for i, (task, visit) in enumerate(drawn)}
+          new = {self._started + i: self._draw() for i in range(count)}
           self._started += count
           self._groups |= new
           self._start(groups, new)
     except BaseExceptionGroup as group:
       raise first_cause(group) from None
+
+  def _draw(self) -> _Group:
+    task, visit = self._sampler.next()
+    return _Group(task=task, visit=self._visits.get(_prompt(task.uid), 0) + visit)
 
   def _start(self, tasks: asyncio.TaskGroup, groups: Mapping[int, _Group]) -> None:
     with self._store.transaction():
@@ -310,7 +323,8 @@ class Explorer:
     try:
       async with asyncio.TaskGroup() as scoring:
         pending = []
-        runs = self._workflow.run(
+        runs = checked_run(
+          self._workflow,
           task,
           visit,
           stage=self._stage,
@@ -379,8 +393,13 @@ class Explorer:
     if len({m.reward.value for m in members}) == 1 and failed:
       first = failed[0]
       return f'scorer {first.scorer} {first.status}: {dict(first.evidence)}; look at the tasks and at the scorer'
-    rewards = [m.reward.value for m in members]
+    rewards = [m.reward.worth for m in members]
     return (
       f'rewards {rewards}, of which selection {self._config.selection.kind!r} takes none; the tasks are too easy or '
       'too hard for this policy, or the group is too small'
     )
+
+
+def _prompt(uid: str) -> str:
+  """The part of a task's uid that is equal for the same prompt in another taskset."""
+  return uid.rpartition(':')[2]

@@ -130,14 +130,14 @@ def fresh(options: FreshOptions) -> Processor:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VarianceOptions:
   min_std: float = 0.0
-  """Population standard deviation of the group's rewards, which has to be above it."""
+  """Population standard deviation of the group's rewards, those of turns included, which has to be above it."""
 
 
 def reward_std(options: VarianceOptions) -> Processor:
   """Drops a group whose rewards do not differ (Trinity-RFT's reward_std_filter); before shaping or after, as placed."""
 
   def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
-    rewards = np.array([member.reward.value for member in members], np.float64)
+    rewards = np.array([member.reward.worth for member in members], np.float64)
     # Equal rewards are told from unequal ones before any rounding.
     differ = rewards.max() > rewards.min() and rewards.std() > options.min_std
     return members if differ else []

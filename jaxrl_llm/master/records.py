@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.batching.plan import StepPlan
-from jaxrl_llm.experience.sample import Finish
+from jaxrl_llm.experience.sample import Finish, Role, Sample
 from jaxrl_llm.master.mismatch import OVER_BUDGET, MismatchConfig, Pair, mismatch_metrics, over_budget
 from jaxrl_llm.master.selection import Scored
 from jaxrl_llm.master.trainer import Batch, Updated
@@ -49,6 +49,9 @@ def batch_metrics(batch: Batch, taken: Mapping[str, Scored]) -> dict[str, Metric
     scores = [row.reward for row in rows if row.reward is not None]
     shaped = batch.annotation.rewards
     rewards = scores if shaped is None else [reward for reward in shaped if reward is not None]
+    samples = [taken[row.uid].sample for row in rows]
+    metrics |= spread('num_turns', [_turns(sample) for sample in samples])
+    metrics['response/aborted_ratio'] = mean_of(sample.finish_reason == Finish.ABORT for sample in samples)
     metrics |= spread('critic/score', scores) | spread('critic/rewards', rewards)
     metrics |= spread('staleness', [plan.step - row.version_step for row in rows if row.version_step >= 0])
     metrics |= _advantage_metrics(batch) | _scorer_metrics(taken)
@@ -56,6 +59,11 @@ def batch_metrics(batch: Batch, taken: Mapping[str, Scored]) -> dict[str, Metric
     unscorable = len(rows) - len(scores) + plan.counts.get('dropped/unscorable', 0)
     metrics |= {'num_unscorable': Sum(unscorable), **{f'run/{name}': Sum(n) for name, n in plan.counts.items()}}
   return metrics
+
+
+def _turns(sample: Sample) -> int:
+  policy = sample.role == Role.POLICY
+  return int(np.count_nonzero(policy[1:] & ~policy[:-1]))
 
 
 def _advantage_metrics(batch: Batch) -> dict[str, Metric]:

@@ -47,7 +47,8 @@ class Chosen:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectionConfig:
   kind: Literal['all', 'mixed', 'pairs', 'shortest_correct'] = 'all'
-  """all: every scorable sample. mixed: the same, of groups with two different rewards (DAPO's dynamic sampling).
+  """all: every scorable sample. mixed: the same, of groups with two different rewards, those of their turns included
+  (DAPO's dynamic sampling).
 
   pairs: the shortest correct sample against wrong ones, and against correct ones that are `longer_by` times as long
   (Kimi k1.5, arXiv:2501.12599, section 2.4); for preference losses. shortest_correct: that sample alone, to be imitated
@@ -85,7 +86,7 @@ def choose(config: SelectionConfig, members: Sequence[Scored]) -> list[Chosen]:
   if config.kind == 'all':
     return [Chosen(scored=m) for m in members]
   if config.kind == 'mixed':
-    return [Chosen(scored=m) for m in members] if len({m.reward.value for m in members}) > 1 else []
+    return [Chosen(scored=m) for m in members] if len({m.reward.worth for m in members}) > 1 else []
   correct = [m for m in unmasked if m.reward.correct]
   if not correct:
     return []

@@ -17,7 +17,7 @@ from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.data.load import PackedStep, RowLoader, unpack
 from jaxrl_llm.learner.algorithm import Algorithm, Annotation, Closed, Constants
-from jaxrl_llm.learner.forward import Score, build_score
+from jaxrl_llm.learner.forward import Score, Value, build_score, build_value
 from jaxrl_llm.learner.optimizer import OptimizerConfig
 from jaxrl_llm.learner.state import Learned, TrainState, copy_params, renewed
 from jaxrl_llm.learner.update import Report, Update, build_measure, build_update
@@ -107,6 +107,13 @@ class Roles(NamedTuple):
   critic: Model | None
 
 
+def value_pass(stage: Stage, critic: Model, mesh: Mesh) -> Score | Value:
+  """The critic's pass before a batch, with the values after each token where the algorithm reads them."""
+  if 'next_values' in stage.algorithm.on_host:
+    return build_value(critic, mesh)
+  return build_score(critic, mesh, token_chunk=stage.token_chunk)
+
+
 class StageTrainer:
   """The compiled programs of one stage, and the order in which they run."""
 
@@ -131,6 +138,7 @@ class StageTrainer:
     self._score: Score = build_score(roles.model, mesh, token_chunk=stage.token_chunk)
     algorithm = stage.algorithm
     self._own_reference = algorithm.reference.every == 1
+    self._bootstraps = 'next_values' in algorithm.on_host
     self._update: Update = build_update(
       roles.model,
       algorithm.loss,
@@ -149,7 +157,7 @@ class StageTrainer:
     )
     self._measure_loss = build_measure(roles.model, algorithm.loss, mesh, token_chunk=stage.token_chunk)
     if roles.critic is not None:
-      self._value: Score = build_score(roles.critic, mesh, token_chunk=stage.token_chunk)
+      self._value: Score | Value = value_pass(stage, roles.critic, mesh)
       self._update_critic: Update = build_update(
         roles.critic,
         algorithm.critic_loss,
@@ -180,12 +188,14 @@ class StageTrainer:
       await self._device.run(self._loader.load, plan, number, stage.shape)
       for number in range(len(plan.optimizer_steps))
     ]
-    passed = self._passed(plan)
+    passed, next_values = self._passed(plan), []
     for number in range(stage.minibatches):
-      steps[number] = await self._passes(learned, plan, steps[number])
-    columns = {}
+      steps[number], following = await self._passes(learned, plan, steps[number])
+      next_values.append(following)
+    columns, first = {}, steps[: stage.minibatches]
     for name in sorted(algorithm.on_host | (passed if stage.epochs > 1 else set())):
-      columns[name] = await self._device.run(self._column, name, plan, steps[: stage.minibatches])
+      arrays = next_values if name == 'next_values' else [getattr(packed.chunks, name) for packed in first]
+      columns[name] = await self._device.run(self._column, arrays, plan, first)
     with self._phases.timed('adv'):
       known = {name: columns[name] for name in algorithm.on_host}
       annotation = algorithm.annotate(Closed(plan.rows, plan.step - stage.start, known, learned.algorithm_state))
@@ -209,8 +219,11 @@ class StageTrainer:
     }
     return {name for name, is_passed in fields.items() if is_passed}
 
-  async def _passes(self, learned: Learned, plan: StepPlan, packed: PackedStep) -> PackedStep:
-    chunks, passed = packed.chunks, self._passed(plan)
+  async def _passes(
+    self, learned: Learned, plan: StepPlan, packed: PackedStep
+  ) -> tuple[PackedStep, Float[Array, 'micro chunks time'] | None]:
+    """The step with what the passes give, and the critic's values after each token, where they are asked for."""
+    chunks, passed, next_values = packed.chunks, self._passed(plan), None
     if 'proximal_logprobs' in passed:
       with self._phases.timed('old_log_prob'):
         params = learned.whole(learned.policy.params)
@@ -225,16 +238,17 @@ class StageTrainer:
     if 'values' in passed:
       with self._phases.timed('values'):
         values = await self._device.run(self._value, learned.critic.params, chunks, packed.used)
+        if self._bootstraps:
+          values, next_values = values
         chunks = chunks.replace(values=values)
-    return packed._replace(chunks=chunks)
+    return packed._replace(chunks=chunks), next_values
 
-  def _column(self, name: str, plan: StepPlan, steps: list[PackedStep]) -> list[np.ndarray]:
-    """A field of Chunks, per row of the plan, in every process."""
+  def _column(self, arrays: list[jax.Array], plan: StepPlan, steps: list[PackedStep]) -> list[np.ndarray]:
+    """One array `[micro, chunks, time]` of each step, per row of the plan, in every process."""
     found: dict[int, np.ndarray] = {}
-    for packed in steps:
-      array = self._gather(getattr(packed.chunks, name))
+    for array, packed in zip(arrays, steps, strict=True):
       lengths = [plan.rows[i].length for i in packed.rows]
-      found |= zip(packed.rows, unpack(array, packed, lengths), strict=True)
+      found |= zip(packed.rows, unpack(self._gather(array), packed, lengths), strict=True)
     return [found[i] for i in range(len(plan.rows))]
 
   async def update(self, learned: Learned, batch: Batch) -> tuple[Learned, Updated]:
@@ -303,7 +317,7 @@ class StageTrainer:
     with self._phases.timed('testing'):
       for number in range(len(parts)):
         packed = await self._device.run(self._loader.load, held_out, number, shape)
-        packed = await self._passes(learned, held_out, packed)
+        packed, _ = await self._passes(learned, held_out, packed)
         stats = await self._device.run(self._measure_loss, params, packed.chunks, packed.used, constants)
         stats = await self._device.run(jax.device_get, stats)
         found = merge(found, {name: Mean(float(s.total), float(s.count)) for name, s in stats.items()})

@@ -31,6 +31,15 @@ class TokenValues(NamedTuple):
   values: Float[Array, 'chunks time']
 
 
+class StateValues(NamedTuple):
+  """The value of every state of each segment, and so of the one after its last token, too."""
+
+  values: Float[Array, 'chunks time']
+  """As in `TokenValues`."""
+  next_values: Float[Array, 'chunks time']
+  """Entry t is the value of the state after `tokens[t]`, which is `tokens[:t + 1]`; 0 at padding."""
+
+
 class SequenceScores(NamedTuple):
   """One score for each segment, read at its last token; 0 for segments that are not there."""
 
@@ -121,6 +130,14 @@ def token_values(
 ) -> TokenValues:
   """hidden · kernel of the position before each token, in at least float32."""
   return TokenValues(_delayed(_scalar(hidden, kernel), segment_ids))
+
+
+def state_values(
+  hidden: Float[Array, 'chunks time embed'], kernel: Float[Array, 'one embed'], segment_ids: Int[Array, 'chunks time']
+) -> StateValues:
+  """hidden · kernel of the position before each token and of the token's own, in at least float32."""
+  after = _scalar(hidden, kernel)
+  return StateValues(_delayed(after, segment_ids), jnp.where(segment_ids > 0, after, 0.0))
 
 
 def sequence_scores(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -98,7 +99,9 @@ class TaskSampler:
     # A pool of its own has an order of its own, or tasksets of one size would go in step.
     self._pools = [_selector(pool, config, seed=seed + i) for i, pool in enumerate(pools)]
     self._credits = [0.0] * len(pools)
-    self._numbers = {task.uid: number for number, task in enumerate(self._tasks)}
+    uids = [task.uid for task in self._tasks]
+    self._numbers = {uid: number for number, uid in enumerate(uids)}
+    self._copies = _copies([uid.rpartition(':')[2] for uid in uids])
     self._identity: dict[str, Json] = {'config': to_json(config), 'seed': seed, 'tasks': _fingerprint(self._tasks)}
 
   def __len__(self) -> int:
@@ -106,10 +109,16 @@ class TaskSampler:
     return len(self._tasks)
 
   def next(self) -> tuple[Task, int]:
-    """The next task and how often it had been drawn before."""
+    """The next task and how often it had been drawn before.
+
+    A prompt in n tasksets has n tasks, whose visits 0, 1, … are counted as 0, n, …, as 1, n + 1, … and so on: a visit
+    that came again would draw the same noise.
+    """
     pool = self._pool()
-    number, visit = self._pools[pool].next()
-    return self._tasks[self._starts[pool] + number], visit
+    drawn, visit = self._pools[pool].next()
+    number = self._starts[pool] + drawn
+    rank, count = self._copies[number]
+    return self._tasks[number], visit * count + rank
 
   def task(self, uid: str) -> Task | None:
     """The task of that name, if there is one."""
@@ -179,6 +188,15 @@ def _hardness(task: Task, field: str) -> float:
       f'{sorted(task.fields)}'
     )
   return float(value)
+
+
+def _copies(prompts: Sequence[str]) -> list[tuple[int, int]]:
+  """For each prompt, how many equal ones are before it, and how many there are."""
+  counts, seen, ranks = collections.Counter(prompts), collections.Counter(), []
+  for prompt in prompts:
+    ranks.append((seen[prompt], counts[prompt]))
+    seen[prompt] += 1
+  return ranks
 
 
 def _fingerprint(tasks: Sequence[Task]) -> str:

@@ -1,0 +1,104 @@
+"""Options that are set and have no effect, because of other options or of the algorithm."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+
+class Need(NamedTuple):
+  """The condition under which an option has an effect."""
+
+  met: Callable[[Any], bool]
+  """Of the options."""
+  text: str
+  """The condition, for the message: 'has no effect without <text>'."""
+
+
+def without_effect(options: Any, where: str, needs: Mapping[str, Need]) -> tuple[str, ...]:
+  """A line for each option that differs from its default and whose need is not met.
+
+  Args:
+    options: a dataclass whose fields all have defaults, among them those that `needs` names.
+    where: the options' place in a configuration, for the lines.
+    needs: by option.
+  """
+  default = type(options)()
+  changed = [name for name in needs if getattr(options, name) != getattr(default, name)]
+  return tuple(
+    f'{where}.{name}: {_shown(getattr(options, name))} has no effect without {needs[name].text}'
+    for name in changed
+    if not needs[name].met(options)
+  )
+
+
+def _shown(value: Any) -> str:
+  """A value in one line; of a dataclass the fields that differ from their defaults."""
+  if not dataclasses.is_dataclass(value):
+    return repr(value)
+  names = [field.name for field in dataclasses.fields(value) if getattr(value, field.name) != field.default]
+  return ', '.join(f'{name}={getattr(value, name)!r}' for name in names)
+
+
+def _estimator(*names: str) -> Need:
+  return Need(lambda options: options.adv_estimator in names, f'adv_estimator {" or ".join(names)}')
+
+
+def _deviation(options: Any) -> bool:
+  return options.adv_estimator == 'grpo' and options.norm_adv_by_std
+
+
+def _corrects(options: Any) -> bool:
+  return not options.bypass_old_logprobs and options.rollout_is != 'none'
+
+
+SHAPING = {
+  'overlong_penalty_factor': Need(lambda options: options.overlong_buffer_len > 0, 'overlong_buffer_len'),
+  'length_reward_warmup_steps': Need(lambda options: options.length_reward_weight > 0, 'length_reward_weight'),
+}
+POLICY_GRADIENT = {
+  'norm_adv_by_std': _estimator('grpo'),
+  'adv_ddof': Need(_deviation, 'adv_estimator grpo and norm_adv_by_std'),
+  'adv_eps': Need(_deviation, 'adv_estimator grpo and norm_adv_by_std'),
+  'credit': _estimator('grpo', 'rloo', 'reinforce_plus_plus_baseline'),
+  'gamma': _estimator('reinforce_plus_plus', 'gae'),
+  'lam': _estimator('gae'),
+  **SHAPING,
+  'kl_loss_type': Need(lambda options: options.kl_loss_coef > 0, 'kl_loss_coef'),
+  'kl_unbiased_gradient': Need(
+    lambda options: options.kl_loss_coef > 0 and options.kl_loss_type != 'k1', 'kl_loss_coef and kl_loss_type k2 or k3'
+  ),
+  'allow_zero_gradient_kl': Need(
+    lambda options: options.kl_loss_coef > 0 and options.kl_loss_type == 'k1', 'kl_loss_coef and kl_loss_type k1'
+  ),
+  'kl_reward_type': Need(lambda options: options.kl_reward_coef > 0, 'kl_reward_coef'),
+  'kl_horizon': Need(lambda options: options.kl_target is not None, 'kl_target'),
+  'reference': Need(
+    lambda options: options.kl_loss_coef > 0 or options.kl_reward_coef > 0, 'kl_loss_coef or kl_reward_coef'
+  ),
+  'rollout_is': Need(
+    lambda options: options.rollout_is == 'none' or not options.bypass_old_logprobs, 'bypass_old_logprobs=false'
+  ),
+  'rollout_is_threshold': Need(_corrects, 'bypass_old_logprobs=false and a rollout_is'),
+  'rollout_is_lower': Need(_corrects, 'bypass_old_logprobs=false and a rollout_is'),
+  'clip_ratio_c': Need(lambda options: options.policy_loss != 'cispo', 'policy_loss clip or gspo'),
+  'loss_scale_factor': Need(
+    lambda options: options.loss_agg_mode == 'seq-mean-token-sum-norm', 'loss_agg_mode seq-mean-token-sum-norm'
+  ),
+}
+PPO = POLICY_GRADIENT | {
+  'bootstrap_truncated': Need(lambda options: not options.mask_truncated, 'mask_truncated=false')
+}
+MU = {
+  'peak': Need(lambda schedule: schedule.kind != 'constant', 'kind linear or chord'),
+  'valley': Need(lambda schedule: schedule.kind != 'constant', 'kind linear or chord'),
+  'decay_steps': Need(lambda schedule: schedule.kind != 'constant', 'kind linear or chord'),
+  'warmup_steps': Need(lambda schedule: schedule.kind == 'chord', 'kind chord'),
+}
+MIX = POLICY_GRADIENT | {
+  'loss_scale_factor': Need(
+    lambda options: 'seq-mean-token-sum-norm' in (options.loss_agg_mode, options.expert_loss_agg_mode),
+    'loss_agg_mode or expert_loss_agg_mode seq-mean-token-sum-norm',
+  )
+}
