@@ -69,6 +69,9 @@ def test_what_a_row_says_itself_comes_first(tmp_path):
     ({'prompt': 'x', 'completion': 'x', 'reward_model': {'style': 'rule'}}, "has ['style'], wanted ground_truth"),
     ({**CODE_ROW, 'tests': 1}, 'tests is 1, wanted a string or a list'),
     ({**CODE_ROW, 'entry_point': 1}, 'entry_point is 1, wanted text'),
+    (f'{{"prompt": "x", "completion": {"[" * 9_999}{"]" * 9_999}}}', 'nested in more than 100 levels'),
+    ('{"prompt": "x\\ud800", "completion": "x"}', 'surrogates not allowed'),
+    ({'reasoning_gym': 'x', 'completion': 'x'}, "'reasoning_gym' without an entry"),
   ],
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path, row, told):
@@ -211,6 +214,8 @@ def test_options_are_json_or_dotted():
   }
   with pytest.raises(UserError, match='not JSON'):
     _options('{', {})
+  with pytest.raises(UserError, match='nested in more than 100 levels'):
+    _options(f'{{"a": {"[" * 9_999}{"]" * 9_999}}}', {})
   with pytest.raises(UserError, match=r"--options\.tag\.x: tag is \"y\", which has no 'x'"):
     _options('{"tag": "y"}', {'tag.x': '1'})
 

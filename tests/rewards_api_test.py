@@ -108,6 +108,7 @@ def test_a_taskset_may_have_a_composition_of_its_own():
     (lambda: RewardsConfig(scorers=(ScorerConfig(name='a'), ScorerConfig(name='a'))), "two scorers are called 'a'"),
     (lambda: RewardsConfig(scorers=(ScorerConfig(name='a', deadline_s=0.0),)), 'deadline_s is 0.0'),
     (lambda: RewardsConfig(scorers=(ScorerConfig(name='a', weight=float('nan')),)), 'weight is nan'),
+    (lambda: RewardsConfig(scorers=(ScorerConfig(name='a', weight=-1e300),)), 'weight is -1e+300, wanted a number'),
     (lambda: RewardsConfig(scorers=(), workers=0), 'rewards.workers is 0'),
     (
       lambda: RewardsConfig(scorers=(ScorerConfig(name='a'),), correct_by='b'),

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 
 import pyarrow
 import pyarrow.parquet
@@ -11,7 +12,7 @@ import xxhash
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.experience.sample import media_of
 from jaxrl_llm.experience.task import Media
-from jaxrl_llm.tasks.media import media_bytes, read_media
+from jaxrl_llm.tasks.media import MAX_BYTES, media_bytes, read_media
 from jaxrl_llm.tasks.processors import normalised
 from jaxrl_llm.tasks.taskset import TasksetConfig, check_disjoint, load_taskset
 
@@ -82,6 +83,73 @@ def test_what_is_wrong_with_a_picture_is_one_line(tmp_path, media, message):
   assert message.format(root=tmp_path, digest=xxhash.xxh3_128_hexdigest(RED)) in said
   assert said.startswith(f'{tmp_path}/tasks.jsonl:1: ') and '\n' not in said
   assert load(tmp_path, {'media': media}, {}, on_corrupt='skip').counts['corrupt'] == 1
+
+
+def outside(tmp_path):
+  (tmp_path / 'outside.png').write_bytes(RED)
+  return '../outside.png'
+
+
+def link_outside(tmp_path):
+  (tmp_path / 'outside.png').write_bytes(RED)
+  (tmp_path / 'data' / 'link.png').symlink_to(tmp_path / 'outside.png')
+  return 'link.png'
+
+
+def device(tmp_path):
+  (tmp_path / 'data' / 'zero.png').symlink_to('/dev/zero')
+  return 'zero.png'
+
+
+def fifo(tmp_path):
+  os.mkfifo(tmp_path / 'data' / 'fifo.png')
+  return 'fifo.png'
+
+
+def large(tmp_path):
+  with (tmp_path / 'data' / 'large.png').open('wb') as file:
+    file.write(RED)
+    file.truncate(MAX_BYTES + 1)
+  return 'large.png'
+
+
+@pytest.mark.parametrize('key', ['media', 'images'])
+@pytest.mark.parametrize(
+  ('make', 'message'),
+  [
+    (outside, "path '../outside.png' leads out of {data}, wanted a file in it; copy the file there"),
+    (link_outside, "path 'link.png' leads out of {data}"),
+    (device, "path 'zero.png' leads out of {data}"),
+    (fifo, '{data}/fifo.png is a FIFO, wanted a regular file'),
+    (large, '{data}/large.png has 33,554,433 bytes, wanted at most 33,554,432'),
+  ],
+)
+def test_a_path_that_escapes_or_exhausts_the_host_is_one_line(tmp_path, make, message, key):
+  data = tmp_path / 'data'
+  data.mkdir()
+  name = make(tmp_path)
+  with pytest.raises(UserError) as raised:
+    load(data, {key: [image(name) if key == 'media' else name]})
+  said = str(raised.value)
+  assert said.startswith(f'{data}/tasks.jsonl:1: {key}[0]: {message.format(data=data)}') and '\n' not in said
+
+
+def test_pictures_of_a_dataset_are_opened_by_us_alone(tmp_path):
+  import datasets
+
+  os.mkfifo(tmp_path / 'fifo')  # To open it would block for ever.
+  rows = [
+    {'prompt': 'a', 'images': [{'bytes': RED, 'path': None}]},
+    {'prompt': 'b', 'images': [{'bytes': None, 'path': str(tmp_path / 'fifo')}]},
+  ]
+  features = datasets.Features(prompt=datasets.Value('string'), images=datasets.List(datasets.Image()))
+  table = pyarrow.Table.from_pylist(rows, schema=features.arrow_schema)
+  pyarrow.parquet.write_table(table, tmp_path / 'rows.parquet')
+  options = {'data_files': str(tmp_path / 'rows.parquet'), 'cache_dir': str(tmp_path / 'cache')}
+  config = TasksetConfig(name='t', source='datasets:parquet#train', options=options, on_corrupt='skip')
+  taskset = load_taskset(config)
+  assert [media_bytes(task.media[0].reference, None) for task in taskset.tasks] == [RED]
+  assert taskset.counts['corrupt'] == 1
 
 
 def test_verls_rows_have_images(tmp_path):

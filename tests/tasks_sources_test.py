@@ -1,4 +1,5 @@
 import json
+import os
 import random
 
 import pyarrow
@@ -6,6 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.tasks import sources
 from jaxrl_llm.tasks.sources import Corrupt, Row, read_rows
 
 
@@ -49,6 +51,19 @@ def test_parquet_value_that_is_not_json_is_corrupt(tmp_path):
   assert isinstance(row, Corrupt) and row.where.endswith('r.parquet row 1') and 'bytes' in row.reason
 
 
+def test_a_line_without_end_is_corrupt_and_the_next_is_read(tmp_path, monkeypatch):
+  monkeypatch.setattr(sources, 'MAX_ROW_BYTES', 64)
+  path = tmp_path / 'rows.jsonl'
+  path.write_text(f'{{"prompt": "{"a" * 300}"}}\n{{"prompt": "b"}}\n{"c" * 64}')
+  rows = read(path)
+  assert [(type(row), row.where) for row in rows] == [
+    (Corrupt, f'{path}:1'),
+    (Row, f'{path}:2'),
+    (Corrupt, f'{path}:3'),
+  ]
+  assert '64 bytes or more; wanted a shorter row' in rows[0].reason
+
+
 def test_procedural_item_draws_from_seed_plus_index():
   options = {'min_word_len': 3, 'max_word_len': 5}
   first = read('reasoning_gym:spell_backward', options=options, size=8, seed=100)
@@ -81,7 +96,10 @@ def test_verifier_that_needs_tuples_is_refused():
     ('{dir}/none/train.jsonl', {}, 'directory .*none does not exist'),
     ('{dir}/train.jsonl', {'options': {'a': 1}}, 'takes no options'),
     ('{dir}/bad.parquet', {}, 'not a readable Parquet'),
+    ('{dir}/bytes.parquet', {}, "not a readable Parquet file: 'utf-8' codec"),
+    ('{dir}/fifo.jsonl', {}, 'is a FIFO, wanted a regular file'),
     ('datasets:{dir}/nothing', {}, 'cannot be loaded'),
+    ('datasets:json', {'options': {'data_files': '{dir}/broken.jsonl', 'cache_dir': '{dir}/c'}}, 'cannot be loaded'),
     ('datasets:{dir}/splits', {}, r"splits \['a', 'b'\]"),
     ('datasets:{dir}/splits#c', {}, 'cannot be loaded'),
   ],
@@ -89,11 +107,16 @@ def test_verifier_that_needs_tuples_is_refused():
 def test_bad_source_is_one_line_that_says_what_to_do(tmp_path, source, kwargs, message):
   (tmp_path / 'train.jsonl').write_text('{}')
   (tmp_path / 'bad.parquet').write_text('PAR1 cut short')
+  texts = pyarrow.array([b'\xff'], pyarrow.binary()).view(pyarrow.string())
+  pyarrow.parquet.write_table(pyarrow.table({'prompt': texts}), tmp_path / 'bytes.parquet')
+  os.mkfifo(tmp_path / 'fifo.jsonl')
+  (tmp_path / 'broken.jsonl').write_text('{"a": 1}\n{"a": ')
   if 'splits' in source:
     import datasets
 
     part = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({'a': part, 'b': part}).save_to_disk(str(tmp_path / 'splits'))
   with pytest.raises(UserError, match=message) as error:
-    read(source.format(dir=tmp_path), **kwargs)
+    options = {key: str(value).format(dir=tmp_path) for key, value in kwargs.get('options', {}).items()}
+    read(source.format(dir=tmp_path), **kwargs | ({'options': options} if source == 'datasets:json' else {}))
   assert '\n' not in str(error.value)

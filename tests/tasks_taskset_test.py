@@ -104,6 +104,33 @@ def test_corrupt_row_is_fatal_with_its_place_or_skipped_and_counted(tmp_path, ro
   assert taskset.counts['corrupt'] == 1 and taskset.counts['read'] == 3
 
 
+NESTED = '{{"prompt": "a", "deep": {}}}'
+HOSTILE = {
+  'nested far too deep': (NESTED.format('[' * 100_000 + ']' * 100_000), {}, 'nested in more than 100 levels'),
+  'nested too deep': (NESTED.format('{"a":' * 100 + '1' + '}' * 100), {}, 'nested in more than 100 levels'),
+  'beyond a float': ('{"prompt": "a", "x": 1e400}', {}, '1e400 is beyond the range of a float'),
+  'lone surrogate': ('{"prompt": "a", "answer": "\\ud800"}', {}, r"UTF-8 cannot write, '\ud800'"),
+  'surrogate from a template': ({'prompt': 'a', 'x': 0xD800}, {'truth': '{x:c}'}, 'surrogate'),
+  'float from a template': ({'prompt': 'a', 'x': 10**400}, {'prompt': '{x:.0f}'}, 'too large'),
+  'no entry': ({'reasoning_gym': 'x'}, {}, "'reasoning_gym' without an entry"),
+  'no metadata': ({'reasoning_gym': 'x', 'entry': []}, {'prompt': '{x}'}, "'reasoning_gym' without an entry"),
+  'lines in a name': ({'a\nb': 1}, {}, 'among its fields a b'),
+  'a long name': ({'a' * 10_000: 1}, {}, 'among its fields aaa'),
+}
+
+
+@pytest.mark.parametrize('name', HOSTILE)
+def test_a_hostile_row_is_one_line_or_skipped(tmp_path, name):
+  row, options, message = HOSTILE[name]
+  path = write(tmp_path / 'a.jsonl', row, {'prompt': 'b', 'x': 98})
+  with pytest.raises(UserError) as raised:
+    load(path, **options)
+  said = str(raised.value)
+  assert said.startswith(f'{path}:1: ') and message in said and '\n' not in said and len(said) < 1000
+  taskset = load(path, on_corrupt='skip', **options)
+  assert (taskset.counts['corrupt'], taskset.counts['kept']) == (1, 1)
+
+
 def test_counts_name_every_rows_fate(tmp_path):
   # 8 rows: 1 not JSON, 1 with a capital, 2 repeats ('ab' twice more), 4 distinct prompts
   rows = [{'prompt': text} for text in ('ab', 'cd', 'ab', 'Ef', 'gh', 'ab', 'ij')]

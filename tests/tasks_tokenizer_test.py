@@ -1,4 +1,5 @@
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.tasks import rendering
 from jaxrl_llm.tasks.tokenizer import (
   Tokenizer,
   TokenizerConfig,
@@ -176,6 +178,112 @@ def test_directory_that_is_no_tokenizer_is_one_line(built, tmp_path):
   ]:
     with pytest.raises(UserError, match=message):
       make()
+
+
+def as_fifo(path):
+  path.unlink(missing_ok=True)
+  os.mkfifo(path)
+
+
+def change_json(path, **changes):
+  path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+DEEP = '{"a": ' + '[' * 100_000 + ']' * 100_000 + '}'
+HOSTILE = {
+  'deep tokenizer': ('tokenizer.json', lambda path: path.write_text(DEEP), 'tokenizer.json: nested in more than 100'),
+  'deep settings': ('tokenizer_config.json', lambda path: path.write_text(DEEP), 'tokenizer_config.json: nested in'),
+  'no object': ('tokenizer.json', lambda path: path.write_text('[]'), 'tokenizer.json: holds a list, wanted a JSON'),
+  'no model': ('tokenizer.json', lambda path: change_json(path, model={'type': 'x'}), 'cannot be read'),
+  'FIFO': ('chat_template.jinja', as_fifo, 'chat_template.jinja is a FIFO, wanted a regular file'),
+  'further FIFO': ('special_tokens_map.json', as_fifo, 'special_tokens_map.json is a FIFO, wanted a regular file'),
+  'no text': ('generation_config.json', lambda path: path.write_text('{"eos'), 'generation_config.json: Unterminated'),
+  'list': ('generation_config.json', lambda path: path.write_text('[]'), 'generation_config.json: holds a list'),
+  'end': (
+    'generation_config.json',
+    lambda path: path.write_text('{"eos_token_id": [5, 1000000000]}'),
+    'eos_token_id of generation_config.json has 1000000000, wanted ids of its',
+  ),
+  'text for an end': (
+    'generation_config.json',
+    lambda path: path.write_text('{"eos_token_id": "5"}'),
+    'generation_config.json has 5, wanted ids',
+  ),
+}
+
+
+@pytest.mark.parametrize('name', HOSTILE)
+def test_a_hostile_tokenizer_is_one_line(built, tmp_path, name):
+  file, change, message = HOSTILE[name]
+  built['character', 'chatml'][0].save(tmp_path)
+  change(tmp_path / file)
+  with pytest.raises(UserError) as raised:
+    Tokenizer.from_directory(tmp_path)
+  said = str(raised.value)
+  assert said.startswith(f'tokenizer {tmp_path}: ') and message in said and '\n' not in said and len(said) < 1000
+
+
+def test_tokens_that_a_model_lacks_are_refused(built, tmp_path):
+  tokenizer, _ = built['character', 'plain']
+  tokenizer.check_fits(tokenizer.vocab_size, 'the model')
+  with pytest.raises(
+    UserError, match=rf"largest token id is {tokenizer.vocab_size - 1} \('<eos>'\), and the model has"
+  ):
+    tokenizer.check_fits(tokenizer.vocab_size - 1, 'the model')
+  # An end token that the tokenizer has not is added to it, after all that the model knows.
+  tokenizer.save(tmp_path)
+  change_json(tmp_path / 'tokenizer_config.json', eos_token='<end>')
+  with pytest.raises(UserError, match="'<end>'"):
+    Tokenizer.from_directory(tmp_path).check_fits(tokenizer.vocab_size, 'the model')
+
+
+@pytest.mark.parametrize('kind', ['character', 'bpe'])
+def test_a_lone_surrogate_is_one_line(built, kind):
+  for make in (Tokenizer.encode, lambda tokenizer, text: tokenizer.render_prompt([{'role': 'user', 'content': text}])):
+    with pytest.raises(UserError, match='ud800') as raised:
+      make(built[kind, 'plain'][0], 'the \ud800')
+    assert '\n' not in str(raised.value)
+
+
+ONE_OF_MANY = """
+{%- macro again() %}{{ again() }}{% endmacro -%}
+{%- set what, one = messages[0].content, messages|length -%}
+{%- if what == 'zero' %}{{ 1 / 0 }}
+{%- elif what == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}
+{%- elif what == 'power' %}{{ 9 ** (9 ** (8 + one)) }}
+{%- elif what == 'memory' %}{{ 'x' * one * 10 ** 10 }}
+{%- elif what == 'long' %}{{ 'x' * one * 20000000 }}
+{%- elif what == 'recursion' %}{{ again() }}
+{%- elif what == 'lines' %}{{ raise_exception('one\nline') }}
+{%- else %}{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}
+{%- if add_generation_prompt %}[assistant]{% endif %}{% endif %}"""
+
+
+def test_a_template_that_fails_or_never_ends_is_one_line(built, tmp_path, monkeypatch):
+  monkeypatch.setattr(rendering, 'LIMITS', rendering.Limits(cpu_s=0.1))
+  built['bpe', 'plain'][0].save(tmp_path)
+  (tmp_path / 'chat_template.jinja').write_text(ONE_OF_MANY)
+  tokenizer = Tokenizer.from_directory(tmp_path)
+
+  def refused(what, message):
+    with pytest.raises(UserError) as raised:
+      tokenizer.render_prompt([{'role': 'user', 'content': what}])
+    said = str(raised.value)
+    assert said.startswith(f'tokenizer {tmp_path}: its chat template refuses [') and message in said
+    assert '\n' not in said and len(said) < 1000
+
+  refused('zero', 'ZeroDivisionError: division by zero; correct the template')
+  refused('memory', 'MemoryError')
+  refused('long', 'gives 20,000,000 characters, wanted at most 16,777,216')
+  refused('recursion', 'RecursionError')
+  refused('lines', 'TemplateError: one line;')
+  refused('loop', 'took more than 0.1 s of CPU time')
+  # What transformers makes of it, also after a rendering that was ended.
+  theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+  chat = [*CHAT, {'role': 'user', 'content': 'naïve\n日本 {{ 1 / 0 }} <eos>'}]
+  wanted = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+  assert tokenizer.render_prompt(chat) == list(wanted)
+  refused('power', 'took more than 0.1 s of CPU time')
 
 
 def launch(*args):

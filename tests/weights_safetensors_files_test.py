@@ -16,6 +16,7 @@ from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.models.api import stack_layers
 from jaxrl_llm.models.families import tiny
+from jaxrl_llm.weights.hf import SpecialTokens, read_special_tokens
 from jaxrl_llm.weights.hf_config import read_spec, write_config
 from jaxrl_llm.weights.safetensors_files import SHARD_BYTES, load_params, save_params
 from jaxrl_llm.weights.tables import entries
@@ -144,6 +145,115 @@ def test_quantized_and_absent_weights_are_refused(tmp_path):
   assert 'found pytorch_model.bin, convert it to safetensors' in refusal(load_params, tmp_path, spec)
   (tmp_path / 'model.safetensors.index.json').write_text('{"weight_map": {}}')
   assert 'has no weight_map' in refusal(load_params, tmp_path, spec)
+
+
+def as_fifo(path):
+  path.unlink(missing_ok=True)
+  os.mkfifo(path)
+
+
+def change_json(path, **changes):
+  path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def change_weight(path, value, dtype=np.float32):
+  tensors = {name: tensor.astype(dtype) for name, tensor in load_file(path).items()}
+  tensors['model.layers.1.mlp.up_proj.weight'][3, 5] = value
+  save_file(tensors, path)
+
+
+DEEP = '{"model_type": ' + '[' * 100_000 + ']' * 100_000 + '}'
+HOSTILE_CONFIGS = {
+  'nested far too deep': (lambda path: path.write_text(DEEP), 'nested in more than 100 levels'),
+  'nested too deep': (lambda path: change_json(path, x=json.loads('[' * 100 + ']' * 100)), 'nested in more than 100'),
+  'FIFO': (as_fifo, 'config.json is a FIFO, wanted a regular file'),
+  'device': (lambda path: (path.unlink(), path.symlink_to('/dev/zero')), 'is a character device'),
+  'large': (lambda path: os.truncate(path, (64 << 20) + 1), 'has 67,108,865 bytes, wanted at most 67,108,864'),
+  'layers': (lambda path: change_json(path, num_hidden_layers=10**9), 'layers: got 1e+09, wanted at most 1,000'),
+  'vocabulary': (lambda path: change_json(path, vocab_size=10**15), 'vocab_size: got 1e+15, wanted at most'),
+  'infinite size': (lambda path: change_json(path, hidden_size=float('inf')), 'hidden_size is Infinity, wanted a pos'),
+  'infinite epsilon': (lambda path: change_json(path, rms_norm_eps=float('inf')), 'rms_norm_eps is Infinity, wanted'),
+  'large integer': (lambda path: change_json(path, rms_norm_eps=10**400), 'rms_norm_eps is 1000'),
+  'family': (lambda path: change_json(path, model_type=['llama']), 'model_type is ["llama"], wanted one of'),
+  'layer types': (lambda path: change_json(path, layer_types=3), 'layer_types is 3, wanted a list'),
+  'mixed layer types': (lambda path: change_json(path, layer_types=[[], 3]), 'wanted full attention in every layer'),
+  'rope type': (lambda path: change_json(path, rope_scaling={'rope_type': []}), 'rope_type is [], wanted one of'),
+  'window': (
+    lambda path: change_json(
+      path, model_type='qwen2', architectures=None, sliding_window=3, use_sliding_window=True, max_window_layers='3'
+    ),
+    'max_window_layers is "3", wanted a number of layers',
+  ),
+}
+
+
+@pytest.mark.parametrize('name', HOSTILE_CONFIGS)
+def test_a_hostile_config_is_one_line(tmp_path, name):
+  change, message = HOSTILE_CONFIGS[name]
+  write_config(tmp_path, tiny('llama', 50), dtype='float32')
+  change(tmp_path / 'config.json')
+  said = refusal(read_spec, tmp_path)
+  assert str(tmp_path / 'config.json') in said and message in said and len(said) < 1000
+
+
+INDEX, SHARD = 'model.safetensors.index.json', 'model-00001-of-00002.safetensors'
+HOSTILE_WEIGHTS = {
+  'parent': (lambda d: change_json(d / INDEX, weight_map={'a': '../a.safetensors'}), 'in the same directory; move'),
+  'below': (lambda d: change_json(d / INDEX, weight_map={'a': 'b/a.safetensors'}), 'in the same directory; move'),
+  'absolute': (lambda d: change_json(d / INDEX, weight_map={'a': f'{d}/{SHARD}'}), 'in the same directory; move'),
+  'nested index': (lambda d: (d / INDEX).write_text(DEEP), 'nested in more than 100 levels'),
+  'FIFO': (lambda d: as_fifo(d / SHARD), 'is a FIFO, wanted a regular file'),
+  'NaN': (
+    lambda d: change_weight(d / SHARD, np.nan),
+    'model.layers.1.mlp.up_proj.weight[3, 5] is nan as float32, wanted finite weights',
+  ),
+  'infinity': (lambda d: change_weight(d / SHARD, -np.inf), '[3, 5] is -inf as float32, wanted finite weights'),
+  'overflow': (lambda d: change_weight(d / SHARD, 1e300, np.float64), '[3, 5] is inf as float32, wanted finite'),
+}
+
+
+@pytest.mark.parametrize('scan_layers', [False, True])
+@pytest.mark.parametrize('name', HOSTILE_WEIGHTS)
+def test_hostile_weights_are_one_line(tmp_path, name, scan_layers):
+  change, message = HOSTILE_WEIGHTS[name]
+  spec, _ = small_model(tmp_path)
+  (tmp_path / 'model.safetensors').rename(tmp_path / SHARD)
+  names = [entry.hf for entry in entries(spec)]
+  (tmp_path / INDEX).write_text(json.dumps({'weight_map': dict.fromkeys(names, SHARD)}))
+  load_params(tmp_path, spec)
+  change(tmp_path)
+  said = refusal(load_params, tmp_path, spec, scan_layers=scan_layers)
+  assert str(tmp_path) in said and message in said
+
+
+def test_a_link_in_a_model_directory_is_followed(tmp_path):
+  # As in the cache of huggingface_hub, whose snapshots are links to blobs beside them.
+  spec, params = small_model(tmp_path / 'blobs')
+  (tmp_path / 'snapshot').mkdir()
+  for path in (tmp_path / 'blobs').iterdir():
+    (tmp_path / 'snapshot' / path.name).symlink_to(path)
+  assert read_spec(tmp_path / 'snapshot') == spec
+  assert_same_bits(load_params(tmp_path / 'snapshot', spec), params)
+
+
+@pytest.mark.parametrize(
+  ('file', 'change', 'message'),
+  [
+    ('config.json', {'eos_token_id': 50}, 'eos_token_id has 50, wanted token ids below vocab_size 50'),
+    ('config.json', {'eos_token_id': [2, -3]}, 'eos_token_id has -3, wanted'),
+    ('config.json', {'pad_token_id': 10**9}, 'pad_token_id has 1000000000, wanted'),
+    ('generation_config.json', {'eos_token_id': [2, None]}, 'eos_token_id has None, wanted'),
+    ('generation_config.json', {'bos_token_id': '1'}, 'bos_token_id has 1, wanted'),
+    ('generation_config.json', {'eos_token_id': True}, 'eos_token_id has True, wanted'),
+  ],
+)
+def test_special_tokens_outside_the_vocabulary_are_refused(tmp_path, file, change, message):
+  write_config(tmp_path, tiny('llama', 50), dtype='float32', bos_id=1, eos_ids=[2, 49], pad_id=-1)
+  (tmp_path / 'generation_config.json').write_text('{}')
+  # -1 is how the first Llama models said that they have no padding.
+  assert read_special_tokens(tmp_path) == SpecialTokens(bos_id=1, eos_ids=(2, 49), pad_id=None)
+  change_json(tmp_path / file, **change)
+  assert message in refusal(read_special_tokens, tmp_path)
 
 
 def test_a_full_disk_is_one_line(tmp_path):

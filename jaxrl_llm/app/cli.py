@@ -21,6 +21,7 @@ from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import apply_overrides, load_file, parse_flags, split_argv
 from jaxrl_llm.core.errors import RunError, UserError, first_cause
 from jaxrl_llm.core.waits import WaitExpired
+from jaxrl_llm.parallel.mesh import available_devices
 from jaxrl_llm.parallel.topology import has_compiler, parse_topology
 from jaxrl_llm.runtime.machine import use_compilation_cache
 
@@ -77,6 +78,7 @@ def _main(argv: Sequence[str]) -> int:
   logging.set_verbosity(FLAGS.verbosity)
   faulthandler.enable()
   _join_job()
+  available_devices()  # Fails here, before anything is written.
   if config.compilation_cache and not FLAGS.topology:  # Programs for devices that are not here cannot be read back.
     use_compilation_cache(config.compilation_cache)
   if FLAGS.dry_run:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import json
 import pathlib
 import shutil
 import tempfile
@@ -18,6 +17,7 @@ from jaxrl_llm.app.schema import Config, PreferenceSource, StageConfig
 from jaxrl_llm.app.workdir import DATA, TOKENIZER
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.files import parse_json
 from jaxrl_llm.data.streams import sample_lengths
 from jaxrl_llm.experience.sample import encode
 from jaxrl_llm.experience.task import Task
@@ -29,6 +29,7 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.replay.browse import open_copy
 from jaxrl_llm.replay.segments import write_segment
 from jaxrl_llm.rewards.api import RewardsConfig, in_force
+from jaxrl_llm.rewards.verifier import check_verifiers
 from jaxrl_llm.rollout.workflow import completion_text, demonstration_sample
 from jaxrl_llm.runtime.writers import METRICS_FILE
 from jaxrl_llm.tasks.preferences import Preferences, load_preferences, pairs_of_tasks, preference_samples
@@ -89,6 +90,7 @@ def prepare(config: Config, workdir: pathlib.Path) -> Prepared:
   scored |= {name for stage in config.stages if stage.explores for name in stage.tasksets}
   for name in sorted(scored):
     check_judged(tasksets[name], config.rewards)
+    check_verifiers(tasksets[name].tasks, config.rewards.scorers)
   preferences = {source.name: _preferences(source, config, tasksets) for source in config.preferences}
   _check_pairs(config, preferences, suites)
   for stage in config.stages:
@@ -106,6 +108,7 @@ def prepare(config: Config, workdir: pathlib.Path) -> Prepared:
         f'policy.model.vocab_size: {spec.vocab_size}, and the tokenizer has {tokenizer.vocab_size} tokens; raise it, '
         'or leave it out'
       )
+  tokenizer.check_fits(spec.vocab_size, 'the model' if checkpoint is None else f'the model in {checkpoint}')
   limit = config.rollout.max_prompt_length
   length = lambda task: len(tokenizer.render_prompt(task.prompt))
   tasksets = {name: drop_long(taskset, limit, length) for name, taskset in tasksets.items()}
@@ -328,8 +331,8 @@ def _take_over(
 
 def _recorded_config(stage: str, run: pathlib.Path) -> Any:
   try:
-    return json.loads((run / 'config.json').read_text())
-  except (FileNotFoundError, ValueError) as error:
+    return parse_json((run / 'config.json').read_text())
+  except (OSError, ValueError) as error:
     raise UserError(f'stages.{stage}.recorded.run: {run} is not the directory of a run ({error})') from None
 
 

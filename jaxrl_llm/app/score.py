@@ -68,15 +68,17 @@ def _attempt(fields: Mapping[str, Json], taskset: str, uid: str) -> Attempt:
   prompt = [{'role': 'user', 'content': ''}] if is_code and fields.get('prompt') is None else own_messages(fields)
   completion = fields['completion']
   response_len = fields.get('response_len')
+  task = Task(
+    taskset=taskset,
+    domain=fields.get('ability') or ('code' if is_code else 'general'),
+    prompt=tuple(prompt),
+    truth=own_truth(fields),
+    fields=fields,
+  )
+  task.digest.encode()  # A prompt with a lone surrogate has none.
   return Attempt(
     uid=fields.get('uid') or uid,
-    task=Task(
-      taskset=taskset,
-      domain=fields.get('ability') or ('code' if is_code else 'general'),
-      prompt=tuple(prompt),
-      truth=own_truth(fields),
-      fields=fields,
-    ),
+    task=task,
     completion=completion,
     finish_reason='stop',
     response_len=len(completion.split()) if response_len is None else response_len,

@@ -21,9 +21,11 @@ from jaxrl_llm.app.score import Summary, read_attempts, score_file
 from jaxrl_llm.app.scorers import build_scorer
 from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
-from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.errors import UserError, one_line
+from jaxrl_llm.core.files import parse_json
 from jaxrl_llm.core.waits import unless
 from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
+from jaxrl_llm.rewards.verifier import check_verifiers
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('scorer', None, "One that launch/train.py --list prints, or 'module:attribute'.", flag_values=FLAGS)
@@ -66,6 +68,7 @@ def _main(argv: Sequence[str]) -> int:
   _check_out(out, rows)
   scorer = build_scorer(config, '--scorer')
   attempts = read_attempts(rows)
+  check_verifiers([attempt.task for attempt in attempts], (config,))
   with _Progress(len(attempts)) as progress:
     summary, stopped_by = asyncio.run(_stoppable(lambda: score_file(scorer, rewards, attempts, out, progress.done)))
   if summary is None:
@@ -102,9 +105,9 @@ def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 def _options(text: str, overrides: dict[str, str]) -> dict[str, Any]:
   try:
-    options = json.loads(text)
+    options = parse_json(text)
   except ValueError as error:
-    raise UserError(f'--options={text}: not JSON: {error}') from None
+    raise UserError(f'--options={one_line(text)}: not JSON: {error}') from None
   if not isinstance(options, dict):
     raise UserError(f'--options={text}: wanted a JSON object')
   for key, value in overrides.items():
@@ -121,7 +124,7 @@ def _options(text: str, overrides: dict[str, str]) -> dict[str, Any]:
 def _value(text: str) -> Any:
   """JSON where it is some; else the text itself."""
   try:
-    return json.loads(text)
+    return parse_json(text)
   except ValueError:
     return text
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import decimal
 import difflib
-import json
 import math
 import re
 import types
@@ -28,6 +27,7 @@ from jaxrl_llm.config.annotations import (
 )
 from jaxrl_llm.config.values import check_json, from_json
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.files import parse_json
 
 _NONE_WORDS = ('none', 'None', 'null')
 _BOOL_WORDS = {'true': True, 'True': True, 'false': False, 'False': False}
@@ -127,7 +127,7 @@ def _parse_json(text: str, where: str) -> Any:
   if text in _BOOL_WORDS or text in _NONE_WORDS:
     return _BOOL_WORDS.get(text)
   try:
-    value = json.loads(text)
+    value = parse_json(text)
   except ValueError as error:
     if text[:1] in ('{', '[', '"'):
       raise UserError(f'{where}: got {text!r}, which is not JSON: {error}') from None

@@ -21,6 +21,12 @@ class RunError(UserError):
   exit_code = 1
 
 
+def one_line(text: object, limit: int = 400) -> str:
+  """`str(text)` on one line, at most `limit` characters of it."""
+  line = ' '.join(str(text).split())
+  return line if len(line) <= limit else f'{line[: limit - 1]}…'
+
+
 def first_cause(error: BaseException) -> BaseException:
   """Of an exception group, however deep, what to tell the user: its first UserError, else its first exception."""
   causes = list(_leaves(error))

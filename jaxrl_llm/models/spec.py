@@ -12,6 +12,17 @@ from typing import Literal
 from jaxrl_llm.core.errors import UserError
 
 DTYPES = ('float32', 'bfloat16', 'float16', 'float64')
+_MOST = {
+  'vocab_size': 10_000_000,
+  'hidden_size': 1_000_000,
+  'intermediate_size': 10_000_000,
+  'num_hidden_layers': 1_000,
+  'num_attention_heads': 10_000,
+  'num_key_value_heads': 10_000,
+  'head_dim': 100_000,
+  'max_position_embeddings': 2**31 - 1,
+}
+"""Largest sizes: far above those of any model, and small enough to list the parameters within a second."""
 PROJECTIONS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
 
 
@@ -75,10 +86,12 @@ class ModelSpec:
   """lm: logits over the vocabulary; value: a value per token; scalar: a score read at a sequence's last token."""
 
   def __post_init__(self):
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if field.type == 'int' and value < 1:
-        raise UserError(f'model.{field.name}: got {value}, wanted at least 1')
+    for name, most in _MOST.items():
+      value = getattr(self, name)
+      if value < 1:
+        raise UserError(f'model.{name}: got {value}, wanted at least 1')
+      if value > most:
+        raise UserError(f'model.{name}: got {value:.4g}, wanted at most {most:,}')
     if self.num_attention_heads % self.num_key_value_heads:
       raise UserError(
         f'model.num_attention_heads: {self.num_attention_heads} heads cannot share {self.num_key_value_heads} '

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
-from jaxrl_llm.experience.score import Score, Status
+from jaxrl_llm.experience.score import Score, Status, worth
 from jaxrl_llm.experience.task import Task
 
 
@@ -136,6 +136,10 @@ class ScorerConfig:
     return self.name if self.kind is None else self.kind
 
 
+_MAX_WEIGHT = 1e6
+"""Rewards, which are sums of weighted scores, and their squares stay finite in float32."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardsConfig:
   scorers: tuple[ScorerConfig, ...]
@@ -160,8 +164,10 @@ class RewardsConfig:
         )
       if s.retries < 0:
         raise UserError(f'rewards.scorers {s.name!r}: retries is {s.retries}, wanted 0 or more')
-      if not math.isfinite(s.weight):
-        raise UserError(f'rewards.scorers {s.name!r}: weight is {s.weight}, wanted a finite number')
+      if not abs(s.weight) <= _MAX_WEIGHT:
+        raise UserError(
+          f'rewards.scorers {s.name!r}: weight is {s.weight}, wanted a number from -{_MAX_WEIGHT:g} to {_MAX_WEIGHT:g}'
+        )
     if self.workers < 1:
       raise UserError(f'rewards.workers is {self.workers}, wanted at least 1')
     if self.memory_limit_mib < 0:
@@ -197,6 +203,11 @@ class Reward:
   """What the scorer that is asked for it says; None where it could not say, or does not judge this domain."""
   turn_values: tuple[float, ...] = ()
   """Weighted sums per turn, on top of `value`; empty where no scorer gives any."""
+
+  @property
+  def worth(self) -> float | None:
+    """The value with those of the turns: what advantages per sample compare."""
+    return worth(self.value, self.turn_values)
 
 
 def combine(scores: Sequence[Score], config: RewardsConfig) -> Reward:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import traceback
 from collections.abc import Mapping, Sequence
 
+from jaxrl_llm.core.files import check_depth
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.experience.score import Status
 from jaxrl_llm.rewards.api import Verdict
+
+MAX_SCORE = 1e9
+"""Largest size of a value, a part or a turn's value: its square and the sums over a batch are finite in float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +31,10 @@ class Outcome:
 
 
 def checked(verdicts: Sequence[Verdict], count: int) -> tuple[Verdict, ...]:
-  """`count` verdicts as plain floats and JSON. Raises TypeError or ValueError for anything else."""
+  """`count` verdicts as plain floats and JSON.
+
+  Raises TypeError or ValueError for anything else, for numbers beyond `MAX_SCORE` and for deeply nested evidence.
+  """
   if not isinstance(verdicts, Sequence):
     raise TypeError(f'scorer returned {type(verdicts).__name__} for a group, wanted a tuple of Verdicts')
   if len(verdicts) != count:
@@ -42,9 +48,13 @@ def _checked(verdict: Verdict) -> Verdict:
   value = None if verdict.value is None else float(verdict.value)
   parts = {name: float(part) for name, part in verdict.parts.items()}
   turns = tuple(float(turn) for turn in verdict.turn_values)
-  if not all(math.isfinite(number) for number in (value or 0.0, *parts.values(), *turns)):
-    raise ValueError(f'scorer returned value {value}, parts {parts} and turns {turns}, wanted finite numbers')
+  numbers = (value or 0.0, *parts.values(), *turns)
+  if not all(abs(number) <= MAX_SCORE for number in numbers):  # Not so of NaN either.
+    raise ValueError(
+      f'scorer returned value {value}, parts {parts} and turns {turns}, wanted finite numbers of at most {MAX_SCORE:g}'
+    )
   evidence = json.loads(json.dumps(dict(verdict.evidence)))
+  check_depth(evidence)
   return Verdict(value=value, parts=parts, turn_values=turns, evidence=evidence)
 
 

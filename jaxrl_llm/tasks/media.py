@@ -1,9 +1,9 @@
 """Media in the rows of a taskset: read once when it is loaded, so that a run never starts with a picture that is not
 there, is not the one that was meant, or is none.
 
-A row's `media` is a list of `{kind: 'image', path | bytes, digest?}`; `path` is relative to the taskset's file, `bytes`
-is base64 (in Parquet: bytes), `digest` the xxh3-128 of the bytes in hex. `images`, as verl's data have it, is a list of
-paths or of `{bytes | path}`.
+A row's `media` is a list of `{kind: 'image', path | bytes, digest?}`; `path` is relative to the directory of the
+taskset's file and does not lead out of it, `bytes` is base64 (in Parquet: bytes), `digest` the xxh3-128 of the bytes in
+hex. `images`, as verl's data have it, is a list of paths or of `{bytes | path}`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from collections.abc import Mapping
 
 import xxhash
 
+from jaxrl_llm.core.files import path_inside, read_bytes
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.experience.task import Media
 
 KINDS = ('image',)
 _SIGNATURES = (b'\x89PNG\r\n\x1a\n', b'\xff\xd8\xff', b'GIF87a', b'GIF89a', b'BM', b'II*\x00', b'MM\x00*')
 _DATA = 'data:;base64,'
+MAX_BYTES = 32 << 20
+"""Size of the largest picture."""
 
 
 def media_bytes(reference: str, root: pathlib.Path | None) -> bytes:
@@ -33,12 +36,11 @@ def media_bytes(reference: str, root: pathlib.Path | None) -> bytes:
       raise ValueError(f'bytes are no base64: {error}') from None
   if root is None:
     raise ValueError(f'path {reference!r}, but the source is no file that it could be relative to; wanted bytes')
-  if pathlib.Path(reference).is_absolute():
-    raise ValueError(f"path {reference!r} is absolute, wanted one relative to the taskset's file")
+  path = path_inside(root, reference)
   try:
-    return (root / reference).read_bytes()
+    return read_bytes(path, MAX_BYTES)
   except OSError as error:
-    raise ValueError(f'{root / reference}: {error.strerror or error}') from None
+    raise ValueError(f'{path}: {error.strerror or error}') from None
 
 
 def read_media(fields: Mapping[str, Json], root: pathlib.Path | None) -> tuple[Media, ...]:

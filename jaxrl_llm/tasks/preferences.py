@@ -253,8 +253,9 @@ def _pair_or_corrupt(row: sources.Row | sources.Corrupt, config: PreferencesConf
   if isinstance(row, sources.Corrupt):
     return row
   try:
+    sources.check_text(row.fields)
     return _pair_of(row.fields, config)
-  except ValueError as error:  # also text that has no UTF-8 (a lone surrogate), which has no digest
+  except ValueError as error:
     return sources.Corrupt(where=row.where, reason=str(error))
 
 

@@ -1,6 +1,7 @@
 """Where rows come from: procedural tasks, files, Hugging Face datasets.
 
-Every source yields, in a fixed order, one `Row` or one `Corrupt` for each thing it read: nothing is dropped here.
+Every source yields, in a fixed order, one `Row` or one `Corrupt` for each thing it read: nothing is dropped here. A
+row is JSON of bounded size and depth.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import dataclasses
 import difflib
 import itertools
 import json
+import math
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,7 +19,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.errors import UserError, one_line
+from jaxrl_llm.core.files import check_depth, check_regular, parse_json
 from jaxrl_llm.core.types import Json
 
 SOURCES: Mapping[str, str] = {
@@ -32,6 +35,8 @@ FORMS = "'reasoning_gym:<dataset>', a path ending .jsonl or .parquet, 'datasets:
 MEDIA = ('media', 'images')
 """Columns of pictures, see `tasks.media`."""
 _PARQUET_ROWS = 1024
+MAX_ROW_BYTES = 64 << 20
+"""Length of the longest line of a .jsonl file."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +54,10 @@ class Corrupt:
 
   where: str
   reason: str
+  """One line."""
+
+  def __post_init__(self):
+    object.__setattr__(self, 'reason', one_line(self.reason))  # It may quote what the row holds.
 
 
 def read_rows(source: str, *, options: Mapping[str, Any], size: int | None, seed: int) -> Iterator[Row | Corrupt]:
@@ -76,8 +85,12 @@ def read_rows(source: str, *, options: Mapping[str, Any], size: int | None, seed
     raise UserError(f'taskset source {source!r} is of no known form; wanted one of {FORMS}')
   if options:
     raise UserError(f'taskset source {source!r}: a file takes no options, got {sorted(options)}; remove them')
-  if not path.is_file():
-    raise UserError(missing_file(path))
+  try:
+    check_regular(path)
+  except FileNotFoundError:
+    raise UserError(missing_file(path)) from None
+  except (OSError, ValueError) as error:
+    raise UserError(f'taskset source {source!r} cannot be read: {one_line(error)}') from None
   return itertools.islice(readers[path.suffix](path), size)
 
 
@@ -148,21 +161,48 @@ def _refuse_constant(name: str) -> None:
   raise ValueError(f'{name} is not JSON')
 
 
+def _finite(text: str) -> float:
+  number = float(text)
+  if not math.isfinite(number):
+    raise ValueError(f'{text} is beyond the range of a float')
+  return number
+
+
 def _jsonl_rows(path: pathlib.Path) -> Iterator[Row | Corrupt]:
-  with path.open('rb') as file:
-    for number, line in enumerate(file, start=1):
-      if not line.strip():
-        continue
+  try:
+    file = path.open('rb')
+  except OSError as error:
+    raise UserError(f'{path}: cannot be read ({error.strerror})') from None
+  with file:
+    for number in itertools.count(1):
+      line = file.readline(MAX_ROW_BYTES)
+      if not line:
+        return
       where = f'{path}:{number}'
-      try:
-        fields = json.loads(line.decode(), parse_constant=_refuse_constant)
-      except ValueError as error:  # covers UnicodeDecodeError and JSONDecodeError
-        yield Corrupt(where=where, reason=str(error))
-        continue
-      if isinstance(fields, dict):
-        yield Row(where=where, fields=fields)
-      else:
-        yield Corrupt(where=where, reason=f'holds a JSON {type(fields).__name__}, wanted an object')
+      if len(line) == MAX_ROW_BYTES and not line.endswith(b'\n'):
+        while (rest := file.readline(MAX_ROW_BYTES)) and not rest.endswith(b'\n'):
+          pass
+        yield Corrupt(where=where, reason=f'the line has {MAX_ROW_BYTES:,} bytes or more; wanted a shorter row')
+      elif line.strip():
+        yield _parsed(where, line)
+
+
+def _parsed(where: str, line: bytes) -> Row | Corrupt:
+  try:
+    fields = parse_json(line.decode(), parse_constant=_refuse_constant, parse_float=_finite)
+    if not isinstance(fields, dict):
+      raise ValueError(f'holds a JSON {type(fields).__name__}, wanted an object')
+    return _row(where, fields)
+  except ValueError as error:  # covers UnicodeDecodeError and JSONDecodeError
+    return Corrupt(where=where, reason=str(error))
+
+
+def _row(where: str, fields: dict[str, Json]) -> Row:
+  """Raises ValueError for a row that claims to be reasoning-gym's and has no entry of that form."""
+  entry = fields.get('entry')
+  if 'reasoning_gym' in fields and not (isinstance(entry, dict) and isinstance(entry.get('metadata'), dict)):
+    raise ValueError("has 'reasoning_gym' without an entry {question, answer, metadata}; wanted both or neither")
+  return Row(where=where, fields=fields)
 
 
 def _parquet_rows(path: pathlib.Path) -> Iterator[Row | Corrupt]:
@@ -173,8 +213,8 @@ def _parquet_rows(path: pathlib.Path) -> Iterator[Row | Corrupt]:
       for fields in batch.to_pylist():
         number += 1
         yield _checked(f'{path} row {number}', fields)
-  except (pyarrow.ArrowException, OSError) as error:
-    raise UserError(f'{path}: not a readable Parquet file: {str(error).splitlines()[0]}') from error
+  except (pyarrow.ArrowException, OSError, RecursionError, UnicodeDecodeError) as error:
+    raise UserError(f'{path}: not a readable Parquet file: {one_line(error)}') from error
 
 
 def _dataset_rows(target: str, options: Mapping[str, Any]) -> Iterator[Row | Corrupt]:
@@ -192,14 +232,37 @@ def _dataset_rows(target: str, options: Mapping[str, Any]) -> Iterator[Row | Cor
       loaded = datasets.load_from_disk(name, **options)
     else:
       loaded = datasets.load_dataset(name, split=split or None, **options)
-  except (OSError, ValueError, KeyError, TypeError) as error:  # datasets' own errors derive from these
-    reason = (str(error).splitlines() or [''])[0]
-    raise UserError(f'{where}: cannot be loaded: {type(error).__name__}: {reason}') from error
+  except (OSError, ValueError, KeyError, TypeError, datasets.exceptions.DatasetsError) as error:
+    # Which says no more than that there was an error.
+    cause = (isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__) or error
+    reason = (str(cause).splitlines() or [''])[0]
+    raise UserError(f'{where}: cannot be loaded: {type(cause).__name__}: {one_line(reason)}') from error
   if isinstance(loaded, Mapping):
     if len(loaded) != 1 or split:
       raise UserError(f'{where}: has splits {sorted(loaded)}; name one as datasets:{name}#<split>')
     loaded = next(iter(loaded.values()))
-  return (_checked(f'{where} row {index}', fields) for index, fields in enumerate(loaded))
+  return _loaded_rows(where, loaded)
+
+
+def _loaded_rows(where: str, loaded: Any) -> Iterator[Row | Corrupt]:
+  rows = iter(loaded)
+  if loaded.features and any(_names_files(field.type) for field in loaded.features.arrow_schema):
+    # As they are stored: to decode a picture, datasets would open whatever file its row names.
+    tables = loaded.with_format('arrow').iter(_PARQUET_ROWS)
+    rows = (fields for table in tables for fields in table.to_pylist())
+  try:
+    for index, fields in enumerate(rows):
+      yield _checked(f'{where} row {index}', fields)
+  except (pyarrow.ArrowException, OSError, RecursionError, UnicodeDecodeError) as error:
+    raise UserError(f'{where}: cannot be read: {type(error).__name__}: {one_line(error)}') from error
+
+
+def _names_files(kind: pyarrow.DataType) -> bool:
+  """Whether values of a type hold what datasets decodes: pictures, sound, video."""
+  if pyarrow.types.is_struct(kind):
+    return {'bytes', 'path'} <= {field.name for field in kind} or any(_names_files(field.type) for field in kind)
+  is_list = pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind)
+  return is_list and _names_files(kind.value_type)
 
 
 def _with_text(items: Any) -> Any:
@@ -212,6 +275,20 @@ def _with_text(items: Any) -> Any:
 
 def _checked(where: str, fields: Mapping[str, Any]) -> Row | Corrupt:
   try:
-    return Row(where=where, fields=_plain({k: _with_text(v) if k in MEDIA else v for k, v in fields.items()}))
+    plain = _plain({k: _with_text(v) if k in MEDIA else v for k, v in fields.items()})
+    check_depth(plain)
+    return _row(where, plain)
+  except RecursionError:
+    return Corrupt(where=where, reason='nested too deep to be JSON')
   except (TypeError, ValueError) as error:
     return Corrupt(where=where, reason=str(error))
+
+
+def check_text(fields: Mapping[str, Json]) -> None:
+  """Raises ValueError for a row with text that UTF-8 cannot write: a lone surrogate."""
+  try:
+    json.dumps(fields, ensure_ascii=False).encode()
+  except UnicodeEncodeError as error:
+    raise ValueError(
+      f'holds text that UTF-8 cannot write, {error.object[error.start]!r}: {error.reason}; remove the lone surrogate'
+    ) from None

@@ -215,8 +215,9 @@ def _task_or_corrupt(row: sources.Row | sources.Corrupt, config: TasksetConfig) 
   if isinstance(row, sources.Corrupt):
     return row
   try:
+    sources.check_text(row.fields)
     task = _task(row.fields, config)
-    task.digest.encode()  # Text that has no UTF-8 (a lone surrogate) has no digest either.
+    f'{task.digest}{task.truth}'.encode()  # Templates can make text without UTF-8 too.
     return task
   except ValueError as error:
     return sources.Corrupt(where=row.where, reason=str(error))

@@ -45,7 +45,7 @@ def render(template: str, fields: Mapping[str, Json]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f'did you mean {near[0]!r}?' if near else f'there are {", ".join(sorted(known))}'
     raise ValueError(f'template {template!r} names {name!r}, which the row lacks; {hint}') from None
-  except (IndexError, AttributeError, TypeError, ValueError) as error:
+  except (ArithmeticError, AttributeError, IndexError, MemoryError, TypeError, ValueError) as error:
     raise ValueError(f'template {template!r}: {error}') from None
 
 

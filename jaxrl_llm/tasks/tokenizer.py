@@ -6,6 +6,7 @@ and the prompt's tokens are the same in both.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,9 +14,8 @@ import pathlib
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
-import jinja2
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -24,8 +24,10 @@ os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.errors import UserError, one_line
+from jaxrl_llm.core.files import check_regular, parse_json, read_bytes
 from jaxrl_llm.experience.task import Message, Task
+from jaxrl_llm.tasks.rendering import RenderError, TemplateProcess
 
 Template = Literal['plain', 'chatml']
 
@@ -44,6 +46,10 @@ _EOS = {'plain': '<eos>', 'chatml': '<|im_end|>'}
 _SPECIALS = {'plain': ['<pad>', '<eos>'], 'chatml': ['<pad>', '<|im_start|>', '<|im_end|>']}
 _SCAFFOLD = {'plain': '', 'chatml': 'systemuserassistanttool\n'}
 _GENERATION = 'generation_config.json'
+_FILE_BYTES = 256 << 20
+"""Size of the largest file of a tokenizer."""
+_SUFFIXES = ('.json', '.jinja', '.txt', '.model')
+"""Of files that transformers may open in a tokenizer's directory."""
 _FILES = (
   'tokenizer.json',
   'tokenizer_config.json',
@@ -80,37 +86,56 @@ class Tokenizer:
     self.pad_id: int = fast.eos_token_id if fast.pad_token_id is None else fast.pad_token_id
     self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([fast.eos_token_id, *stop_ids]))
     model = json.loads(files['tokenizer.json'])['model']
+    # Our templates end; those of others run where they can be ended.
+    template = fast.get_chat_template()
+    self._process = None if template in _TEMPLATES.values() else TemplateProcess(template)
     specials = [token.content for token in fast.added_tokens_decoder.values()]
-    self._alphabet = frozenset(model['vocab']) if model['type'] == 'WordLevel' else None
+    self._alphabet = frozenset(model['vocab']) if model.get('type') == 'WordLevel' else None
     self._specials = re.compile('|'.join(map(re.escape, specials)) or r'(?!)')
 
   @classmethod
   def from_directory(cls, directory: str | pathlib.Path) -> Tokenizer:
-    """Raises UserError if there is no tokenizer with an end token and a chat template."""
+    """Raises UserError if there is no tokenizer with an end token and a chat template, or it is damaged."""
     path = pathlib.Path(directory)
-    if not (path / 'tokenizer.json').is_file():
+    if not (path / 'tokenizer.json').exists():
       raise UserError(f'tokenizer {path}: no tokenizer.json there; wanted a directory as launch/tokenizer.py makes it')
+    files = _read_files(path)
     try:
       fast = PreTrainedTokenizerFast.from_pretrained(str(path))
-    except (OSError, ValueError, KeyError) as error:
-      raise UserError(f'tokenizer {path}: cannot be read: {str(error).splitlines()[0]}') from error
+    except Exception as error:  # The tokenizers library raises Exception itself.
+      raise UserError(f'tokenizer {path}: cannot be read: {one_line(error)}; fetch it again') from error
     if fast.eos_token_id is None:
       raise UserError(f'tokenizer {path}: has no eos_token, so no answer would end; name one in tokenizer_config.json')
     if fast.chat_template is None:
       raise UserError(f'tokenizer {path}: has no chat template; add a chat_template.jinja')
-    files = {name: (path / name).read_bytes() for name in _FILES if (path / name).is_file()}
-    return cls(fast, files=files, stop_ids=_generation_stops(path), name=str(path))
+    if not _has_template(fast):
+      raise UserError(f'tokenizer {path}: its chat template is no text, or none of several is the default; correct it')
+    return cls(fast, files=files, stop_ids=_generation_stops(path, fast), name=str(path))
 
   @property
   def vocabulary(self) -> tuple[dict[str, int], tuple[int, ...]]:
     """What ids mean: token to id, and the ids that end a completion."""
     return self._fast.get_vocab(), tuple(self.stop_ids)
 
+  def check_fits(self, vocab_size: int, model: str) -> None:
+    """Raises UserError for token ids that a model with `vocab_size` tokens lacks; `model` names it in the message."""
+    largest = max(self._fast.get_vocab().values())
+    if largest >= vocab_size:
+      raise UserError(
+        f'tokenizer {self._name}: its largest token id is {largest} ({self.token_text(largest)!r}), and {model} has '
+        f'{vocab_size} tokens; take the tokenizer of that model, or raise its vocab_size'
+      )
+
   def encode(self, text: str) -> list[int]:
-    """Token ids, nothing added. Raises UserError that names a character which a character table lacks."""
+    """Token ids, nothing added. Raises UserError for text that has none, such as characters that a table lacks."""
     if self._alphabet is not None and not self._alphabet.issuperset(text):
       self._check_characters(text)
-    return self._fast.encode(text, add_special_tokens=False)
+    try:
+      return self._fast.encode(text, add_special_tokens=False)
+    except Exception as error:  # The tokenizers library raises Exception itself; a lone surrogate is a TypeError.
+      raise UserError(
+        f'tokenizer {self._name}: cannot encode {one_line(repr(text), 100)}: {one_line(error)}; correct the text'
+      ) from error
 
   def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
     return self._fast.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
@@ -153,10 +178,18 @@ class Tokenizer:
 
   def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
     plain = [dict(message) for message in messages]
-    try:
+    if self._process is None:
       return self._fast.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_generation_prompt)
-    except jinja2.TemplateError as error:
-      raise UserError(f'tokenizer {self._name}: its chat template refuses {plain}: {error}') from error
+    tokens = {
+      name: list(map(str, value)) if isinstance(value, list | tuple) else str(value)
+      for name, value in self._fast.special_tokens_map.items()
+    }
+    try:
+      return self._process.render(plain, add_generation_prompt=add_generation_prompt, variables=tokens)
+    except RenderError as error:
+      raise UserError(
+        f'tokenizer {self._name}: its chat template refuses {one_line(plain)}: {error}; correct the template'
+      ) from error
 
   def _check_characters(self, text: str) -> None:
     lacking = sorted(set(self._specials.sub('', text)) - self._alphabet)
@@ -238,13 +271,60 @@ def _write(table: tokenizers.Tokenizer, directory: pathlib.Path, template: Templ
   return Tokenizer.from_directory(directory)
 
 
-def _generation_stops(path: pathlib.Path) -> list[int]:
+def _read_files(path: pathlib.Path) -> dict[str, bytes]:
+  """The tokenizer's files by name. Raises UserError for one that is no regular file, or no JSON where it should be."""
+  files = {}
+  try:
+    for entry in sorted([*path.iterdir(), *path.glob('additional_chat_templates/*')]):
+      if entry.suffix in _SUFFIXES:
+        with contextlib.suppress(OSError):  # A directory, or a link to nothing: read by nobody.
+          check_regular(entry)
+    for name in _FILES:
+      if (path / name).exists():
+        files[name] = read_bytes(path / name, _FILE_BYTES)
+        if name.endswith('.json'):
+          _parse_object(path / name, files[name])
+  except (OSError, ValueError) as error:
+    raise UserError(f'tokenizer {path}: cannot be read: {one_line(error)}; fetch it again') from None
+  return files
+
+
+def _parse_object(path: pathlib.Path, data: bytes) -> dict[str, Any]:
+  """Raises ValueError that names the file for anything but a JSON object."""
+  try:
+    value = parse_json(data.decode())
+  except ValueError as error:
+    raise ValueError(f'{path.name}: {error}') from None
+  if not isinstance(value, dict):
+    raise ValueError(f'{path.name}: holds a {type(value).__name__}, wanted a JSON object')
+  return value
+
+
+def _has_template(fast: PreTrainedTokenizerFast) -> bool:
+  try:
+    return isinstance(fast.get_chat_template(), str)
+  except ValueError:
+    return False
+
+
+def _generation_stops(path: pathlib.Path, fast: PreTrainedTokenizerFast) -> list[int]:
   """Further stop tokens of a model's directory: `eos_token_id` of generation_config.json is one id or several."""
   config = path / _GENERATION
-  if not config.is_file():
+  if not config.exists():
     return []
-  stops = json.loads(config.read_text()).get('eos_token_id')
-  return stops if isinstance(stops, list) else [] if stops is None else [stops]
+  try:
+    stops = _parse_object(config, read_bytes(config, _FILE_BYTES)).get('eos_token_id')
+  except (OSError, ValueError) as error:
+    raise UserError(f'tokenizer {path}: cannot be read: {one_line(error)}; fetch it again') from None
+  stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
+  known = set(fast.get_vocab().values())
+  for stop in stops:
+    if type(stop) is not int or stop not in known:
+      raise UserError(
+        f'tokenizer {path}: eos_token_id of {_GENERATION} has {one_line(stop, 100)}, wanted ids of its {len(known)} '
+        'tokens; correct the file'
+      )
+  return stops
 
 
 def _is_blank(text: str) -> bool:

@@ -15,7 +15,7 @@ import huggingface_hub
 from absl import logging
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.weights.hf_config import one_or_list, read_json, read_spec, write_config, write_json
@@ -62,14 +62,28 @@ class SpecialTokens:
 
 
 def read_special_tokens(directory: str | Path) -> SpecialTokens:
-  """Token ids of a directory: those of generation_config.json where it has them, otherwise those of config.json."""
+  """Token ids of a directory: those of generation_config.json where it has them, otherwise those of config.json.
+
+  Raises UserError for an id that is outside the vocabulary.
+  """
   directory = Path(directory)
   values = read_json(directory / 'config.json')
+  vocab_size = values.get('vocab_size')
   if (directory / 'generation_config.json').exists():
     own = read_json(directory / 'generation_config.json')
     values = {**values, **{name: value for name, value in own.items() if value is not None}}
+  for name in ('bos_token_id', 'pad_token_id'):
+    if values.get(name) == -1:  # How the first Llama models wrote that they have none.
+      values[name] = None
   eos = values.get('eos_token_id')
-  eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+  eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+  others = [(name, values[name]) for name in ('bos_token_id', 'pad_token_id') if values.get(name) is not None]
+  for name, token in [('eos_token_id', token) for token in eos_ids] + others:
+    if type(token) is not int or token < 0 or (type(vocab_size) is int and token >= vocab_size):
+      raise UserError(
+        f'{directory}: {name} has {one_line(token, 100)}, wanted token ids below vocab_size {vocab_size} of '
+        'config.json; correct it there or in generation_config.json'
+      )
   return SpecialTokens(bos_id=values.get('bos_token_id'), eos_ids=eos_ids, pad_id=values.get('pad_token_id'))
 
 

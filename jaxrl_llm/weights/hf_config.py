@@ -8,13 +8,15 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from absl import logging
 
-from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.errors import UserError, one_line
+from jaxrl_llm.core.files import parse_json, read_bytes
 from jaxrl_llm.models.families import FAMILIES
 from jaxrl_llm.models.heads import is_tied
 from jaxrl_llm.models.spec import ModelSpec, RopeScaling
@@ -63,7 +65,7 @@ class _Config:
     self.path, self.values = path, values
 
   def error(self, name: str, got: Any, wanted: str) -> UserError:
-    return UserError(f'{self.path}: {name} is {json.dumps(got)}, wanted {wanted}')
+    return UserError(f'{self.path}: {name} is {one_line(json.dumps(got), 200)}, wanted {wanted}')
 
   def number(self, name: str, default: int | float | None, kind: type, values: Mapping[str, Any] | None = None) -> Any:
     """A positive number; null and absent are the default, and without one an error."""
@@ -72,7 +74,7 @@ class _Config:
     value = default if value is None else value
     if value is None:
       raise UserError(f'{self.path}: {name} is missing; a decoder cannot be built without it')
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0 or kind(value) != value:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_positive(value, kind):
       raise self.error(name, value, f'a positive {kind.__name__}')
     return kind(value)
 
@@ -84,14 +86,25 @@ class _Config:
     return value
 
 
+def _is_positive(value: int | float, kind: type) -> bool:
+  try:
+    return math.isfinite(value) and value > 0 and kind(value) == value
+  except OverflowError:  # An integer beyond the range of floats.
+    return False
+
+
+JSON_BYTES = 64 << 20
+"""Size of the largest file that `read_json` takes; the indexes of large models have a few MB."""
+
+
 def read_json(path: Path) -> dict[str, Any]:
   """A JSON object from a file, or a UserError that names the file."""
   try:
-    values = json.loads(path.read_text())
+    values = parse_json(read_bytes(path, JSON_BYTES).decode())
   except FileNotFoundError:
     raise UserError(f'{path}: no such file; {path.parent} is not a Hugging Face model directory') from None
   except (ValueError, OSError) as error:
-    raise UserError(f'{path}: cannot be read as JSON ({" ".join(str(error).split())})') from None
+    raise UserError(f'{path}: cannot be read as JSON ({one_line(error)})') from None
   if not isinstance(values, dict):
     raise UserError(f'{path}: holds a {type(values).__name__}, wanted a JSON object')
   return values
@@ -107,7 +120,7 @@ def read_spec(directory: str | Path) -> ModelSpec:
   path = Path(directory) / 'config.json'
   config = _Config(path, read_json(path))
   family = config.values.get('model_type')
-  if family not in FAMILIES:
+  if not isinstance(family, str) or family not in FAMILIES:
     raise config.error('model_type', family, f'one of {", ".join(FAMILIES)}')
   head = _head(config, family)
   _refuse_unsupported(config, family)
@@ -160,19 +173,21 @@ def _refuse_unsupported(config: _Config, family: str) -> None:
   if config.flag('mlp_bias', False) and family != 'llama':
     raise config.error('mlp_bias', True, f'false: {family} has no biases in its MLP')
   layers = config.number('num_hidden_layers', None, int)
-  kinds = values.get('layer_types') or ()
+  kinds = values.get('layer_types') or []
+  if not isinstance(kinds, list):
+    raise config.error('layer_types', kinds, 'a list with the kind of each layer')
   # Without layer_types, a window holds from layer max_window_layers on, and only where it is switched on; Llama has no
   # windows, and what a file means by one is unknown.
   first = values.get('max_window_layers')
+  if first is not None and not isinstance(first, int):
+    raise config.error('max_window_layers', first, 'a number of layers')
   windowed = values.get('sliding_window') is not None and (
     family == 'llama' or (config.flag('use_sliding_window', False) and (28 if first is None else first) < layers)
   )
   if any(kind != 'full_attention' for kind in kinds) or (windowed and not kinds):
     got = {name: values.get(name) for name in ('sliding_window', 'use_sliding_window', 'max_window_layers')}
-    raise UserError(
-      f'{config.path}: attention has a sliding window ({json.dumps(got)}, layer_types {sorted(set(kinds))}), '
-      'wanted full attention in every layer'
-    )
+    told = one_line(f'{json.dumps(got)}, layer_types {sorted(set(map(str, kinds)))}')
+    raise UserError(f'{config.path}: attention has a sliding window ({told}), wanted full attention in every layer')
 
 
 def _classes(family: str) -> dict[str, str]:
@@ -227,7 +242,7 @@ def _rope(
   if not isinstance(values, dict):
     raise config.error(name, values, 'an object or null')
   kind = values.get('rope_type', values.get('type', 'default'))
-  if kind not in _ROPE_KEYS:
+  if not isinstance(kind, str) or kind not in _ROPE_KEYS:
     raise config.error(f'{name}.rope_type', kind, f'one of {", ".join(_ROPE_KEYS)}')
   common = {'rope_theta', 'rope_type', 'type', 'partial_rotary_factor'}
   unknown = sorted(set(values) - common - _ROPE_KEYS[kind])

@@ -18,7 +18,8 @@ from absl import logging
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.errors import RunError, UserError, one_line
+from jaxrl_llm.core.files import check_regular
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.weights.hf_config import read_json, write_json
@@ -30,8 +31,11 @@ SHARD_BYTES = 5_000_000_000
 
 _SINGLE, _INDEX = 'model.safetensors', 'model.safetensors.index.json'
 _WEIGHT_FILE = re.compile(r'model(-\d{5}-of-\d{5})?\.safetensors')
+_PLAIN_NAME = re.compile(r'[^/\\\0]+\.safetensors')
 _READABLE = ('F32', 'BF16', 'F16', 'F64')
 """Safetensors' names of the dtypes that weights may have in a file."""
+_CHECKED_ELEMENTS = 1 << 22
+"""Elements of a tensor that are checked at a time, so that the check takes little memory."""
 
 
 def keep(path: str, array: np.ndarray) -> np.ndarray:
@@ -60,6 +64,9 @@ def load_params(
 
   Returns:
     The tree. A tied model's `lm_head.weight`, if the files have one, is ignored: the embedding is the one that counts.
+
+  Raises:
+    UserError: the files are not those of this model, are damaged, or hold a number that is not finite as `dtype`.
   """
   to = dtype_of(dtype)
   with contextlib.ExitStack() as stack:
@@ -68,7 +75,10 @@ def load_params(
 
     def read(entry: Entry) -> np.ndarray:
       path = where[entry.hf]
-      return _read(path, files[path], entry.hf)
+      with np.errstate(over='ignore'):  # What overflows is refused next.
+        tensor = _read(path, files[path], entry.hf).astype(to, copy=False)
+      _require_finite(path, entry.hf, tensor)
+      return tensor
 
     params = fill(read, spec, scan_layers=scan_layers, dtype=to, place=place)
   logging.info('read %d tensors from %d files in %s as %s', len(where), len(files), directory, dtype)
@@ -77,11 +87,12 @@ def load_params(
 
 def _open(path: Path) -> safe_open:
   try:
+    check_regular(path)
     return safe_open(path, 'np')
   except FileNotFoundError:
     raise UserError(f'{path}: no such file, though {_INDEX} lists it; fetch it again') from None
-  except (SafetensorError, OSError) as error:
-    reason = ' '.join(str(error).split())
+  except (SafetensorError, OSError, ValueError) as error:
+    reason = one_line(error)
     raise UserError(f'{path}: truncated or corrupt safetensors file ({reason}); fetch it again') from None
 
 
@@ -90,6 +101,19 @@ def _read(path: Path, file: safe_open, name: str) -> np.ndarray:
     return file.get_tensor(name)
   except SafetensorError as error:
     raise UserError(f'{path}: {name} cannot be read ({error}); fetch the file again') from None
+
+
+def _require_finite(path: Path, name: str, tensor: np.ndarray) -> None:
+  flat = tensor.reshape(-1)
+  for start in range(0, flat.size, _CHECKED_ELEMENTS):
+    finite = np.isfinite(flat[start : start + _CHECKED_ELEMENTS])
+    if not finite.all():
+      at = start + int(np.argmin(finite))
+      place = ', '.join(map(str, np.unravel_index(at, tensor.shape)))
+      raise UserError(
+        f'{path}: {name}[{place}] is {float(flat[at])} as {tensor.dtype}, wanted finite weights; fetch the file again, '
+        'or take a checkpoint from before the training diverged'
+      )
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -108,6 +132,12 @@ def _weight_map(directory: Path) -> Mapping[str, str]:
   values = read_json(directory / _INDEX).get('weight_map')
   if not isinstance(values, dict) or not values or not all(isinstance(name, str) for name in values.values()):
     raise UserError(f'{directory / _INDEX}: has no weight_map of tensor names to file names')
+  for tensor, name in values.items():
+    if not _PLAIN_NAME.fullmatch(name):
+      raise UserError(
+        f'{directory / _INDEX}: weight_map has {one_line(tensor, 100)} in {one_line(repr(name), 200)}, wanted the name '
+        'of a .safetensors file in the same directory; move the file there and correct the index'
+      )
   return values
 
 

@@ -1,0 +1,91 @@
+"""Files and JSON texts from outside, read with bounds.
+
+Invariant: reading takes time and memory in proportion to a stated limit. A directory entry that is no regular file is
+never opened, so that a FIFO cannot block and a device cannot fill the memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pathlib
+import stat
+from collections.abc import Callable
+from typing import Any
+
+MAX_DEPTH = 100
+"""Levels of nesting that a JSON text may have: far below the depth at which Python's own encoder gives up."""
+_KINDS = {
+  stat.S_IFIFO: 'a FIFO',
+  stat.S_IFCHR: 'a character device',
+  stat.S_IFBLK: 'a block device',
+  stat.S_IFSOCK: 'a socket',
+}
+
+
+def check_regular(path: str | os.PathLike) -> int:
+  """The size of a regular file in bytes; links are followed.
+
+  Raises:
+    ValueError: a FIFO, device or socket.
+    OSError: a directory, or no such file.
+  """
+  status = os.stat(path)
+  kind = stat.S_IFMT(status.st_mode)
+  if kind == stat.S_IFDIR:
+    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+  if kind != stat.S_IFREG:
+    raise ValueError(f'{path} is {_KINDS.get(kind, "a special file")}, wanted a regular file')
+  return status.st_size
+
+
+def read_bytes(path: str | os.PathLike, limit_bytes: int) -> bytes:
+  """The content of a regular file of at most `limit_bytes`. Raises OSError, or ValueError for any other file."""
+  size = check_regular(path)
+  if size > limit_bytes:
+    raise ValueError(f'{path} has {size:,} bytes, wanted at most {limit_bytes:,}')
+  # Without blocking, should the file have been replaced by a FIFO since.
+  with open(path, 'rb', opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+    return file.read(size)
+
+
+def path_inside(root: pathlib.Path, name: str) -> pathlib.Path:
+  """`root / name`. Raises ValueError if that is outside `root` once links are followed."""
+  if pathlib.PurePath(name).is_absolute():
+    raise ValueError(f'path {name!r} is absolute, wanted one relative to {root}')
+  if not pathlib.Path(os.path.realpath(root / name)).is_relative_to(os.path.realpath(root)):
+    raise ValueError(f'path {name!r} leads out of {root}, wanted a file in it; copy the file there')
+  return root / name
+
+
+def parse_json(text: str, **hooks: Callable[[str], Any]) -> Any:
+  """The value of a JSON text.
+
+  Args:
+    text: at most `MAX_DEPTH` levels deep.
+    hooks: of `json.loads`, such as `parse_constant`.
+
+  Raises:
+    ValueError: no JSON, or nested too deep.
+  """
+  try:
+    value = json.loads(text, **hooks)
+  except RecursionError:
+    raise ValueError(_TOO_DEEP) from None
+  check_depth(value)
+  return value
+
+
+def check_depth(value: Any) -> None:
+  """Raises ValueError for lists and dicts nested in more than `MAX_DEPTH` levels."""
+  level = [value]
+  for _ in range(MAX_DEPTH + 1):
+    containers = [item for item in level if isinstance(item, list | dict)]
+    if not containers:
+      return
+    level = [child for item in containers for child in (item.values() if isinstance(item, dict) else item)]
+  raise ValueError(_TOO_DEEP)
+
+
+_TOO_DEEP = f'nested in more than {MAX_DEPTH} levels; wanted a flatter value'

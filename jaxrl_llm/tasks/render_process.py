@@ -1,0 +1,66 @@
+"""The program of `tasks.rendering`: reads orders and writes answers, one JSON line each, over its standard streams.
+
+Never imported: the process holds no data but the conversation that it renders. A rendering that takes too much CPU time
+ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+
+
+def main() -> None:
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the owner decides.
+  orders, answers = os.fdopen(0, 'rb', closefd=False), os.fdopen(os.dup(1), 'wb')
+  os.dup2(2, 1)  # Nothing else is written to the answers.
+  resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+  from transformers.utils.chat_template_utils import render_jinja_template
+
+  limits = json.loads(orders.readline())
+  _limit_memory(limits['memory_bytes'])
+  _write(answers, {})
+  for line in orders:
+    order = json.loads(line)
+    signal.setitimer(signal.ITIMER_PROF, limits['cpu_s'])  # SIGPROF ends the process, also within one long operation.
+    try:
+      (text,), _ = render_jinja_template(
+        conversations=[order['messages']],
+        chat_template=limits['template'],
+        add_generation_prompt=order['add_generation_prompt'],
+        **order['variables'],
+      )
+      if len(text) > limits['characters']:
+        raise ValueError(f'gives {len(text):,} characters, wanted at most {limits["characters"]:,}')
+      answer = {'text': text}
+    except Exception as error:
+      answer = {'error': ': '.join(filter(None, [type(error).__name__, str(error)[:2000]]))}
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    _write(answers, answer)
+
+
+def _write(file, answer: dict) -> None:
+  file.write(json.dumps(answer).encode() + b'\n')
+  file.flush()
+
+
+def _limit_memory(room_bytes: int) -> None:
+  """Limits the address space to what it is now and `room_bytes` more."""
+  try:
+    with open('/proc/self/statm') as file:
+      pages = int(file.read().split()[0])
+  except OSError:  # Only Linux tells. Elsewhere the time is limited, and thereby the memory.
+    return
+  limit = pages * os.sysconf('SC_PAGE_SIZE') + room_bytes
+  resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+if __name__ == '__main__':
+  try:
+    main()
+  except BrokenPipeError:  # The owner is gone.
+    sys.exit(0)

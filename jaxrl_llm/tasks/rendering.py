@@ -1,0 +1,125 @@
+"""Chat templates of others, rendered in a process of their own.
+
+Invariant: a template cannot hold up or exhaust this process. Jinja's sandbox confines what a template may call, but not
+how long it loops (`range` within `range`) nor what it allocates (`'x' * 10**10`), and neither can be interrupted within
+a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO
+
+from jaxrl_llm.core.errors import one_line
+
+_PROGRAM = pathlib.Path(__file__).with_name('render_process.py')
+
+
+class RenderError(Exception):
+  """A template that fails; one line."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+  """Of one rendering."""
+
+  cpu_s: float = 5.0
+  memory_bytes: int = 1 << 30
+  """Address space beyond what the process has when it starts."""
+  characters: int = 16 << 20
+  """Length of the text."""
+  start_s: float = 120.0
+  """Wall-clock time until the process has its libraries."""
+  wall_s: float = 60.0
+  """Wall-clock time without an answer after which the process is given up, however little CPU time it had."""
+
+
+LIMITS = Limits()
+
+
+class TemplateProcess:
+  """Renders one template; the process starts with the first rendering and ends with this object."""
+
+  def __init__(self, template: str, limits: Limits | None = None):
+    self._template, self._limits = template, LIMITS if limits is None else limits
+    self._lock = threading.Lock()
+    self._file: BinaryIO | None = None
+    self._socket: socket.socket | None = None
+    self._end: weakref.finalize | None = None
+
+  def render(
+    self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
+  ) -> str:
+    """The conversation as text.
+
+    Args:
+      messages: the conversation.
+      add_generation_prompt: whether the text ends with the opening of an answer.
+      variables: further ones of the template, JSON only, such as special tokens.
+
+    Raises:
+      RenderError: the template fails or exceeds a limit.
+    """
+    order = {'messages': messages, 'add_generation_prompt': add_generation_prompt, 'variables': variables}
+    with self._lock:
+      try:
+        if self._file is None:
+          self._start()
+        answer = self._ask(order, self._limits.wall_s)
+      except TimeoutError:
+        self._stop()
+        raise RenderError(f'gave no answer in {self._limits.wall_s:g} s') from None
+      except (OSError, EOFError):
+        self._stop()
+        limits = self._limits
+        raise RenderError(
+          f'took more than {limits.cpu_s:g} s of CPU time, or its process died; wanted a template that ends'
+        ) from None
+    if 'error' in answer:
+      raise RenderError(one_line(answer['error']))
+    return answer['text']
+
+  def _start(self) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+      # Threads of a numerical library would take address space for nothing.
+      environment = os.environ | {'OPENBLAS_NUM_THREADS': '1', 'TRANSFORMERS_NO_ADVISORY_WARNINGS': '1'}
+      # -P: the directory of the program holds modules with names of the standard library's.
+      process = subprocess.Popen(
+        [sys.executable, '-P', str(_PROGRAM)], stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, env=environment
+      )
+    self._socket, self._file = ours, ours.makefile('rwb')
+    self._end = weakref.finalize(self, _end, process, ours, self._file)
+    self._ask({'template': self._template, **dataclasses.asdict(self._limits)}, self._limits.start_s)
+
+  def _ask(self, order: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
+    self._socket.settimeout(deadline_s)
+    self._file.write(json.dumps(order).encode() + b'\n')
+    self._file.flush()
+    line = self._file.readline()
+    if not line.endswith(b'\n'):
+      raise EOFError
+    return json.loads(line)
+
+  def _stop(self) -> None:
+    if self._end is not None:
+      self._end()
+    self._file = self._socket = self._end = None
+
+
+def _end(process: subprocess.Popen, ours: socket.socket, file: BinaryIO) -> None:
+  process.kill()
+  process.wait()
+  with contextlib.suppress(OSError):  # What the process has not read.
+    file.close()
+  ours.close()
