@@ -2,10 +2,32 @@
 
 import json
 import os
+import pathlib
 import signal
+import subprocess
 
 import job
 import pytest
+
+from jaxrl_llm.runtime.metrics import METRICS
+
+WRITTEN_ELSEWHERE = {
+  'mix': ('actor/expert_logprob', 'actor/mu'),
+  'opmd': ('actor/log_ratio_sum',),
+  'dpo': ('actor/dpo_loss', 'logps/chosen', 'logps/rejected'),
+  'reward_model': ('actor/center_loss', 'actor/rm_loss'),
+  'dpo, reward_model': ('rewards/accuracies', 'rewards/chosen', 'rewards/margins', 'rewards/rejected'),
+  'a loss with that term': ('actor/entropy_loss', 'actor/kl', 'actor/kl_loss'),
+  'a mask or correction': ('actor/off_policy_masked_fraction', 'rollout_corr/rollout_rs_masked_fraction'),
+  'vLLM servers': (
+    *('perf/publish_bytes', 'perf/publish_pause_s', 'perf/publish_write_s'),
+    *('run/engine_restarts', 'run/engine_retries', 'run/engine_void', 'run/engines_serving'),
+  ),
+  'explorers': ('perf/explorers', 'perf/explorers_lost_groups'),
+  'devices that report it': ('perf/max_memory_allocated_gb',),
+  'a scorer process that ended': ('run/scorers/breaks',),
+}
+"""Documented metrics that neither the quickstart nor PPO writes, by what does."""
 
 
 @pytest.fixture(scope='module')
@@ -103,6 +125,28 @@ def test_bad_input_is_one_clear_line(tmp_path, flags, code, words):
     assert word in lines[0]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize('platform', ['cuda', 'nowhere'])
+def test_a_platform_without_devices_is_one_clear_line(tmp_path, platform):
+  if platform == 'cuda' and pathlib.Path('/dev/nvidiactl').exists():
+    pytest.skip('this machine has a GPU')
+  environment = job.environment(JAX_PLATFORMS=platform)  # A fork of a process that has JAX could not change it.
+  command = job.command(tmp_path / 'run')
+  ended = subprocess.run(command, cwd=job.ROOT, env=environment, capture_output=True, text=True, timeout=300)
+  lines = [line for line in ended.stderr.splitlines() if line.startswith('error:')]
+  assert (ended.returncode, ended.stdout, len(lines)) == (2, '', 1) and 'Traceback' not in ended.stderr, ended
+  assert lines[0].startswith(f'error: JAX_PLATFORMS={platform}: ') and 'JAX_PLATFORMS=cpu' in lines[0]
+  assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.full
+def test_every_documented_metric_is_written_by_a_run(finished):
+  """By the quickstart's or PPO's, but for those of `WRITTEN_ELSEWHERE`."""
+  written = {key for run in (finished, job.ppo_run()) for row in job.rows(run) for key in row}
+  documented = {key for key in METRICS if '<' not in key}
+  assert documented - written == {key for keys in WRITTEN_ELSEWHERE.values() for key in keys}
+
+
 def test_changed_configuration_is_refused_on_resume(finished, tmp_path):
   result = job.train(job.copy(finished, tmp_path / 'run'), '--config.stages.grpo.group_size=8', expect=2)
   assert 'stages.grpo.group_size' in result.stderr and '--init_from' in result.stderr
@@ -120,11 +164,11 @@ def test_branches_from_a_run_with_init_from(finished, tmp_path):
 @pytest.mark.full
 def test_a_run_in_use_is_refused_and_stops_by_signal_commit_say_how_to_resume_and_change_no_bit(finished, tmp_path):
   run = tmp_path / 'run'
-  for signum, count in ((signal.SIGINT, 5), (signal.SIGTERM, 16)):
+  for signum, count in ((signal.SIGINT, 5), (signal.SIGTERM, 15)):
     process = job.start(run)
     if signum == signal.SIGINT:
       job.wait_for_rows(run, 2, process)
-      process.send_signal(signal.SIGSTOP)  # Or it might end before the other one looks.
+      process.send_signal(signal.SIGSTOP)  # Or this run might end before the next one looks.
       result = job.train(run, expect=2)
       assert str(process.pid) in result.stderr and 'in use' in result.stderr
       process.send_signal(signal.SIGCONT)
@@ -134,8 +178,7 @@ def test_a_run_in_use_is_refused_and_stops_by_signal_commit_say_how_to_resume_an
     assert process.returncode == 128 + signum
     assert 'same command' in err
     steps = [r['training/global_step'] for r in job.rows(run) if 'timing_s/step' in r]
-    committed = max(int(p.parent.name) for p in (run / 'checkpoints').glob('*/COMMIT'))
-    assert committed == steps[-1] < 20
+    assert job.commits(run)[-1] == steps[-1] < 20
   job.train(run)
   job.assert_equal_runs(run, finished)
 

@@ -1,15 +1,19 @@
 """Compilations and a blocked event loop are seen; the seconds of a step's phases add up."""
 
 import asyncio
+import contextlib
+import os
+import shutil
 import time
 import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxrl_llm.runtime import machine
-from jaxrl_llm.runtime.machine import CompilationCounter, Heartbeat
+from jaxrl_llm.runtime.machine import CompilationCounter, Heartbeat, resources
 from jaxrl_llm.runtime.phases import Phase, PhaseManager
 
 
@@ -35,9 +39,11 @@ def test_the_heartbeat_tells_the_longest_block_of_the_event_loop(monkeypatch):
     seen = asyncio.Event()
 
     def clock():
-      if (now := next(times, None)) is None:
+      now = next(times, None)
+      if now is None:
         seen.set()
-      return now or 0.39
+        return 0.39
+      return now
 
     monkeypatch.setattr(machine, 'time', types.SimpleNamespace(monotonic=clock))
     heartbeat = Heartbeat(every_s=0.01)
@@ -47,6 +53,27 @@ def test_the_heartbeat_tells_the_longest_block_of_the_event_loop(monkeypatch):
       assert heartbeat.take() == 0  # taken
 
   asyncio.run(main())
+
+
+def test_memory_descriptors_and_disk_of_this_process_are_measured(tmp_path):
+  before = resources(tmp_path)
+  assert set(before) == {'perf/cpu_memory_used_gb', 'perf/open_descriptors', 'perf/disk_free_gb'}
+  with contextlib.ExitStack() as files:
+    for _ in range(50):
+      files.enter_context(open(os.devnull))
+    held = np.ones(25_000_000)  # 0.2 GB
+    during = resources(tmp_path)
+  assert during['perf/open_descriptors'] - before['perf/open_descriptors'] >= 40
+  assert during['perf/cpu_memory_used_gb'] - before['perf/cpu_memory_used_gb'] > 0.1
+  free = shutil.disk_usage(tmp_path).free / 1e9
+  assert during['perf/disk_free_gb'] == pytest.approx(free, rel=0.2)
+  del held
+
+
+def test_peak_device_memory_is_that_of_the_fullest_device(monkeypatch, tmp_path):
+  devices = [types.SimpleNamespace(memory_stats=lambda peak=peak: {'peak_bytes_in_use': peak}) for peak in (1e9, 3e9)]
+  monkeypatch.setattr(jax, 'local_devices', lambda: devices)
+  assert resources(tmp_path)['perf/max_memory_allocated_gb'] == 3.0
 
 
 def test_seconds_of_a_phase_add_up_until_they_are_taken(monkeypatch):

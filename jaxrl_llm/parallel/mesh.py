@@ -1,9 +1,10 @@
-"""The device mesh: built in this one place, with automatic axes."""
+"""The devices, and the mesh of them: built in this one place, with automatic axes."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -30,9 +31,22 @@ class MeshConfig:
   """Heads, MLP and vocabulary are cut."""
 
 
+def available_devices() -> list[jax.Device]:
+  """The devices of all processes; UserError where JAX has none on the platforms that it may use."""
+  try:
+    return jax.devices()
+  except (RuntimeError, AssertionError) as error:  # AssertionError: no plugin for the platform.
+    reason = str(error).partition('\n')[0]
+    raise UserError(
+      f'JAX_PLATFORMS={os.environ.get("JAX_PLATFORMS", "")}: JAX {jax.__version__} has no such device here'
+      f'{f" ({reason})" if reason else ""}; unset the variable, set JAX_PLATFORMS=cpu, or install the plugin of the '
+      "device (pip install 'jax[cuda12]' or 'jax[tpu]') and look whether its driver runs"
+    ) from error
+
+
 def build_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
   """A mesh of the four axes over all devices of all processes."""
-  devices = jax.devices() if devices is None else devices
+  devices = available_devices() if devices is None else devices
   sizes = [getattr(config, axis) for axis in AXES]
   if sizes.count(None) > 1:
     raise UserError(f'mesh: {config}: at most one axis may be left open (None)')

@@ -1,15 +1,18 @@
-"""What the process itself does beside the work: programs it compiles, how long its event loop is blocked."""
+"""The process itself: programs it compiles, how long its event loop is blocked, the memory, files and disk it uses."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import pathlib
+import shutil
 import time
 from collections.abc import AsyncIterator, Mapping
 
 import jax
 import jaxlib
+import psutil
 
 _COMPILED = '/jax/core/compile/backend_compile_duration'
 
@@ -37,6 +40,23 @@ def use_compilation_cache(directory: str) -> None:
   """Reads compiled programs from there, and leaves there what is compiled, whatever its size."""
   jax.config.update('jax_compilation_cache_dir', directory)
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+
+
+def resources(directory: pathlib.Path) -> dict[str, float]:
+  """Memory (GB of 10⁹ bytes) and open descriptors of this process, and free disk space at `directory`, as metrics.
+
+  The peak of device memory is the largest over this process's devices; devices that do not report it (CPUs) have none.
+  """
+  process = psutil.Process()
+  metrics = {
+    'perf/cpu_memory_used_gb': process.memory_info().rss / 1e9,
+    'perf/open_descriptors': float(process.num_fds()),
+    'perf/disk_free_gb': shutil.disk_usage(directory).free / 1e9,
+  }
+  peaks = [(device.memory_stats() or {}).get('peak_bytes_in_use') for device in jax.local_devices()]
+  if None not in peaks:
+    metrics['perf/max_memory_allocated_gb'] = max(peaks) / 1e9
+  return metrics
 
 
 class CompilationCounter:

@@ -116,7 +116,6 @@ def _of(prefix: str, what: str, reading: str) -> dict[str, str]:
 
 METRICS: dict[str, str] = {
   'training/global_step': 'Completed optimizer batches when the row was written; the x-axis of every curve.',
-  'training/epoch': 'How often the tasks of this stage have been gone through.',
   # The policy update.
   'actor/pg_loss': 'Clipped policy loss. Hovers around 0; its size says little, a drift away from 0 is stale data.',
   'actor/sft_loss': 'Negative log-likelihood per demonstrated token (nats). Should fall; far below the '
@@ -175,8 +174,8 @@ METRICS: dict[str, str] = {
   **_of(
     'critic/advantages', 'advantage of a trained token', 'The mean is near 0 for groups; extremes above 5 are rare.'
   ),
-  **_of('critic/returns', 'return of a trained token', ''),
-  **_of('critic/values', "critic's value of a trained token", 'Should approach the returns.'),
+  'critic/returns/mean': 'Mean return of a trained token.',
+  'critic/values/mean': "Mean of the critic's value of a trained token. Should approach the returns.",
   'critic/vf_explained_var': 'Share of the variance of returns that the critic explains. 1 is perfect, at or below 0 '
   'it is worse than a constant.',
   'rewards/<scorer>/mean': "Mean of one scorer's value before its weight. Shows which part of the reward moves.",
@@ -185,13 +184,14 @@ METRICS: dict[str, str] = {
   'too hard.',
   'num_unscorable': 'Samples without a reward (truth missing, scorer failed), left out of loss and baseline. '
   'Should be 0.',
+  'num_not_finite': 'Samples for which critic, policy or reference computed NaN or infinity, left out of the loss and '
+  'named in the log. Should be 0.',
   # Lengths.
   **_of('response_length', 'response length in tokens', 'A sudden rise with falling reward is rambling.'),
   'response_length/clip_ratio': 'Share of responses cut at the token limit. Above 0.1 the limit distorts training.',
   **_of('prompt_length', 'prompt length in tokens', ''),
-  'prompt_length/clip_ratio': 'Share of prompts at the length limit.',
-  **_of('num_turns', 'turns per trajectory', ''),
-  'response/aborted_ratio': 'Share of responses that ended without a stop token or the limit. Should be 0.',
+  **_of('num_turns', 'turns (runs of tokens that the policy wrote) per sample', ''),
+  'response/aborted_ratio': 'Share of responses that the engine or the workflow gave up. Should be 0.',
   # Trainer against sampler.
   # Of the trained, sampled tokens of the batch, before its first optimizer step. Figures "embedded" are of the engine
   # in the trainer's process in float32.
@@ -253,7 +253,7 @@ METRICS: dict[str, str] = {
   'some are of older weights.',
   'perf/trainer_idle_s': 'Seconds of the step in which the trainer waited for its batch.',
   'perf/explorers': 'Explorer processes there at the end of the step (rollout.explorers).',
-  'perf/explorers_lost_groups': 'Groups taken from explorers that fell silent, ended or left.',
+  'perf/explorers_lost_groups': 'Groups taken from explorers that fell silent, ended, left or were evicted.',
   'perf/rollout_idle_s': 'Seconds since the step before in which no group was generated or scored.',
   'perf/publish_write_s': 'Seconds of gathering, converting and writing the weights (vLLM servers).',
   'perf/publish_pause_s': 'Longest time that a server was kept from sampling by a publication.',
@@ -261,8 +261,10 @@ METRICS: dict[str, str] = {
   'perf/packing_utilisation': 'Share of the packed positions that hold a token. Below 0.7 chunk sizes fit badly.',
   'perf/compilations': 'Programs compiled in the step. 0 after warm-up; otherwise shapes are not planned.',
   'perf/heartbeat_max_s': 'Longest time the event loop was blocked in the step. Above 0.05 something blocks it.',
-  'perf/max_memory_allocated_gb': 'Largest device memory in use, GB.',
-  'perf/mfu/<role>': 'Model FLOPs utilisation of a role.',
+  'perf/max_memory_allocated_gb': 'Peak of the device memory in use since the start, GB; absent on CPUs.',
+  'perf/cpu_memory_used_gb': "Resident memory of the trainer's process, GB. A steady rise is a leak.",
+  'perf/open_descriptors': "Open files and sockets of the trainer's process. A steady rise is a leak.",
+  'perf/disk_free_gb': "Free space on the run directory's disk, GB.",
   'perf/<name>': 'Another measure of speed or memory.',
   # The run.
   'run/clock_decisions': 'Decisions taken by a clock since this start. 0 or the run is not exactly repeatable.',
