@@ -68,7 +68,7 @@ async def _tokens_are_the_policys(engine, model, params, version, atol) -> None:
 
 
 def _most_probable(model, params, tokens) -> np.ndarray:
-  """For each token but the first, the greatest probability that any had in its place."""
+  """The greatest probability of any token at each position; 0 at the first."""
   positions = np.arange(LENGTH)[None]
   padded = np.pad(np.asarray(tokens, np.int32), (0, LENGTH - len(tokens)))[None]
   hidden = quick(model.apply)(params, padded, positions, (positions < len(tokens)).astype(np.int32))
