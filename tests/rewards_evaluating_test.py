@@ -44,14 +44,14 @@ PUZZLE24 = {'question': '', 'answer': '4*(2 + 3 + 1)', 'metadata': {'numbers': [
 @pytest.fixture(scope='module')
 def sandboxes():
   """The sandboxes of this process, which its verifiers share."""
-  evaluating._opening.cache_clear()
+  evaluating._opened.clear()
   try:
-    opened = evaluating._opening('auto').result(evaluating.START_S * 8)
+    opened = evaluating._sandboxes('auto')
   except NoIsolation as error:
     hostile.skip_where_this_machine_forbids(error)
   with contextlib.closing(opened):
     yield opened
-  evaluating._opening.cache_clear()
+  evaluating._opened.clear()
 
 
 def judged(name, answer, entry, **options):
@@ -280,11 +280,10 @@ def no_sandbox(monkeypatch):
     raise error
 
   monkeypatch.setattr(evaluating, 'Sandboxes', refuse)
-  for cache in (evaluating.check_isolation, evaluating._opening):
-    cache.cache_clear()
+  monkeypatch.setattr(evaluating, '_opened', {})
+  evaluating.check_isolation.cache_clear()
   yield
-  for cache in (evaluating.check_isolation, evaluating._opening):
-    cache.cache_clear()
+  evaluating.check_isolation.cache_clear()
 
 
 def test_a_missing_sandbox_is_refused_at_startup_with_the_remedy(no_sandbox):

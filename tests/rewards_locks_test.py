@@ -98,7 +98,7 @@ def test_scorer_processes_have_no_semaphores_that_a_kill_would_leave():
     workers = Workers({'length': length}, count=2, memory_limit_bytes=0, longest_s=60.0, counts=counts)
     try:
       await workers.start()
-      assert in_dev_shm() == before
+      assert set(in_dev_shm()) <= set(before)
     finally:
       await workers.close()
     named = multiprocessing.get_context('forkserver').RLock()

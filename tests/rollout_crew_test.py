@@ -476,6 +476,21 @@ LONG = {
 OLDER = lambda one: tuple(dataclasses.replace(segment, version=Version(0, 9)) for segment in one.segments)
 
 
+def test_a_text_that_fails_is_the_workflows_fault_and_no_explorers(tmp_path):
+  def text(sample):
+    raise ZeroDivisionError('by a bug')
+
+  async def check():
+    async with Setting(tmp_path, groups=1).running('a') as setting:
+      setting.crew.text = text
+      (task,) = make_tasks(1)
+      with pytest.raises(RunError, match=r'^rollout.workflow: text of grpo/\S+: ZeroDivisionError: by a bug$'):
+        await setting.samples(setting.crew, task)
+      assert setting.crew.explorers and not setting.crew.counts['evicted']
+
+  simulated(check())
+
+
 @pytest.mark.parametrize(('change', 'line'), BAD_SAMPLES.values(), ids=BAD_SAMPLES)
 def test_an_explorer_whose_sample_is_none_is_evicted_and_another_gets_its_groups(tmp_path, caplog, change, line):
   async def check():

@@ -1,9 +1,10 @@
-"""A replica takes adapters: the probe waits for the requests in flight."""
+"""A replica on a CPU takes adapters: the probe waits for the requests in flight."""
 
 import asyncio
 import pathlib
 
 import numpy as np
+import pytest
 
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.experience.sample import Finish
@@ -54,11 +55,11 @@ class Server:
     self.calls.append('resume')
 
 
-async def begun(publication: Publication):
+async def begun(publication: Publication, *, on_cpu: bool = True):
   """(server, replica, its two requests in flight, the task that takes the publication), after the server resumed."""
   server = Server()
   replica = Replica('vllm-0', client=server, server=None, transfer=server)
-  replica.slices = [{}]
+  replica.slices, replica._on_cpu = [{}], on_cpu
   requests = [asyncio.create_task(replica.generate(REQUEST, i, seed=0, deadline_s=60)) for i in range(2)]
   while server.generating < 2:
     await asyncio.sleep(0)
@@ -83,11 +84,12 @@ def test_adapters_are_probed_when_no_request_is_in_flight():
   asyncio.run(main())
 
 
-def test_whole_weights_are_probed_beside_them():
+@pytest.mark.parametrize(('publication', 'on_cpu'), [(BASE, True), (ADAPTER, False)])
+def test_whole_weights_and_those_on_other_devices_are_probed_beside_them(publication, on_cpu):
   async def main():
-    server, replica, requests, take = await begun(BASE)
+    server, replica, requests, take = await begun(publication, on_cpu=on_cpu)
     await take
-    assert server.calls == ['send 0.0', 'resume', 'probe beside 2'] and replica.proven == {BASE.version}
+    assert server.calls[-2:] == ['resume', 'probe beside 2'] and replica.proven == {publication.version}
     server.may_end.set()
     await asyncio.gather(*requests)
 

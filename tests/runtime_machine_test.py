@@ -57,7 +57,7 @@ def test_the_heartbeat_tells_the_longest_block_of_the_event_loop(monkeypatch):
 
 def test_memory_descriptors_and_disk_of_this_process_are_measured(tmp_path):
   before = resources(tmp_path)
-  assert set(before) == {'perf/cpu_memory_used_gb', 'perf/open_descriptors', 'perf/disk_free_gb'}
+  assert set(before) >= {'perf/cpu_memory_used_gb', 'perf/open_descriptors', 'perf/disk_free_gb'}
   with contextlib.ExitStack() as files:
     for _ in range(50):
       files.enter_context(open(os.devnull))

@@ -85,6 +85,19 @@ def test_what_is_wrong_with_a_picture_is_one_line(tmp_path, media, message):
   assert load(tmp_path, {'media': media}, {}, on_corrupt='skip').counts['corrupt'] == 1
 
 
+def test_links_of_a_hub_snapshot_to_its_blobs_are_inside(tmp_path):
+  snapshot, blobs = tmp_path / 'datasets--x' / 'snapshots' / 'abc', tmp_path / 'datasets--x' / 'blobs'
+  (snapshot / 'images').mkdir(parents=True)
+  blobs.mkdir()
+  (blobs / '0123').write_bytes(RED)
+  (snapshot / 'images' / 'x.png').symlink_to('../../../blobs/0123')
+  assert media_bytes('images/x.png', snapshot) == RED
+  (tmp_path / 'secret').write_bytes(RED)
+  (snapshot / 'images' / 'y.png').symlink_to('../../../../secret')
+  with pytest.raises(ValueError, match='leads out of'):
+    media_bytes('images/y.png', snapshot)
+
+
 def outside(tmp_path):
   (tmp_path / 'outside.png').write_bytes(RED)
   return '../outside.png'

@@ -223,18 +223,26 @@ def test_a_hostile_tokenizer_is_one_line(built, tmp_path, name):
   assert said.startswith(f'tokenizer {tmp_path}: ') and message in said and '\n' not in said and len(said) < 1000
 
 
-def test_tokens_that_a_model_lacks_are_refused(built, tmp_path):
+def test_used_tokens_that_a_model_lacks_are_refused_and_others_are_a_warning(built, tmp_path, caplog):
   tokenizer, _ = built['character', 'plain']
   tokenizer.check_fits(tokenizer.vocab_size, 'the model')
-  with pytest.raises(
-    UserError, match=rf"largest token id is {tokenizer.vocab_size - 1} \('<eos>'\), and the model has"
-  ):
-    tokenizer.check_fits(tokenizer.vocab_size - 1, 'the model')
+  assert not caplog.records
+  last = tokenizer.vocab_size - 1
+  with pytest.raises(UserError, match=rf"token {last} \('<eos>'\), and the model has {last} tokens"):
+    tokenizer.check_fits(last, 'the model')
   # An end token that the tokenizer has not is added to it, after all that the model knows.
   tokenizer.save(tmp_path)
   change_json(tmp_path / 'tokenizer_config.json', eos_token='<end>')
   with pytest.raises(UserError, match="'<end>'"):
     Tokenizer.from_directory(tmp_path).check_fits(tokenizer.vocab_size, 'the model')
+  unused, _ = built['bpe', 'plain']
+  tokenizer_json = json.loads(unused.files['tokenizer.json'])
+  number = unused.vocab_size
+  added = {**tokenizer_json['added_tokens'][0], 'id': number, 'content': '<unused>'}
+  unused.save(tmp_path / 'unused')
+  change_json(tmp_path / 'unused' / 'tokenizer.json', added_tokens=[*tokenizer_json['added_tokens'], added])
+  Tokenizer.from_directory(tmp_path / 'unused').check_fits(number, 'the model')
+  assert f"token {number} ('<unused>')" in caplog.text and '1 tokens cannot be used' in caplog.text
 
 
 @pytest.mark.parametrize('kind', ['character', 'bpe'])
@@ -260,7 +268,7 @@ ONE_OF_MANY = """
 
 
 def test_a_template_that_fails_or_never_ends_is_one_line(built, tmp_path, monkeypatch):
-  monkeypatch.setattr(rendering, 'LIMITS', rendering.Limits(cpu_s=0.1))
+  monkeypatch.setattr(rendering, 'LIMITS', rendering.Limits(cpu_s=1.0))
   built['bpe', 'plain'][0].save(tmp_path)
   (tmp_path / 'chat_template.jinja').write_text(ONE_OF_MANY)
   tokenizer = Tokenizer.from_directory(tmp_path)
@@ -277,13 +285,13 @@ def test_a_template_that_fails_or_never_ends_is_one_line(built, tmp_path, monkey
   refused('long', 'gives 20,000,000 characters, wanted at most 16,777,216')
   refused('recursion', 'RecursionError')
   refused('lines', 'TemplateError: one line;')
-  refused('loop', 'took more than 0.1 s of CPU time')
+  refused('loop', 'took more than 1 s of CPU time')
   # What transformers makes of it, also after a rendering that was ended.
   theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
   chat = [*CHAT, {'role': 'user', 'content': 'naïve\n日本 {{ 1 / 0 }} <eos>'}]
   wanted = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
   assert tokenizer.render_prompt(chat) == list(wanted)
-  refused('power', 'took more than 0.1 s of CPU time')
+  refused('power', 'took more than 1 s of CPU time')
 
 
 def launch(*args):

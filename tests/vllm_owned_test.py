@@ -116,8 +116,7 @@ def test_a_run_outlives_the_death_of_both_its_servers(tmp_path):
   assert max(row['sampling/sampling_logp_difference/max'] for row in steps) < 1e-4, 'float32 on both sides'
   assert {row['staleness/max'] for row in steps} == {0}
   assert min(row['run/engines_serving'] for row in steps) < 2
-  # One for each that was killed; the second may come back after the last step.
-  assert 1 <= sum(row['run/engine_restarts'] for row in steps) <= 2
+  assert sum(row['run/engine_restarts'] for row in steps) >= 1
   report = audit(run / 'replay')
   assert report.ok, report.lines
   assert report.states['trained'] == 24 * 6 * 16

@@ -110,7 +110,16 @@ def prepare(config: Config, workdir: pathlib.Path) -> Prepared:
       )
   tokenizer.check_fits(spec.vocab_size, 'the model' if checkpoint is None else f'the model in {checkpoint}')
   limit = config.rollout.max_prompt_length
-  length = lambda task: len(tokenizer.render_prompt(task.prompt))
+
+  def length(task: Task) -> int:
+    tokens = tokenizer.render_prompt(task.prompt)
+    if max(tokens, default=0) >= spec.vocab_size:
+      raise UserError(
+        f'taskset {task.taskset}: a prompt has token {max(tokens)}, and the model has {spec.vocab_size} tokens; take '
+        'the tokenizer of the model'
+      )
+    return len(tokens)
+
   tasksets = {name: drop_long(taskset, limit, length) for name, taskset in tasksets.items()}
   tasksets = _processed(config, tasksets, length)
   for stage in config.stages:

@@ -51,10 +51,15 @@ def read_bytes(path: str | os.PathLike, limit_bytes: int) -> bytes:
 
 
 def path_inside(root: pathlib.Path, name: str) -> pathlib.Path:
-  """`root / name`. Raises ValueError if that is outside `root` once links are followed."""
+  """`root / name`. Raises ValueError if that is outside `root` once links are followed.
+
+  In huggingface_hub's cache, files of a snapshot are links to the repository's `blobs/`, which count as inside.
+  """
   if pathlib.PurePath(name).is_absolute():
     raise ValueError(f'path {name!r} is absolute, wanted one relative to {root}')
-  if not pathlib.Path(os.path.realpath(root / name)).is_relative_to(os.path.realpath(root)):
+  real_root = pathlib.Path(os.path.realpath(root))
+  blobs = [parent.parent / 'blobs' for parent in (real_root, *real_root.parents) if parent.name == 'snapshots']
+  if not any(pathlib.Path(os.path.realpath(root / name)).is_relative_to(place) for place in (real_root, *blobs)):
     raise ValueError(f'path {name!r} leads out of {root}, wanted a file in it; copy the file there')
   return root / name
 

@@ -115,7 +115,9 @@ def unclaimed(directory: str | os.PathLike) -> list[str]:
   here = quarantine.files(directory, SEGMENTS)  # Listed first: the index names what is sealed meanwhile.
   with snapshot(directory) as (db, _):
     named = {name for (name,) in db.execute('SELECT name FROM segments')}
-  aside, here = quarantine.files(directory, QUARANTINE), {name: here[name] for name in here if name not in named}
+  # What ends with .tmp may be a seal in the making.
+  here = {name: size for name, size in here.items() if name not in named and not name.endswith('.tmp')}
+  aside = quarantine.files(directory, QUARANTINE)
   size = lambda found: f'{sum(found.values()) / 1e6:,.1f} MB in {quarantine.listed([*found])}'
   return [
     *([f'{SEGMENTS}/, not in the index (a start moves it to {QUARANTINE}/): {size(here)}'] if here else []),

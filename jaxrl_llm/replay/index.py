@@ -384,7 +384,7 @@ class ReplayStore:
     with self._lock:
       rows = self._db.execute(
         f'SELECT task_id, max(visit) + 1 FROM samples JOIN ({_NAMED}) stage '
-        "ON substr(group_id, 1, length(stage.value) + 1) = stage.value || '/' "
+        "ON group_id >= stage.value || '/' AND group_id < stage.value || '0' "  # '0' comes after '/'.
         "WHERE partition = 'usual' AND state != 'void' GROUP BY task_id",
         (json.dumps(list(stages)),),
       ).fetchall()

@@ -12,12 +12,15 @@ import importlib.util
 import json
 import pathlib
 import re
+import threading
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxrl_llm.rewards.answers.effort import explodes
 from jaxrl_llm.rewards.code.isolation import Isolation, Preload
 from jaxrl_llm.rewards.code.sandbox import Ending, Limits, Outcome, SandboxError, Sandboxes
+
+T = TypeVar('T')
 
 PLAIN = frozenset({
   'ab', 'acre', 'advanced_geometry', 'aiw', 'arc_1d', 'arc_agi', 'base_conversion', 'basic_arithmetic', 'bf',
@@ -38,12 +41,15 @@ PLAIN = frozenset({
 })  # fmt: skip
 """Verifiers whose source has been read: none evaluates an answer (`tests/rewards_evaluating_test.py`)."""
 
-LIMITS = Limits(wall_s=8.0, cpu_s=6, memory_mib=1024, processes=4, files=64, file_mib=1, tmp_mib=1, output_kib=64)
+LIMITS = Limits(wall_s=4.0, cpu_s=4, memory_mib=1024, processes=4, files=64, file_mib=1, tmp_mib=1, output_kib=64)
 """Of one answer."""
 MAX_LENGTH = 2000
 """Characters of an answer that is evaluated."""
-START_S = 8.0
-"""Seconds that an answer waits for the first sandbox of its worker, within the default deadline of a call."""
+BUDGET_S = 8.0
+"""Seconds for an answer with the start of its sandbox, below the default deadline of a call.
+
+A call that meets its deadline counts against the answer, and a sandbox that is slow to start must not.
+"""
 
 _FUNCTIONS = frozenset({
   'sqrt', 'cbrt', 'root', 'exp', 'log', 'ln', 'sin', 'cos', 'tan', 'cot', 'sec', 'csc', 'asin', 'acos', 'atan', 'acot',
@@ -150,31 +156,43 @@ def _directories(libraries: Collection[str] = ('reasoning_gym', 'sympy', 'numpy'
   return tuple(dict.fromkeys(str(origin.absolute().parents[1]) for origin in origins))
 
 
-@functools.cache
-def _opening(isolation: Isolation) -> concurrent.futures.Future[Sandboxes]:
-  """This process's sandboxes, which end with it. They start beside the caller: a deadline does not start them anew."""
-  preload = Preload(path=_directories(), source=_PRELOAD)
-  starter = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='verifier-sandbox')
-  opening = starter.submit(Sandboxes, LIMITS, isolation=isolation, preload=preload)
-  starter.shutdown(wait=False)
-  return opening
+def _open(isolation: Isolation) -> Sandboxes:
+  return Sandboxes(LIMITS, isolation=isolation, preload=Preload(path=_directories(), source=_PRELOAD))
+
+
+_opening = threading.Lock()
+_opened: dict[Isolation, Sandboxes] = {}
+"""This process's sandboxes, which end with it."""
 
 
 def _sandboxes(isolation: Isolation) -> Sandboxes:
-  opening = _opening(isolation)
+  with _opening:
+    if isolation not in _opened:
+      _opened[isolation] = _open(isolation)
+    return _opened[isolation]
+
+
+def _within_budget(work: Callable[[], T]) -> T:
+  """The value of `work`, which goes on by itself where it takes longer. Raises SandboxError."""
+  result: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+  def run() -> None:
+    try:
+      result.set_result(work())
+    except BaseException as error:
+      result.set_exception(error)
+
+  threading.Thread(target=run, name='verifier-sandbox', daemon=True).start()
   try:
-    return opening.result(START_S)
+    return result.result(BUDGET_S)
   except TimeoutError:
-    raise SandboxError(f'the sandbox for verifiers is not ready after {START_S:g} s; it is still starting') from None
-  except Exception:
-    _opening.cache_clear()
-    raise
+    raise SandboxError(f'the sandbox of a verifier gave no verdict within {BUDGET_S:g} s; it may be starting') from None
 
 
 @functools.cache
 def check_isolation(isolation: Isolation) -> None:
-  """Raises NoIsolation where this machine cannot isolate as asked."""
-  Sandboxes(LIMITS, isolation=isolation).close()
+  """Raises NoIsolation where this machine cannot isolate as asked, or the libraries do not load inside."""
+  _open(isolation).close()
 
 
 def score_in_sandbox(
@@ -186,9 +204,10 @@ def score_in_sandbox(
     NoIsolation: this machine cannot isolate as asked.
     SandboxError: the sandbox failed, or the verifier raises on the reference answer too.
   """
-  outcome, printed = _sandboxes(isolation).output(_PROGRAM, json.dumps([name, answer, entry]))
+  program = json.dumps([name, answer, entry])
+  outcome, printed = _within_budget(lambda: _sandboxes(isolation).output(_PROGRAM, program))
   if outcome.ended == Ending.EXCEPTION:
-    raise SandboxError(f'verifier {name!r} raises on its own reference answer: {outcome.detail}')
+    raise SandboxError(f'verifier {name!r} is unknown there, or raises on its own reference answer: {outcome.detail}')
   if outcome.ended != Ending.PASSED:
     return None, outcome
   try:

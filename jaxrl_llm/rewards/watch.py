@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _REFUSED = frozenset({
+  '_thread.start_joinable_thread', '_thread.start_new_thread',
   'ctypes.call_function', 'ctypes.dlopen', 'ctypes.dlsym', 'os.chmod', 'os.chown', 'os.exec', 'os.fork', 'os.forkpty',
   'os.kill', 'os.link', 'os.mkdir', 'os.posix_spawn', 'os.putenv', 'os.remove', 'os.rename', 'os.rmdir', 'os.spawn',
   'os.startfile', 'os.symlink', 'os.system', 'os.truncate', 'os.unsetenv', 'pty.spawn', 'socket.bind', 'socket.connect',

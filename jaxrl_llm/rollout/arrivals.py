@@ -253,12 +253,15 @@ def _check_type(value: Any, name: str, kind: type[T]) -> T:
 
 
 def _all(values: Any, name: str, kind: type[T]) -> list[T]:
+  if set(map(type, values)) <= {kind}:
+    return values
   return [_check_type(value, f'{name}[{i}]', kind) for i, value in enumerate(values)]
 
 
 def _check_text(row: Mapping[str, Any], name: str) -> None:
-  if len(text := _field(row, name, str)) > _MAX_UID:
-    raise ValueError(f'{name} has {len(text)} characters, wanted at most {_MAX_UID}')
+  text = _field(row, name, str)
+  if len(text) > _MAX_UID or not text.isprintable():
+    raise ValueError(f'{name} has {len(text)} characters, wanted at most {_MAX_UID} that can be printed')
 
 
 def _check_integer(row: Mapping[str, Any], name: str, least: int, most: int) -> None:

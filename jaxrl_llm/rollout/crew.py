@@ -251,20 +251,20 @@ class Crew:
   async def _sample(self, sender: str, body: dict[str, Any]) -> Any:
     lease = read_lease(body)
     sample = read_sample(body, self._leases.held(lease, sender), self._bounds)
-    text = await self._text(sample)
+    try:
+      # Long samples would block the event loop.
+      text = await asyncio.get_running_loop().run_in_executor(self._texts, self.text, sample)
+    except Exception as error:  # The workflow's fault: the sample has passed all checks.
+      group = self._leases.held(lease, sender)
+      group.fail(RunError(one_line(f'rollout.workflow: text of {sample.uid}: {type(error).__name__}: {error}')))
+      self._leases.end(group)
+      return
     group = self._leases.held(lease, sender)  # It may have been lost meanwhile.
     try:
       if not group.hand_in(sample, text):
         self.counts['repeated'] += 1
     except ValueError as error:
       raise Misbehaved(one_line(error)) from None
-
-  async def _text(self, sample: Sample) -> str:
-    """The sample's text, decoded in a thread: long samples would block the event loop. Raises Misbehaved."""
-    try:
-      return await asyncio.get_running_loop().run_in_executor(self._texts, self.text, sample)
-    except Exception as error:
-      raise Misbehaved(one_line(f'text of sample {sample.uid}: {type(error).__name__}: {error}')) from None
 
   async def _done(self, sender: str, body: dict[str, Any]) -> Any:
     lease = read_lease(body)

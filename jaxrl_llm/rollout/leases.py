@@ -155,9 +155,11 @@ class Leases:
 
   def _next(self, name: str) -> Group | None:
     """The first waiting group for this explorer: one that its label has spoiled is left to others, if there are any."""
-    present = {_label(other) for other in self._heard}
-    fits = lambda group: _label(name) not in group.spoiled_by or present <= group.spoiled_by
-    return next(filter(fits, self._waiting), None)
+    label = _label(name)
+    for group in self._waiting:
+      if label not in group.spoiled_by or {_label(other) for other in self._heard} <= group.spoiled_by:
+        return group
+    return None
 
   def held(self, lease: str, name: str) -> Group:
     """The group that this explorer has under this lease. Raises Gone, and Misbehaved where another explorer has it."""

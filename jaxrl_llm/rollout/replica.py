@@ -66,6 +66,7 @@ class Replica:
     """In a row, without a completion in between."""
     self.slices: list[Mapping[str, Any]] = []
     """For each worker of the server, what it said of its tensors."""
+    self._on_cpu = False
     self._sampling = 0
     """Requests that the server is sampling."""
     self._drained = asyncio.Event()
@@ -103,8 +104,8 @@ class Replica:
     """Brings the server to a publication, as architecture's contract has it.
 
     Hold, pause, check what is read, write, digest what is loaded, name the version, forget the cache, resume, probe.
-    Adapters are probed after the requests in flight have ended, each of which has a deadline: vLLM 0.32's CPU kernel
-    for adapters crashed on prompt logprobs that it batched with them.
+    On CPUs, adapters are probed after the requests in flight have ended, each of which has a deadline: vLLM 0.32's
+    kernel for adapters crashed there on prompt logprobs that it batched with them.
 
     Raises:
       Refused: the files are not what was announced; nothing was written, and the version before goes on.
@@ -118,8 +119,9 @@ class Replica:
         await self._label(publication, deadline_s)
         self.paused_s = time.monotonic() - before
         if probe is not None:
-          if publication.adapter is not None:
+          if publication.adapter is not None and self._on_cpu:
             await self._drained.wait()
+            self.paused_s = time.monotonic() - before
           await self._check_probe(probe, tolerance, deadline_s)
       except Refused as error:  # After it was written.
         raise Lost(str(error)) from None
@@ -182,7 +184,11 @@ class Replica:
     """Whether it still samples; a server whose engine hangs answers /health all the same."""
     with contextlib.suppress(Lost, Refused):
       if await self.client.is_healthy():
-        await self.client.prompt_logprobs([0, 0], deadline_s=deadline_s)
+        if self.client.adapter is None:
+          await self.client.prompt_logprobs([0, 0], deadline_s=deadline_s)
+        else:  # Beside other requests; see `take`.
+          alive = Request(uid=f'alive/{self.name}', prompt=(0,), max_tokens=1, key=(0,))
+          await self.client.generate(alive, 0, seed=0, deadline_s=deadline_s)
         return True
     return False
 
@@ -221,6 +227,7 @@ class Replica:
     except (Lost, Refused) as error:
       raise UserError(f'{where}: has no worker extension of ours ({error}); start it with launch/serve.py') from None
     self.slices = [worker['tensors'] for worker in workers]
+    self._on_cpu = any(worker['device'] == 'cpu' for worker in workers)
     for tensors in self.slices:
       _check_model(where, tensors, shapes, dtype)
     for worker in workers:

@@ -6,6 +6,7 @@ in `rollout.workflow`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Mapping
@@ -122,7 +123,10 @@ class SingleTurn:
   async def run(
     self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
   ) -> AsyncIterator[tuple[Sample, str]]:
-    prompt = self._tokenizer.render_prompt(task.prompt)
+    if self._tokenizer.renders_elsewhere:  # Its process may take a while, or never answer.
+      prompt = await asyncio.to_thread(self._tokenizer.render_prompt, task.prompt)
+    else:
+      prompt = self._tokenizer.render_prompt(task.prompt)
     group = f'{stage}/{task.uid}/{visit}'
     digest = int(task.digest, 16)
     request = Request(

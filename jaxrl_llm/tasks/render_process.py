@@ -56,6 +56,9 @@ def _limit_memory(room_bytes: int) -> None:
   except OSError:  # Only Linux tells. Elsewhere the time is limited, and thereby the memory.
     return
   limit = pages * os.sysconf('SC_PAGE_SIZE') + room_bytes
+  granted = resource.getrlimit(resource.RLIMIT_AS)[1]
+  if granted != resource.RLIM_INFINITY:
+    limit = min(limit, granted)
   resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 

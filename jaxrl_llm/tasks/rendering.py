@@ -72,9 +72,9 @@ class TemplateProcess:
     """
     order = {'messages': messages, 'add_generation_prompt': add_generation_prompt, 'variables': variables}
     with self._lock:
+      if self._file is None:
+        self._start()
       try:
-        if self._file is None:
-          self._start()
         answer = self._ask(order, self._limits.wall_s)
       except TimeoutError:
         self._stop()
@@ -100,7 +100,14 @@ class TemplateProcess:
       )
     self._socket, self._file = ours, ours.makefile('rwb')
     self._end = weakref.finalize(self, _end, process, ours, self._file)
-    self._ask({'template': self._template, **dataclasses.asdict(self._limits)}, self._limits.start_s)
+    try:
+      self._ask({'template': self._template, **dataclasses.asdict(self._limits)}, self._limits.start_s)
+    except (OSError, EOFError) as error:  # TimeoutError is an OSError.
+      self._stop()
+      raise RenderError(
+        f'the process that renders it did not start within {self._limits.start_s:g} s ({type(error).__name__}); start '
+        'again when this machine has memory and time'
+      ) from None
 
   def _ask(self, order: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
     self._socket.settimeout(deadline_s)

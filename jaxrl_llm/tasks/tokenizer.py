@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import tokenizers
+from absl import logging
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 # Where PyTorch is not installed, transformers says so at import; nobody here asked for it.
@@ -117,14 +118,28 @@ class Tokenizer:
     """What ids mean: token to id, and the ids that end a completion."""
     return self._fast.get_vocab(), tuple(self.stop_ids)
 
+  @property
+  def renders_elsewhere(self) -> bool:
+    """Whether another process renders the chat template, so that `render_prompt` may wait."""
+    return self._process is not None
+
   def check_fits(self, vocab_size: int, model: str) -> None:
-    """Raises UserError for token ids that a model with `vocab_size` tokens lacks; `model` names it in the message."""
-    largest = max(self._fast.get_vocab().values())
-    if largest >= vocab_size:
-      raise UserError(
-        f'tokenizer {self._name}: its largest token id is {largest} ({self.token_text(largest)!r}), and {model} has '
-        f'{vocab_size} tokens; take the tokenizer of that model, or raise its vocab_size'
-      )
+    """Raises UserError for an end, stop or padding token that a model with `vocab_size` tokens lacks.
+
+    Other tokens that it lacks are a warning: many tokenizers have some that no text is encoded to.
+
+    Args:
+      model: names the model in the messages.
+    """
+    lacking = sorted(token for token in self._fast.get_vocab().values() if token >= vocab_size)
+    if not lacking:
+      return
+    used = [token for token in (*self.stop_ids, self.pad_id) if token >= vocab_size]
+    token = used[0] if used else lacking[-1]
+    line = f'tokenizer {self._name}: token {token} ({self.token_text(token)!r}), and {model} has {vocab_size} tokens'
+    if used:
+      raise UserError(f'{line}; take the tokenizer of that model, or raise its vocab_size')
+    logging.warning('%s; %d tokens cannot be used', line, len(lacking))
 
   def encode(self, text: str) -> list[int]:
     """Token ids, nothing added. Raises UserError for text that has none, such as characters that a table lacks."""
