@@ -207,7 +207,7 @@ def score_in_sandbox(
   program = json.dumps([name, answer, entry])
   outcome, printed = _within_budget(lambda: _sandboxes(isolation).output(_PROGRAM, program))
   if outcome.ended == Ending.EXCEPTION:
-    raise SandboxError(f'verifier {name!r} is unknown there, or raises on its own reference answer: {outcome.detail}')
+    raise SandboxError(f'verifier {name!r} raises on its own reference answer: {outcome.detail}')
   if outcome.ended != Ending.PASSED:
     return None, outcome
   try:
