@@ -7,13 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from learning import quick
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.ops.attention import attention, choose
 from jaxrl_llm.ops.places import Places, visible
-
-# Compiling takes longer than running: LLVM may do less.
-quick = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +197,7 @@ def temporaries(implementation, time):
     places = Places(segment_ids, positions)
     return attention(query, key, value, places, places, implementation=implementation).sum()
 
-  step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+  step = quick(jax.value_and_grad(loss, argnums=(0, 1, 2)))
   lowered = step.lower(array(1, time, 2, 16), array(1, time, 1, 16), array(1, time, 1, 16), ids, ids)
   return lowered.compile().memory_analysis().temp_size_in_bytes
 

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from clocks import simulated
 from learning import sample
 
 from jaxrl_llm.core.errors import RunError
@@ -268,7 +269,7 @@ def test_one_that_is_evicted_is_remembered_and_others_get_its_groups():
     assert await leases.take('b') is one and await waits is None
     assert leases.counts == {'evicted': 1, 'lost': 1}
 
-  asyncio.run(check())
+  simulated(check())
 
 
 def test_a_host_that_was_evicted_over_a_group_gets_it_again_only_when_nobody_else_can_have_it():
