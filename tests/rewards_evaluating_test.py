@@ -7,6 +7,7 @@ import json
 import pathlib
 import re
 import sys
+import threading
 
 import hostile
 import pytest
@@ -267,6 +268,24 @@ def test_an_answer_that_meets_a_limit_is_wrong_or_has_no_verdict(monkeypatch):
   assert (verdict.value, verdict.evidence['reason']) == (0.0, 'the verifier met a limit of its sandbox (cpu)')
   with pytest.raises(TimeoutError, match='cpu'):
     judged('countdown', '9**9999', COUNTDOWN, on_timeout='none')
+
+
+def test_a_sandbox_that_is_slow_to_start_does_not_count_against_the_answer(monkeypatch):
+  started, may_start = threading.Event(), threading.Event()
+
+  def slow(isolation):
+    started.set()
+    may_start.wait(60)
+    raise SandboxError('too late')
+
+  monkeypatch.setattr(evaluating, '_sandboxes', slow)
+  monkeypatch.setattr(evaluating, 'BUDGET_S', 0.1)
+  try:
+    with pytest.raises(SandboxError, match=r'no verdict within 0.1 s'):
+      judged('countdown', '2 + 1', COUNTDOWN)
+    assert started.is_set()
+  finally:
+    may_start.set()
 
 
 # Start-up.

@@ -426,14 +426,14 @@ def test_sockets_are_of_families_that_the_namespace_confines(sandboxes):
 
 
 def test_the_host_is_not_described(sandboxes):
-  program = """
-    for path in ('/proc/cmdline', '/proc/1/cmdline'):
-      try: print(open(path).read())
-      except OSError: pass
+  # Compared inside: `said` has the first 200 characters only.
+  program = f"""
+    def read(path):
+      try: return open(path).read()
+      except OSError: return ''
+    print(len(read('/proc/cmdline')), {str(ROOT)!r} in read('/proc/1/cmdline'))
   """
-  words = said(sandboxes, program)
-  of_the_host = pathlib.Path('/proc/cmdline').read_text().strip()
-  assert str(ROOT) not in words and (not of_the_host or of_the_host not in words)
+  assert said(sandboxes, program) == '0 False'
 
 
 @pytest.mark.parametrize('family', ['loopback', 'abstract', 'outside', 'name'])

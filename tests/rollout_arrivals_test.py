@@ -183,6 +183,7 @@ def test_an_honest_request_passes_as_it_is():
     ({'max_tokens': 2**40}, 'max_tokens is 1099511627776'),
     ({'samples': 5000}, 'samples is 5000, wanted 1 … 4096'),
     ({'uid': None}, 'uid is NoneType, wanted str'),
+    ({'uid': 'a\nforged line'}, 'that can be printed'),
     ({'sampling': {**SAMPLING, 'temperature': float('nan')}}, 'temperature is nan'),
     ({'sampling': {**SAMPLING, 'top_k': 2**40}}, 'top_k is 1099511627776'),
     ({'sampling': {**SAMPLING, 'top_k': 0.5}}, 'top_k is float, wanted int'),

@@ -22,13 +22,31 @@ COMPLETION = Completion(tokens=np.ones(0, np.int32), logprobs=np.ones(0, np.floa
 class Server:
   """Stands in for the client of a server, and for the way that weights come into it; writes down what is asked."""
 
-  def __init__(self):
+  address, adapter = 'http://127.0.0.1:9', None
+
+  def __init__(self, device):
     self.calls: list[str] = []
     self.generating = 0
     self.may_end = asyncio.Event()
+    self._device = device
+
+  async def weights(self):
+    return [{'tensors': {}, 'device': self._device}]
+
+  async def max_model_len(self):
+    return 8
+
+  async def is_healthy(self):
+    return True
+
+  async def connect(self, client): ...
+
+  async def warm_up(self, *, sampled, deadline_s): ...
 
   async def generate(self, request, index, *, seed, deadline_s):
     self.generating += 1
+    if request is not REQUEST:
+      self.calls.append(f'generate {request.max_tokens}')
     try:
       await self.may_end.wait()
       return COMPLETION
@@ -55,11 +73,17 @@ class Server:
     self.calls.append('resume')
 
 
-async def begun(publication: Publication, *, on_cpu: bool = True):
-  """(server, replica, its two requests in flight, the task that takes the publication), after the server resumed."""
-  server = Server()
+async def admitted(device: str):
+  server = Server(device)
   replica = Replica('vllm-0', client=server, server=None, transfer=server)
-  replica.slices, replica._on_cpu = [{}], on_cpu
+  await replica.admit({}, dtype='float32', max_length=8, speculative=False)
+  server.calls.clear()
+  return server, replica
+
+
+async def begun(publication: Publication, *, device: str = 'cpu'):
+  """(server, replica, its two requests in flight, the task that takes the publication), after the server resumed."""
+  server, replica = await admitted(device)
   requests = [asyncio.create_task(replica.generate(REQUEST, i, seed=0, deadline_s=60)) for i in range(2)]
   while server.generating < 2:
     await asyncio.sleep(0)
@@ -84,13 +108,24 @@ def test_adapters_are_probed_when_no_request_is_in_flight():
   asyncio.run(main())
 
 
-@pytest.mark.parametrize(('publication', 'on_cpu'), [(BASE, True), (ADAPTER, False)])
-def test_whole_weights_and_those_on_other_devices_are_probed_beside_them(publication, on_cpu):
+@pytest.mark.parametrize(('publication', 'device'), [(BASE, 'cpu'), (ADAPTER, 'cuda')])
+def test_whole_weights_and_those_on_other_devices_are_probed_beside_them(publication, device):
   async def main():
-    server, replica, requests, take = await begun(publication, on_cpu=on_cpu)
+    server, replica, requests, take = await begun(publication, device=device)
     await take
     assert server.calls[-2:] == ['resume', 'probe beside 2'] and replica.proven == {publication.version}
     server.may_end.set()
     await asyncio.gather(*requests)
+
+  asyncio.run(main())
+
+
+@pytest.mark.parametrize(('adapter', 'calls'), [(None, ['probe beside 0']), (ADAPTER, ['generate 1'])])
+def test_a_server_with_adapters_is_asked_for_a_token_and_no_prompt_logprobs(adapter, calls):
+  async def main():
+    server, replica = await admitted('cpu')
+    server.adapter = adapter
+    server.may_end.set()
+    assert await replica.is_alive(deadline_s=60) and server.calls == calls
 
   asyncio.run(main())

@@ -43,7 +43,7 @@ flags.DEFINE_integer(
 )
 define_listening(FLAGS)
 _CHARACTERS = 256
-"""Of the longest token in common vocabularies: what has more of them for each token of `max_length` does not fit."""
+"""Length of the longest token in common vocabularies; a text with more characters per token cannot fit."""
 PATHS = ('/', '/score')
 ROUTES = (('GET', '/health'), *(('POST', path) for path in PATHS))
 

@@ -35,7 +35,7 @@ not what they compute."""
 ATTEMPT = 'attempt'
 """File with the number of the last start."""
 _MAX_DIGITS = 20
-"""Of that file: what is as long holds no number."""
+"""Longest content of that file; longer content is no number."""
 TOKENIZER, DATA = 'tokenizer', 'data'
 """Where a start keeps what it makes from the configuration: the tokenizer, the static rows of offline stages."""
 

@@ -11,7 +11,7 @@ class Need(NamedTuple):
   """The condition under which an option has an effect."""
 
   met: Callable[[Any], bool]
-  """Of the options."""
+  """Whether the options meet it."""
   text: str
   """The condition, for the message: 'has no effect without <text>'."""
 

@@ -111,7 +111,7 @@ def summary(directory: str | os.PathLike) -> list[str]:
 
 
 def unclaimed(directory: str | os.PathLike) -> list[str]:
-  """What lies in a store's directory and no sample needs, a line each; empty where there is none."""
+  """A line for each kind of file in a store's directory that no sample needs."""
   here = quarantine.files(directory, SEGMENTS)  # Listed first: the index names what is sealed meanwhile.
   with snapshot(directory) as (db, _):
     named = {name for (name,) in db.execute('SELECT name FROM segments')}

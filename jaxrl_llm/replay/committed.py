@@ -11,7 +11,7 @@ from jaxrl_llm.replay.tables import INDEX, QUARANTINE, SEGMENTS
 
 
 def missing(directory: pathlib.Path, *, step: int, store: str | None) -> list[str]:
-  """What the commit at `step` has to find in its store and is not there, a phrase each; the store is only read.
+  """A phrase for each part of the store that the commit at `step` needs and that is missing. Reads the store only.
 
   Args:
     directory: the store's.

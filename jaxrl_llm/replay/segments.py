@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
+from jaxrl_llm.core.disk import sync
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.experience.sample import Sample, decode
 
@@ -41,9 +42,9 @@ def write_segment(directory: str | os.PathLike, name: str, payloads: Sequence[by
       writer.write(payload)
     writer.close()
     _verify(temporary, payloads)
-    _fsync(temporary)
+    sync(temporary)
     os.replace(temporary, path)
-    _fsync(path.parent)
+    sync(path.parent)
   except _UNREADABLE as error:
     temporary.unlink(missing_ok=True)
     raise SegmentError(
@@ -61,14 +62,6 @@ def _verify(path: pathlib.Path, payloads: Sequence[bytes]) -> None:
     reader.close()
   if found != list(payloads):
     raise ValueError('rows read back differ from rows written')
-
-
-def _fsync(path: pathlib.Path) -> None:
-  handle = os.open(path, os.O_RDONLY)
-  try:
-    os.fsync(handle)
-  finally:
-    os.close(handle)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Which verifiers of reasoning-gym evaluate text as code, and the sandbox that they run in.
+"""The verifiers of reasoning-gym that evaluate text as code, and their sandbox.
 
 Invariants: only a verifier known not to evaluate runs outside a sandbox, so a new one is sandboxed. Each answer has a
 sandbox of its own, forked from a process that has the libraries, so no answer can change the verdict on another.
@@ -42,7 +42,7 @@ PLAIN = frozenset({
 """Verifiers whose source has been read: none evaluates an answer (`tests/rewards_evaluating_test.py`)."""
 
 LIMITS = Limits(wall_s=4.0, cpu_s=4, memory_mib=1024, processes=4, files=64, file_mib=1, tmp_mib=1, output_kib=64)
-"""Of one answer."""
+"""Limits of one answer."""
 MAX_LENGTH = 2000
 """Characters of an answer that is evaluated."""
 BUDGET_S = 8.0

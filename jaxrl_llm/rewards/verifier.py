@@ -36,7 +36,7 @@ class VerifierOptions:
   """Pass on the verifier's own number instead of 1.0 or 0.0."""
   on_timeout: Literal['zero', 'none'] = 'zero'
   isolation: Isolation = 'auto'
-  """Of verifiers that evaluate answers, as of scorer `code`."""
+  """Isolation of verifiers that evaluate answers; the values are those of scorer `code`."""
 
 
 @functools.cache

@@ -59,7 +59,7 @@ class Workflow(Protocol):
 
 
 class Roster:
-  """Which of a group's samples have come: each index below `samples` is wanted once."""
+  """The samples of a group that have arrived. Each index below `samples` is wanted once."""
 
   def __init__(self, group: str, samples: int):
     """
@@ -84,7 +84,7 @@ class Roster:
     return True
 
   def incomplete(self) -> str:
-    """What is wrong with a workflow that ends now; empty where every sample has come."""
+    """The error of a workflow that ends now; empty if every sample has arrived."""
     missing = sorted({*range(self._samples)} - self._seen)
     return f'its workflow ended without sample {missing[0]} of {self._samples}' if missing else ''
 
@@ -92,7 +92,7 @@ class Roster:
 async def checked_run(
   workflow: Workflow, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
 ) -> AsyncIterator[tuple[Sample, str]]:
-  """What `workflow.run` yields, but each sample once: the first of an index counts, as from explorer processes.
+  """Yields each sample of `workflow.run` once: the first of an index counts, as from explorer processes.
 
   Raises:
     RunError: a sample is none of those wanted, or one of these did not come.

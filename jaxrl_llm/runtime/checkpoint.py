@@ -11,7 +11,6 @@ import dataclasses
 import gc
 import json
 import logging as stdlib_logging
-import os
 import pathlib
 import shutil
 import sys
@@ -27,6 +26,7 @@ import xxhash
 from absl import logging
 from jax.experimental import multihost_utils
 
+from jaxrl_llm.core.disk import sync
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.types import Json
 
@@ -206,16 +206,16 @@ def _commit(path: pathlib.Path) -> None:
   """Writes COMMIT once all that it vouches for is on the disk, and is on the disk itself when this returns."""
   files = {}
   for file in sorted(path.rglob('*')):
-    _fsync(file)
+    sync(file)
     if file.is_file():
       files[str(file.relative_to(path))] = (file.stat().st_size, _digest(file))
-  _fsync(path)
+  sync(path)
   temporary = path / f'{_COMMIT}.tmp'
   temporary.write_text(json.dumps(files, indent=1))
-  _fsync(temporary)
+  sync(temporary)
   temporary.rename(path / _COMMIT)
-  _fsync(path)
-  _fsync(path.parent)
+  sync(path)
+  sync(path.parent)
 
 
 def _digest(path: pathlib.Path) -> str:
@@ -224,15 +224,6 @@ def _digest(path: pathlib.Path) -> str:
     while block := file.read(1 << 22):
       digest.update(block)
   return digest.hexdigest()
-
-
-def _fsync(path: pathlib.Path) -> None:
-  """Of a file or a directory."""
-  descriptor = os.open(path, os.O_RDONLY)
-  try:
-    os.fsync(descriptor)
-  finally:
-    os.close(descriptor)
 
 
 def _reason(error: Exception) -> str:

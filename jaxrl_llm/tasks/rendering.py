@@ -31,7 +31,7 @@ class RenderError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-  """Of one rendering."""
+  """Limits of one rendering."""
 
   cpu_s: float = 5.0
   memory_bytes: int = 1 << 30

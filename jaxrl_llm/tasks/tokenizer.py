@@ -50,7 +50,7 @@ _GENERATION = 'generation_config.json'
 _FILE_BYTES = 256 << 20
 """Size of the largest file of a tokenizer."""
 _SUFFIXES = ('.json', '.jinja', '.txt', '.model')
-"""Of files that transformers may open in a tokenizer's directory."""
+"""Suffixes of the files that transformers may open in a tokenizer's directory."""
 _FILES = (
   'tokenizer.json',
   'tokenizer_config.json',

@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 from safetensors import SafetensorError, safe_open
 
+from jaxrl_llm.core.disk import sync
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.trees import unflatten
 from jaxrl_llm.core.types import Version
@@ -114,7 +115,7 @@ class PublicationFolder:
       if directory.exists():
         self._remove(directory)
       unfinished.rename(directory)
-      _sync(self.root)
+      sync(self.root)
     return publication
 
   def keep_only(self, *publications: Publication) -> None:
@@ -167,23 +168,15 @@ class AdapterFolder(PublicationFolder):
     with writing(self.root):
       export_adapter(unfinished, unflatten(adapters), self._spec, self._lora, base=None)
       for path in unfinished.iterdir():
-        _sync(path)
+        sync(path)
       if directory.exists():
         self._remove(directory)
       unfinished.rename(directory)
-      _sync(self.root)
+      sync(self.root)
     arrays = dict(to_peft(unflatten(adapters), self._spec))
     digests = {name: digest(array) for name, array in arrays.items()}
     nbytes = sum(array.nbytes for array in arrays.values())
     return Publication(version=version, directory=directory, files={WEIGHTS: digests}, nbytes=nbytes, base=self._base)
-
-
-def _sync(path: Path) -> None:
-  handle = os.open(path, os.O_RDONLY)
-  try:
-    os.fsync(handle)
-  finally:
-    os.close(handle)
 
 
 class _Layout:

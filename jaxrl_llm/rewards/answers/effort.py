@@ -6,7 +6,7 @@ import itertools
 import re
 
 SPACES = re.compile(r'\\(?:left|right)(?![a-zA-Z])|[,\s]')
-"""What an expression can lose: spaces, commas, and the commands that scale a bracket."""
+"""Parts of an expression without a meaning here: spaces, commas, and the commands that scale a bracket."""
 MAX_DEPTH = 40
 """Brackets within brackets of an expression: parsers of LaTeX take seconds for a hundred."""
 _EXPLOSIVE = re.compile(

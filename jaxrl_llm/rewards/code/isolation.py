@@ -53,7 +53,7 @@ class NoIsolation(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Preload:
-  """What sandboxes have beside the standard library."""
+  """Libraries of a sandbox beside the standard library."""
 
   path: tuple[str, ...] = ()
   """Directories of the host from which programs import; they can read all that is in them."""
