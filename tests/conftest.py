@@ -7,7 +7,11 @@ import pathlib
 import shutil
 import subprocess
 
-os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
+import programs
+
+os.environ['XLA_FLAGS'] = ' '.join(
+  (os.environ.get('XLA_FLAGS', ''), programs.CHEAP, '--xla_force_host_platform_device_count=8')
+)
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 import jax

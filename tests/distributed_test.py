@@ -11,6 +11,7 @@ import time
 
 import job
 import numpy as np
+import programs
 import pytest
 
 from jaxrl_llm.replay.audit import audit
@@ -87,7 +88,7 @@ def gradients_of(recorded, out, *, processes):
   command = [sys.executable, str(script), *map(str, recorded), str(out)]
   if processes > 1:
     command = [sys.executable, 'launch/cluster/local.py', f'--processes={processes}', '--', *command]
-  devices = {} if processes > 1 else {'XLA_FLAGS': '--xla_force_host_platform_device_count=2'}
+  devices = {} if processes > 1 else {'XLA_FLAGS': f'{programs.CHEAP} --xla_force_host_platform_device_count=2'}
   subprocess.run(command, cwd=job.ROOT, env=job.environment(**devices), check=True, timeout=900)
   return dict(np.load(out))
 

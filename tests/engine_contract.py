@@ -7,7 +7,6 @@ import asyncio
 import jax
 import numpy as np
 import pytest
-from learning import quick
 from serving import LENGTH, VOCAB, ask, forward, request, weights_of
 
 from jaxrl_llm.core.errors import RunError, UserError
@@ -26,7 +25,7 @@ async def hold(engine: Engine, model, *, atol: float) -> None:
     atol: of logprobs against the model's own forward.
   """
   assert isinstance(engine, Engine)
-  init = quick(model.init)
+  init = jax.jit(model.init)
   first, second = (init(jax.random.key(seed)) for seed in (1, 2))
   assert engine.version is None
   with pytest.raises(RuntimeError):
@@ -71,7 +70,7 @@ def _most_probable(model, params, tokens) -> np.ndarray:
   """The greatest probability of any token at each position; 0 at the first."""
   positions = np.arange(LENGTH)[None]
   padded = np.pad(np.asarray(tokens, np.int32), (0, LENGTH - len(tokens)))[None]
-  hidden = quick(model.apply)(params, padded, positions, (positions < len(tokens)).astype(np.int32))
+  hidden = jax.jit(model.apply)(params, padded, positions, (positions < len(tokens)).astype(np.int32))
   probabilities = jax.nn.softmax(hidden[0] @ model.head_kernel(params).T)
   return np.r_[0.0, np.asarray(probabilities).max(-1)[: len(tokens) - 1]]
 

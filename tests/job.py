@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
+import programs
 import times
 import warm
 
@@ -82,9 +83,9 @@ def session() -> pathlib.Path:
 
 
 def environment(**extra: str) -> dict[str, str]:
-  """Without the test process's eight forced devices; XLA's pool pinned, as the launch scripts do."""
-  env = {key: value for key, value in os.environ.items() if key != 'XLA_FLAGS'}
-  return {**env, 'JAX_PLATFORMS': 'cpu', 'NPROC': '2', 'PYTHONPATH': str(ROOT), **extra}
+  """One device, cheap programs, and XLA's pool pinned, as the launch scripts do."""
+  fixed = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': programs.CHEAP, 'NPROC': '2', 'PYTHONPATH': str(ROOT)}
+  return {**os.environ, **fixed, **extra}
 
 
 def command(workdir: pathlib.Path, *flags: str, config: tuple[str, ...] = QUICK, processes: int = 1) -> list[str]:

@@ -12,9 +12,6 @@ from learning import (
   SETTING,
   Case,
   host_params,
-  quick,
-  quick_once,
-  quick_options,
   rollouts,
   write_samples,
 )
@@ -66,7 +63,7 @@ class Adapted(Case):
   def gradients(self, algorithm):
     packed, constants = self.packed(algorithm)
     function = functools.partial(gradients, self.model, algorithm.loss, token_chunk=CHUNK, on_policy=ON_POLICY)
-    jitted = quick(lambda params, base: function(params, packed.chunks, packed.used, constants, base=base))
+    jitted = jax.jit(lambda params, base: function(params, packed.chunks, packed.used, constants, base=base))
     return lambda trained: jax.device_get(jitted(trained, self.base))
 
 
@@ -152,7 +149,7 @@ def test_an_update_moves_the_adapters_alone(folder, axes):
   update, state, (packed, constants) = build(case)
   before, base = jax.device_get(flatten(state.params)), jax.device_get(flatten(case.base))
   shardings = jax.tree.map(lambda x: x.sharding, state)
-  state, report = quick_once(update)(state, packed.chunks, packed.used, constants, case.base)
+  state, report = update(state, packed.chunks, packed.used, constants, case.base)
   assert not report.skipped and not report.empty
   assert jax.tree.map(lambda x: x.sharding, state) == shardings
   after = flatten(state.params)
@@ -186,7 +183,7 @@ def test_no_gradient_of_a_targets_kernel_is_computed(folder):
   def products(merge):
     case = Adapted(folder, merge=merge, dtype='float32')
     update, state, (packed, constants) = build(case)
-    program = update.lower(state, packed.chunks, packed.used, constants, case.base).compile(quick_options())
+    program = update.lower(state, packed.chunks, packed.used, constants, case.base).compile()
     kernels = {x.shape for x in flatten(host_params('decoder')['layers']).values() if x.ndim == 2}
     shapes = {tuple(map(int, s.split(','))) for s in re.findall(r'= f32\[(\d+,\d+)\]\S* dot\(', program.as_text())}
     return kernels & (shapes | {shape[::-1] for shape in shapes})

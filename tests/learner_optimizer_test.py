@@ -3,7 +3,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from learning import quick
 
 from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.learner.optimizer import OptimizerConfig, build_optimizer, clipped, learning_rate, optimizer_shardings
@@ -62,7 +61,7 @@ def params_of(value: float):
 
 def run(config: OptimizerConfig, params, grads, updates: int = 100):
   optimizer = build_optimizer(config, updates)
-  state, update = optimizer.init(params), quick(optimizer.update)
+  state, update = optimizer.init(params), jax.jit(optimizer.update)
   for g in grads:
     steps, state = update(clipped(g, config), state, params)
     params = optax.apply_updates(params, steps)

@@ -31,8 +31,6 @@ from learning import (
   host_params,
   log_probabilities,
   padded,
-  quick,
-  quick_once,
   rollouts,
   write_samples,
 )
@@ -102,7 +100,7 @@ def unpacked():
     tree = jax.tree.map(lambda x: x.astype(np.float64), host_params('decoder'))
     algorithm = SUBJECTS['token-mean'].algorithm
     advantages = algorithm.annotate(closed(algorithm, rollouts())).advantages
-    function = quick(jax.value_and_grad(loss))
+    function = jax.jit(jax.value_and_grad(loss))
     return total([function(tree, *host_row(i, advantage)) for i, advantage in enumerate(advantages)])
 
 
@@ -215,7 +213,7 @@ def prepared(folder, algorithm, config, *, on_policy=('proximal_logprobs',), **o
     token_chunk=CHUNK,
     on_policy=on_policy,
   )
-  return case, quick_once(update), fresh
+  return case, update, fresh
 
 
 def step(folder, *, algorithm=GRPO, config=CONFIG, rewards=REWARDS, state=None, **options):
@@ -318,7 +316,7 @@ class NaiveLearner:
     self.params = flatten(jax.tree.map(lambda x: x.astype(np.float64), host_params('bigram')))
     self.m, self.v = ({name: np.zeros_like(p) for name, p in self.params.items()} for _ in range(2))
     self.updates, self.ratios = 0, []
-    self.gradient = quick(jax.value_and_grad(self.loss, has_aux=True))
+    self.gradient = jax.jit(jax.value_and_grad(self.loss, has_aux=True))
 
   def logprobs(self, tree, tokens, temperature):
     return chosen(log_probabilities(self.model, unflatten(tree), tokens, temperature), tokens)
@@ -359,7 +357,7 @@ def test_two_optimizer_steps_on_one_batch_are_two_naive_updates(folder):
   order = ((0, 3, 5, 6, 9, 10), (1, 2, 4, 7, 8, 11), (0, 1, 2, 3, 4, 5), (6, 7, 8, 9, 10, 11))
   with jax.enable_x64(True):
     case, update, fresh = prepared(folder, algorithm, config, dtype='float64', order=order, on_policy=(), chunks=2)
-    score = quick_once(build_score(case.model, case.mesh, token_chunk=8))
+    score = build_score(case.model, case.mesh, token_chunk=8)
     packed = [case.packed(algorithm, number)[0] for number in range(len(order))]
     old = [score(case.params(), p.chunks, p.used) for p in packed]
     state, reports = fresh(), []

@@ -50,35 +50,6 @@ LIMITS = {'float32': (1e-5, 1e-6), 'float64': (1e-12, 1e-12)}
 """The contract: relative norm of a tensor's difference, and difference of losses."""
 
 
-@functools.cache
-def quick_options():
-  """Compiler options for programs that take longer to compile than to run."""
-  options = {'xla_backend_optimization_level': 0}
-  try:  # JAX 0.12's compiler no longer has this one.
-    more = {**options, 'xla_cpu_use_fusion_emitters': False}
-    jax.jit(lambda x: x, compiler_options=more).lower(0.0).compile()
-  except jax.errors.JaxRuntimeError:
-    return options
-  return more
-
-
-def quick(function):
-  """`jax.jit` with `quick_options`."""
-  return jax.jit(function, compiler_options=quick_options())
-
-
-def quick_once(jitted):
-  """A jitted function of the package, compiled with `quick_options` for the shapes and types of the first call."""
-  program = None
-
-  def call(*arguments):
-    nonlocal program
-    program = program or jitted.lower(*arguments).compile(quick_options())
-    return program(*arguments)
-
-  return call
-
-
 def sample(i: int, rng: np.random.Generator) -> Sample:
   """A prompt and an answer; in longer answers a tool says the second third."""
   prompt, answer = int(rng.integers(1, 8)), int(rng.integers(1, 17))
@@ -182,7 +153,7 @@ MODELS = {'decoder': lambda options, head='lm', mesh=None: build_model(SPECS[hea
 @functools.cache
 def host_params(model: str, head: str = 'lm'):
   """Float32 numbers, away from the norms' 1 and the biases' 0 that a model starts with."""
-  drawn = jax.device_get(quick(MODELS[model](ModelOptions(), head).init)(jax.random.key(1)))
+  drawn = jax.device_get(jax.jit(MODELS[model](ModelOptions(), head).init)(jax.random.key(1)))
   rng = np.random.default_rng(2)
   return jax.tree.map(lambda x: x + 0.05 * rng.normal(size=x.shape).astype(np.float32), drawn)
 
@@ -211,7 +182,7 @@ def columns_of(model: str) -> tuple[dict[str, np.ndarray], ...]:
     return chosen(log_probabilities(policy, params, tokens, temperature), tokens)
 
   tokens, temperatures = np.stack([padded(s.tokens) for s in SAMPLES]), np.float32([s.temperature for s in SAMPLES])
-  logprobs = np.asarray(quick(jax.vmap(own, (None, 0, 0)))(host_params(model), tokens, temperatures), np.float64)
+  logprobs = np.asarray(jax.jit(jax.vmap(own, (None, 0, 0)))(host_params(model), tokens, temperatures), np.float64)
   rng = np.random.default_rng(3)
   found = []
   for row, s in zip(logprobs, SAMPLES, strict=True):
@@ -307,7 +278,7 @@ def program(model: str, options: ModelOptions, subject: Subject, token_chunk: in
     token_chunk=token_chunk,
     on_policy=() if subject.off_policy else ('proximal_logprobs',),
   )
-  return quick(function)
+  return jax.jit(function)
 
 
 @functools.cache

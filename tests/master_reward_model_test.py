@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from learning import quick
 
 from jaxrl_llm.app.reward_server import ROUTES, application, load
 from jaxrl_llm.core.errors import UserError
@@ -34,7 +33,7 @@ SEQUENCES = [[int(t) for t in np.random.default_rng(i).integers(1, 32, n)] for i
 
 @pytest.fixture(scope='module')
 def params():
-  return jax.tree.map(np.asarray, quick(build_model(SPEC, ModelOptions()).init)(jax.random.key(1)))
+  return jax.tree.map(np.asarray, jax.jit(build_model(SPEC, ModelOptions()).init)(jax.random.key(1)))
 
 
 @pytest.fixture(scope='module')
@@ -42,7 +41,7 @@ def alone(params):
   """Of each sequence by itself, unpadded."""
   model, found = build_model(SPEC, ModelOptions()), []
 
-  @quick
+  @jax.jit
   def hidden_of(params, tokens):
     return model.apply(params, tokens, jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens))
 

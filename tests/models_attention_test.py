@@ -28,10 +28,6 @@ MESHES = {
 }
 
 
-# Compiling takes longer than running: LLVM may do less.
-quick = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
-
-
 def mesh_of(name):
   sizes = dict.fromkeys(AXES, 1) | MESHES[name]
   return build_mesh(MeshConfig(**sizes), jax.devices()[: int(np.prod(list(sizes.values())))])
@@ -55,7 +51,7 @@ def value_and_gradient(mesh, implementation, arrays, places, **rule):
     out = sharded_attention(*inputs, places, places, choice=choice, mesh=mesh, **rule)
     return (out * weight).sum(), out
 
-  gradients, out = quick(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*inputs)
+  gradients, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*inputs)
   return jax.device_get((out, *gradients))
 
 
@@ -109,7 +105,7 @@ def gradient_of_a_model(mesh_name, **options):
       hidden = model.apply(unflatten(params), tokens, places.positions, places.segment_ids)
       return (hidden * weight * (places.segment_ids > 0)[..., None]).sum()
 
-    return jax.device_get(quick(jax.grad(loss))(params))
+    return jax.device_get(jax.jit(jax.grad(loss))(params))
 
 
 @pytest.mark.parametrize('name', [None, 'mixed'])

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from learning import quick
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.ops.attention import attention, choose
@@ -119,7 +118,7 @@ def test_values_and_gradients_are_those_of_naive_loops(name, case):
       out = function(*inputs, *case.places())
       return (out * weight).sum(), out
 
-    gradients, out = quick(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*inputs)
+    gradients, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*inputs)
     np.testing.assert_allclose(out, naive(case, *inputs), atol=1e-12 if exact else 2e-6)
     for n, gradient in enumerate(gradients):
       assert np.isfinite(gradient).all()
@@ -149,7 +148,7 @@ def test_padding_yields_0_and_sends_no_gradient(name, scale):
     out = EXACT[name](*inputs, *case.places())
     return (out * weight).sum(), out
 
-  gradient = quick(jax.grad(loss, argnums=(1, 2, 3), has_aux=True))
+  gradient = jax.jit(jax.grad(loss, argnums=(1, 2, 3), has_aux=True))
   everything, out = gradient(weight, *inputs)
   without_padding, _ = gradient(weight * seen, *inputs)
   assert (np.where(seen, 0, out) == 0).all()
@@ -179,7 +178,7 @@ def test_blocks_that_are_not_seen_are_not_even_read(window, readers):
     out = EXACT['blockwise'](query, key, value, *case.places(), **case.rule)
     return (out * weight).sum(), out
 
-  gradient_and_out = quick(jax.grad(loss, has_aux=True))
+  gradient_and_out = jax.jit(jax.grad(loss, has_aux=True))
   for poisoned, reading in ((1, readers), (4, (4, 5)), (5, (5,))):
     spoiled = value.at[:, 8 * poisoned : 8 * poisoned + 8].set(np.nan)
     gradient, out = gradient_and_out(query, spoiled)
@@ -197,7 +196,7 @@ def temporaries(implementation, time):
     places = Places(segment_ids, positions)
     return attention(query, key, value, places, places, implementation=implementation).sum()
 
-  step = quick(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+  step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
   lowered = step.lower(array(1, time, 2, 16), array(1, time, 1, 16), array(1, time, 1, 16), ids, ids)
   return lowered.compile().memory_analysis().temp_size_in_bytes
 

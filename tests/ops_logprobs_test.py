@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from learning import quick
 
 from jaxrl_llm.ops import logprobs as module
 from jaxrl_llm.ops.logprobs import plan_token_chunk, sequence_scores, state_values, token_logprobs, token_values
@@ -57,7 +56,7 @@ CUTS = [
 
 @pytest.mark.parametrize('cut', CUTS, ids=str)
 def test_equals_naive_loop(batch, cut):
-  found = quick(functools.partial(token_logprobs, **cut))(**batch)
+  found = jax.jit(functools.partial(token_logprobs, **cut))(**batch)
   logprobs, entropy = naive(batch)
   np.testing.assert_allclose(found.logprobs, logprobs, atol=2e-6)
   np.testing.assert_allclose(found.entropy, entropy, atol=5e-6)
@@ -84,7 +83,7 @@ def test_gradients_are_those_of_plain_logits_in_float64(batch, cut):
       return (weights[0] * logprobs + weights[1] * entropy).sum()
 
     states = {name: wide[name] for name in ('hidden', 'kernel')}
-    gradient = lambda of: quick(jax.value_and_grad(lambda states: loss(of, **states)))(states)
+    gradient = lambda of: jax.jit(jax.value_and_grad(lambda states: loss(of, **states)))(states)
     wanted, found = gradient(plain), gradient(functools.partial(token_logprobs, **cut))
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-12)
     for name, one in wanted[1].items():
@@ -189,7 +188,7 @@ def sharded(axes, states, kernel, wanted=None, **cut):
   places = [of(*states), of(*kernel), *[of(*states)] * (len(arguments) - 2)]
   program = jax.jit(value_and_gradients(**cut), in_shardings=places, out_shardings=(of(), tuple(places[:2])))
   program = program.lower(*arguments).compile()
-  alone = quick(value_and_gradients(token_chunk=time))(*arguments)
+  alone = jax.jit(value_and_gradients(token_chunk=time))(*arguments)
   found = program(*(jax.device_put(x, place) for x, place in zip(arguments, places)))
   for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(found)):
     assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(a)
@@ -260,7 +259,7 @@ def test_what_is_not_wanted_is_zero_and_teaches_nothing(batch, cut, share):
       return (mask * (weights[0] * logprobs + weights[1] * entropy)).sum(), (logprobs, entropy)
 
     states = {name: batch[name] for name in ('hidden', 'kernel')}
-    return quick(jax.value_and_grad(loss, has_aux=True))(states)
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(states)
 
   (value, _), all_of_them = gradient(wanted)
   (asked, outputs), found = gradient(1.0, wanted=jnp.asarray(wanted))

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from learning import quick
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.trees import flatten
@@ -56,7 +55,7 @@ def runner():
 
 @pytest.fixture(scope='module')
 def params():
-  init = quick(MODEL.init)
+  init = jax.jit(MODEL.init)
   return {V1: init(jax.random.key(1)), V2: init(jax.random.key(2))}
 
 

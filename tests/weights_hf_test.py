@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from learning import quick
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from weights_hf_config_test import absl_lines
@@ -94,7 +93,7 @@ def our_logits(params, spec, tokens, *, scan_layers=False):
   model = build_model(spec, ModelOptions(scan_layers=scan_layers))
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
   params = jax.tree.map(jnp.asarray, params)
-  hidden = quick(model.apply)(params, jnp.asarray(tokens, jnp.int32), positions, jnp.ones_like(positions))
+  hidden = jax.jit(model.apply)(params, jnp.asarray(tokens, jnp.int32), positions, jnp.ones_like(positions))
   return np.asarray(hidden @ model.head_kernel(params).T)
 
 
@@ -212,7 +211,7 @@ def our_outputs(params, spec, tokens, within, *, scan_layers=False):
   model = build_model(spec, ModelOptions(scan_layers=scan_layers))
   params = jax.tree.map(jnp.asarray, params)
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-  hidden = quick(model.apply)(params, jnp.asarray(tokens, jnp.int32), positions, jnp.asarray(within, jnp.int32))
+  hidden = jax.jit(model.apply)(params, jnp.asarray(tokens, jnp.int32), positions, jnp.asarray(within, jnp.int32))
   return np.asarray(heads.outputs(hidden, model.head_kernel(params))[..., 0])
 
 

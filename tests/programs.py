@@ -1,0 +1,10 @@
+"""Options of XLA's compiler in tests, whose programs take longer to compile than to run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+CHEAP = '--xla_backend_optimization_level=0'
+"""Value of XLA_FLAGS."""
+if tuple(map(int, importlib.metadata.version('jaxlib').split('.')[:2])) < (0, 12):  # Later compilers lack this option.
+  CHEAP += ' --xla_cpu_use_fusion_emitters=false'
