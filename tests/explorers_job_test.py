@@ -1,11 +1,16 @@
 """Runs whose workflow is run by explorer processes, and workflows that ask the master in mid-episode."""
 
 import collections
+import contextlib
 import json
 import os
 import pathlib
+import resource
+import selectors
 import signal
 import socket
+import subprocess
+import threading
 import time
 
 import job
@@ -82,6 +87,60 @@ def test_an_explorer_of_another_machine_comes_over_tcp_with_the_token(tmp_path):
     helper.terminate()
     helper.communicate()
   assert len([row for row in job.rows(run) if 'actor/pg_loss' in row and row['stage'] == 'grpo']) == 2
+
+
+@contextlib.contextmanager
+def flood(port, connections):
+  """So many idle connections to a port of this machine, each opened again when the other side closes it."""
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, connections + 1000), hard))
+  over, opened = threading.Event(), 0
+
+  def keep():
+    nonlocal opened
+    with selectors.DefaultSelector() as selector:
+      while not over.is_set():
+        for _ in range(min(100, connections - len(selector.get_map()))):
+          idle = socket.socket()
+          idle.setblocking(False)
+          idle.connect_ex(('127.0.0.1', port))
+          selector.register(idle, selectors.EVENT_READ)
+          opened += 1
+        for key, _ in selector.select(timeout=0.05):
+          selector.unregister(key.fileobj)
+          key.fileobj.close()
+      for key in [*selector.get_map().values()]:
+        key.fileobj.close()
+
+  thread = threading.Thread(target=keep)
+  thread.start()
+  try:
+    yield lambda: opened
+  finally:
+    over.set()
+    thread.join()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.acceptance
+def test_three_thousand_idle_connections_do_not_stop_a_run_of_1024_descriptors(tmp_path):
+  run, token = tmp_path / 'run', tmp_path / 'token'
+  token.write_text('token-of-this-test-0123456789')
+  token.chmod(0o600)
+  with socket.create_server(('127.0.0.1', 0)) as free:
+    port = free.getsockname()[1]
+  listen = {'processes': 2, 'groups': 3, 'listen': {'port': port, 'token_file': str(token)}}
+  train = job.command(run, f'--config.rollout.explorers={json.dumps(listen)}')
+  limited = ['bash', '-c', 'ulimit -n 1024 && exec "$@"', '-', *train]
+  pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+  process = subprocess.Popen(limited, cwd=job.ROOT, env=job.environment(), start_new_session=True, **pipes)
+  job.wait_for_rows(run, 12, process)
+  with flood(port, 3000) as opened:
+    out, err = process.communicate(timeout=1200)
+  assert process.returncode == 0, err
+  assert opened() >= 3000
+  assert len(out) + len(err) < 100_000
+  job.assert_equal_runs(run, job.quick_run())
 
 
 def events(run, edge):

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import socket
 import ssl
 import subprocess
@@ -974,6 +975,37 @@ def test_a_connection_with_the_token_has_no_such_deadline(tmp_path, monkeypatch)
       assert (await raw.exchange(request_bytes('GET', '/health', AUTHORISED)))[0] == 200
 
   asyncio.run(main())
+
+
+def test_a_flood_of_strangers_leaves_descriptors(tmp_path, monkeypatch):
+  monkeypatch.setattr(front_module, '_permit_descriptors', lambda: 200)
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  code = """import socket, sys
+idle = [socket.socket() for _ in range(400)]
+for one in idle:
+  one.setblocking(False)
+  one.connect_ex(('127.0.0.1', int(sys.argv[1])))
+print('connected', flush=True)
+sys.stdin.read()
+"""
+  faults = []
+
+  async def main():
+    asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault['message']))
+    async with standing(tmp_path) as (front, _, session):
+      command = [sys.executable, '-c', code, str(yarl.URL(front.address).port)]
+      flood = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+      resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) + 200, hard))
+      try:
+        assert flood.stdout.readline() == 'connected\n'  # The event loop stands still: all of them come at once.
+        async with session.get('/health', headers=GOOD) as response:
+          assert response.status == 200
+      finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        flood.communicate()
+
+  asyncio.run(main())
+  assert faults == []
 
 
 def test_strangers_make_room_for_each_other_and_keep_nobody_out(tmp_path, monkeypatch):

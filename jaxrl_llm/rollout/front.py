@@ -77,6 +77,8 @@ _BODY_S = 60.0
 """Longest pause between two parts of a request's body."""
 _DESCRIPTORS = 1 << 16
 """Open files that a process with a front asks for: two for each request under way."""
+_BACKLOG = 1024
+"""Most connections that wait to be accepted."""
 _log = logging.getLogger(__name__)
 
 
@@ -172,11 +174,13 @@ class Front:
       auto_decompress=False,
       skip_auto_headers=(hdrs.USER_AGENT, hdrs.CONTENT_TYPE),
     )
-    strangers = min(_STRANGERS, _permit_descriptors() // 4)
+    descriptors = _permit_descriptors()
+    strangers = min(_STRANGERS, descriptors // 4)
     self._server = _Server(self._handle, handler_cancellation=True, strangers=strangers)
     self._runner = web.ServerRunner(self._server, shutdown_timeout=_SHUTDOWN_S)
     try:
-      await self._listen(self._runner)
+      # asyncio accepts as many at once as the backlog holds, and has several such lots before the first is dropped.
+      await self._listen(self._runner, backlog=min(_BACKLOG, descriptors // 16))
     except OSError as error:
       await self.close()
       raise self._unbound(error) from None
@@ -194,12 +198,12 @@ class Front:
     if session is not None:
       await session.close()
 
-  async def _listen(self, runner: web.ServerRunner) -> None:
+  async def _listen(self, runner: web.ServerRunner, *, backlog: int) -> None:
     host, port = self._config.host, self._config.port
     # The first address only: a name with two would get two sockets, with port 0 on two ports.
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     await runner.setup()
-    await web.TCPSite(runner, found[0][4][0], port, ssl_context=self._tls, backlog=1024).start()
+    await web.TCPSite(runner, found[0][4][0], port, ssl_context=self._tls, backlog=backlog).start()
 
   def _unbound(self, error: OSError) -> UserError:
     host, port = self._config.host, self._config.port
@@ -237,6 +241,7 @@ class Front:
     assert self._session is not None
     response: web.StreamResponse | None = None
     try:
+      # wait upstream: the client, whose hang-up cancels this
       async with self._session.request(
         request.method, url, data=body, headers=self._headers(request, body), allow_redirects=False
       ) as upstream:
