@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
     raise UserError(f'--data={_DATA.value}: {error.strerror}; wanted HumanEval.jsonl.gz') from None
   if _MUTANTS.value != 'all' and not _MUTANTS.value.isdecimal():
     raise UserError(f'--mutants={_MUTANTS.value}: wanted a number or all')
-  limits = Limits(wall_s=10.0, cpu_s=3)
+  limits = Limits(cpu_s=3)
   with contextlib.closing(Sandboxes(limits, isolation=_ISOLATION.value, waiting=_THREADS.value)) as sandboxes:
     starts = sorted(start_latencies_ms(sandboxes))
     p99 = starts[min(len(starts) - 1, round(0.99 * len(starts)))]
@@ -83,6 +83,8 @@ def main(argv: list[str]) -> None:
       seconds = time.monotonic() - began
   survivors = [mutant for mutant, outcome in zip(made, outcomes, strict=True) if outcome.fraction == 1.0]
   killed = len(made) - len(survivors)
+  if not made:
+    return
   print(f'mutants: {len(made)} in {seconds:.0f} s; killed {killed} ({killed / len(made):.2%})')
   for kind in KINDS:
     of, left = (sum(mutant.kind == kind for mutant in group) for group in (made, survivors))

@@ -24,7 +24,7 @@ def get_config(variant: str = '') -> Config:
     raise ValueError(f'variant {variant!r}: wanted DIRECTORY,REWARD_ADDRESS,JUDGE_ADDRESS,JUDGE_MODEL')
   directory, reward_address, judge_address, judge_model = parts
   scorers = (
-    ScorerConfig(name='code', domains=('code',), options={'credit': 'fraction'}),
+    ScorerConfig(name='code', domains=('code',), options={'credit': 'fraction'}, deadline_s=60.0),
     ScorerConfig(name='answer', domains=('math',), options={'mode': 'numeric'}),
     ScorerConfig(
       name='preference',

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 
 import aiohttp
 import hostile
@@ -24,7 +25,7 @@ from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
 from jaxrl_llm.rewards.code import server as server_module
 from jaxrl_llm.rewards.code.isolation import NoIsolation
 from jaxrl_llm.rewards.code.sandbox import Case, Limits, SandboxError
-from jaxrl_llm.rewards.code.scorer import code_scorer, fenced, program_of, read_tests, read_work
+from jaxrl_llm.rewards.code.scorer import code_scorer, fenced, options_within, program_of, read_tests, read_work
 from jaxrl_llm.rewards.code.server import ROUTES, SandboxServer
 from jaxrl_llm.rewards.pool import ScorerPool
 from jaxrl_llm.rewards.remote import RemoteError
@@ -132,6 +133,8 @@ def test_tests_are_read_in_each_of_their_forms():
   assert read_tests({'tests': ['assert f()']}).tests == ('assert f()',)
   work = read_tests({'tests': 'def check(candidate): assert candidate()', 'entry_point': 'f'})
   assert work.entry_point == 'f' and work.tests == ('def check(candidate): assert candidate()\n\ncheck(f)\n',)
+  method = read_tests({'tests': 'def check(candidate): pass', 'entry_point': 'Solution().run'})
+  assert method.entry_point == 'Solution' and method.tests[0].endswith('check(Solution().run)\n')
   assert read_tests({'tests': [{'stdin': '1', 'stdout': 2}]}).cases == (Case(stdin='1', stdout='2'),)
 
 
@@ -141,6 +144,7 @@ def test_tests_are_read_in_each_of_their_forms():
     ({}, 'the task has no tests'),
     ({'tests': 'def check(c): pass'}, 'tests are a text, and there is no entry_point'),
     ({'tests': 'def check(c): pass', 'entry_point': 'f); import os; (f'}, 'entry_point is'),
+    ({'tests': 'def check(c): pass', 'entry_point': 'Solution(1).f'}, 'entry_point is'),
     ({'tests': [1]}, 'tests are neither statements'),
     ({'tests': [{'stdin': ''}]}, 'tests are neither statements'),
     ({'tests': {'a': 1}}, 'tests are neither statements'),
@@ -175,6 +179,9 @@ def test_each_form_of_tests_gives_full_marks_to_what_is_right_alone(score):
   assert score('print(int(input()) // 2)', tests=cases).value == 1.0
   assert score('print(2)', tests=cases).value == 0.0
   assert score('I do not know.', tests=cases).value == 0.0
+  method = 'class Solution:\n  def half(self, x): return x // 2'
+  assert score(method, tests=check, entry_point='Solution().half').value == 1.0
+  assert score(method.replace('//', '/'), tests=check, entry_point='Solution().half').value == 0.0
   assert score('', tests=cases).evidence == {'reason': 'no code'}
 
 
@@ -206,7 +213,7 @@ def test_hostile_completions_cost_their_own_score_in_a_pool(score):
   config = ScorerConfig(name='code', deadline_s=30.0)
 
   async def main():
-    pool = ScorerPool({'code': code_scorer(wall_s=2.0, cpu_s=1)}, RewardsConfig(scorers=(config,), workers=2))
+    pool = ScorerPool({'code': code_scorer(wall_s=5.0, cpu_s=1)}, RewardsConfig(scorers=(config,), workers=2))
     await pool.start()
     try:
       programs = [*hostile.EVERY.values(), 'def f(x): return x + 1'] * 2
@@ -216,19 +223,37 @@ def test_hostile_completions_cost_their_own_score_in_a_pool(score):
       await pool.close()
 
   programs, scores, counts = asyncio.run(main())
-  assert {s.status for s in scores} == {Status.OK}, [s for s in scores if s.status != Status.OK]
-  assert [s.value for s in scores] == [float('x + 1' in program) for program in programs]
+  # A machine that is too busy for one of them is nobody's score.
+  judged = [(p, s) for p, s in zip(programs, scores, strict=True) if 'processors' not in str(s.evidence.get('error'))]
+  assert {s.status for _, s in judged} == {Status.OK}, [s for _, s in judged if s.status != Status.OK]
+  assert [s.value for _, s in judged] == [float('x + 1' in program) for program, _ in judged]
   assert counts['breaks'] == 0 if 'breaks' in counts else True
   assert hostile.until(lambda: not hostile.processes(hostile.LINGER))
 
 
 def test_a_deadline_below_that_of_programs_is_refused():
   config = lambda deadline_s, **options: ScorerConfig(name='c', kind='code', deadline_s=deadline_s, options=options)
-  for short in (config(8.0), config(10.0, wall_s=10)):
+  for short in (config(8.0, wall_s=8.0), config(10.0, wall_s=10)):
     with pytest.raises(UserError, match=r"^scorer 'c': deadline_s is [0-9]+, and its programs may take wall_s="):
       build_scorer(short)
   local_scorer()  # Skips where nothing isolates.
-  build_scorer(config(8.5))
+  build_scorer(config(8.5, wall_s=8))
+
+
+@pytest.mark.parametrize(
+  ('deadline_s', 'options', 'wall_s'),
+  [
+    (10.0, {}, 8.0),
+    (300.0, {}, 30.0),
+    (10.0, {'wall_s': 9.5}, 9.5),
+    (300.0, {'addresses': ['unix:/x'], 'request_deadline_s': 20.0}, 16.0),
+    (300.0, {'addresses': ['unix:/x']}, 30.0),
+  ],
+)
+def test_the_clock_of_programs_fits_the_deadline_where_nothing_else_is_said(deadline_s, options, wall_s):
+  config = ScorerConfig(name='c', kind='code', deadline_s=deadline_s, options=options)
+  assert options_within(config)['wall_s'] == wall_s
+  assert config.options == options
 
 
 # On other hosts.
@@ -311,6 +336,26 @@ def test_a_sandbox_host_answers_a_body_that_is_no_order():
     assert status == 400 and text and '\n' not in text, text
 
 
+def test_a_program_ends_when_its_client_hangs_up(monkeypatch):
+  begun, run_tests = threading.Event(), server_module.Sandboxes.run_tests
+
+  def run(*arguments):
+    begun.set()
+    return run_tests(*arguments)
+
+  async def use(scorer):
+    monkeypatch.setattr(server_module.Sandboxes, 'run_tests', run)
+    forever = attempt('import signal\nsignal.pause()', domain='code', fields={'tests': ['assert f(1)']})
+    clients = [asyncio.create_task(scorer(forever)) for _ in range(2)]  # As many as the host runs at once.
+    assert await asyncio.to_thread(begun.wait, 60)
+    for client in clients:
+      client.cancel()
+    await asyncio.gather(*clients, return_exceptions=True)
+    return await asyncio.wait_for(scorer(attempts(2)[1]), 30)
+
+  assert served(use, wall_s=120, cpu_s=120, request_deadline_s=300).value == 1.0
+
+
 def test_a_sandbox_host_that_starts_no_sandbox_is_left_for_another(monkeypatch):
   def refuse(limits, **options):
     if limits == Limits():  # As at its start.
@@ -324,7 +369,7 @@ def test_a_sandbox_host_that_starts_no_sandbox_is_left_for_another(monkeypatch):
 
 
 def test_a_sandbox_host_whose_sandbox_fails_is_left_for_another(monkeypatch):
-  def fail(work, sandboxes):
+  def fail(work, sandboxes, stop):
     raise SandboxError('the sandbox failed: end of file')
 
   monkeypatch.setattr(server_module.Work, 'run', fail)

@@ -5,6 +5,7 @@ import errno
 import os
 import pathlib
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -121,6 +122,14 @@ def test_a_program_reads_and_writes_as_one_that_is_run_by_hand(sandboxes):
   """
   got = said(sandboxes, program, stdin='hello\n').splitlines()
   assert sorted(got) == sorted(['hello Point(x=1) ü', 'kept child', 'thread', 'end'])
+
+
+def test_a_program_ends_itself_and_knows_its_file_as_one_that_is_run_by_hand(sandboxes):
+  for end in ('exit()', 'quit(0)', 'import sys; sys.exit()'):
+    assert sandboxes.run_cases(f'print("done")\n{end}\nprint("more")', ANY).ended == Ending.PASSED, end
+  assert sandboxes.run_cases('print("done")\nexit(3)', ANY).detail == 'exit 3'
+  given = 'import fileinput, os, sys\nassert len(sys.argv) == 1 and os.path.basename(__file__)\n'
+  assert said(sandboxes, f'{given}print([line.strip() for line in fileinput.input()])', stdin='a\nb') == "['a', 'b']"
 
 
 def test_a_program_may_close_its_output_or_put_another_in_its_place(sandboxes):
@@ -280,6 +289,11 @@ def test_an_object_that_was_told_a_value_says_no_number(sandboxes):
   assert sandboxes.run_tests('def f(x): return 3.5', [check, *map('assert {}'.format, distances[:4])]).passed == 5
 
 
+def test_a_long_name_of_an_exception_is_cut(sandboxes):
+  program = 'Long = type("E" * 1000, (Exception,), {})\ndef f(x): raise Long("why")'
+  assert sandboxes.run_tests(program, ['f(1)']).detail == f'test 0: {"E" * 100}: why'
+
+
 ENDINGS = {
   'x = 1 / 0': (Ending.EXCEPTION, 'ZeroDivisionError: division by zero'),
   'def f(:': (Ending.EXCEPTION, 'SyntaxError: invalid syntax'),
@@ -330,12 +344,37 @@ def test_nothing_is_run_when_the_time_of_all_cases_is_over(brief, monkeypatch):
   assert len(sent) == 2  # The program and one input.
 
 
+def test_the_processor_time_of_all_processes_and_cases_counts_together(sandboxes):
+  spin = 'while time.process_time() - began < {}: pass'
+  many = 'import os, time\nfor _ in range(8):\n  if os.fork() == 0:\n    began = time.process_time()\n    '
+  many += f'{spin.format(0.4)}\n    os._exit(0)\nwhile True:\n  try: os.wait()\n  except ChildProcessError: break'
+  assert sandboxes.run_cases(many, ANY).ended == Ending.CPU
+  one = f'import time\nbegan = time.process_time()\n{spin.format(0.4)}\nprint("done")'
+  outcome = sandboxes.run_cases(one, ANY * 50)
+  assert (outcome.ended, outcome.passed) == (Ending.CPU, 2)
+  assert sandboxes.run_tests('def f():\n  while True: yield 1', ['assert 2 in f()']).ended == Ending.CPU
+
+
+def test_a_program_that_a_busy_machine_keeps_waiting_is_the_scorers_failure(sandboxes, monkeypatch):
+  """The supervisor's verdict; which programs are starved is `rewards_usage_test`'s."""
+  receive = Channel.receive
+  starved = lambda channel: {**message, 'ended': 'starved'} if 'ended' in (message := receive(channel)) else message
+  monkeypatch.setattr(Channel, 'receive', starved)
+  for run in (
+    lambda: sandboxes.run_cases('print("done")', ANY),
+    lambda: sandboxes.run_tests('f = 1', ['assert f == 1']),
+    lambda: sandboxes.output('print("done")', ''),
+  ):
+    with pytest.raises(SandboxError, match="other processes had the machine's processors"):
+      run()
+
+
 @pytest.mark.full
-def test_a_fork_bomb_is_bounded_and_gone(brief):
-  for bomb in (hostile.FORK_BOMB, hostile.THREAD_BOMB):
-    outcome = brief.run_cases(bomb, ANY)
-    assert outcome.ended in (Ending.PROCESSES, Ending.WALL, Ending.EXCEPTION), outcome
-    assert is_well(brief)
+def test_a_fork_bomb_is_bounded_and_gone(sandboxes, brief):
+  outcomes = sandboxes.run_cases(hostile.FORK_BOMB, ANY), brief.run_cases(hostile.THREAD_BOMB, ANY)
+  for outcome in outcomes:
+    assert outcome.ended in (Ending.PROCESSES, Ending.CPU, Ending.WALL, Ending.EXCEPTION), outcome
+  assert is_well(sandboxes)
 
 
 def test_memory_of_many_processes_counts_together(sandboxes):
@@ -690,6 +729,349 @@ def test_what_is_asked_of_plain_values_no_object_answers_as_it_likes(sandboxes):
   assert outcome.ended == Ending.PASSED, outcome
 
 
+_ECHO = """
+  def m(s, *a): return a[0] if a else s
+  union = intersection = difference = equals = is_equal = same_as = get = index = count = m
+  __sub__ = __rsub__ = __mul__ = __and__ = __xor__ = __matmul__ = lambda s, o: s
+  total_seconds = lambda s: 0
+  isdigit = lambda s: True
+  __format__ = lambda s, spec: '0.00'
+  __iter__ = lambda s: iter(())
+  __len__ = lambda s: 0
+  __str__ = __repr__ = lambda s: '0'
+  __bool__ = __enter__ = lambda s: True
+  __getitem__ = lambda s, i: i
+  __contains__ = __exit__ = lambda s, *a: True
+  __eq__ = __ne__ = __lt__ = __gt__ = __le__ = __ge__ = lambda s, o: True
+  __hash__ = lambda s: 1
+  __abs__ = __neg__ = lambda s: s
+  __round__ = lambda s, n=0: 0
+  __divmod__ = lambda s, o: (0, 0)
+"""
+"""The body of a class whose objects answer whatever tests would like to hear."""
+ECHOES = {
+  'a class with the name of the function': f'class f:\n  def __init__(s, *a): pass{_ECHO}',
+  'a function that returns one': f'class A:{_ECHO}def f(*a): return A()',
+  'a function that returns a function with such attributes': """
+def f(*a):
+  def g(*a): return a[0] if a else g
+  echo = lambda *a: a[0] if a else True
+  g.union = g.equals = g.is_equal = g.get = g.index = g.count = g.isdigit = g.intersection = echo
+  g.total_seconds = lambda: 0
+  return g
+""",
+  'a named tuple with such fields': """
+import collections
+names = 'union intersection equals is_equal get index count isdigit total_seconds'
+T = collections.namedtuple('T', names)
+def f(*a): return T(*[lambda *a: a[0] if a else 0] * len(names.split()))
+""",
+  'a type': 'def f(*a): return set',
+}
+ECHO_TESTS = (
+  'assert (f(2) - 3).total_seconds() == 0',
+  'import datetime; assert (f(2) - datetime.datetime(2024, 1, 2)).total_seconds() == 0',
+  'import datetime; assert (datetime.datetime(2024, 1, 2) - f(2)).total_seconds() == 0',
+  'assert f"{f(2)-3.5:.2f}" == "0.00"',
+  'assert f"{f(2):.2f}" == "0.00"',
+  'assert f"{f(2)-3.5}" == "0"',
+  'assert list(f({1}) - {3}) == []',
+  'assert not f({1}) ^ {3}',
+  'assert len(f({1}) - {3}) == 0',
+  'assert f(3).union({7, 8}) == {7, 8}',
+  'assert f(3).intersection({7, 8}) == {7, 8}',
+  'assert f(3).equals([7])',
+  'assert f(3).is_equal([7])',
+  'assert f("a").isdigit() and f("a").get("b") == "b"',
+  'assert f(3).index(7) == 7',
+  'for i in range(3): assert f(3)[i] == i',
+  'assert 4 in f(3)',
+  'assert round(f(2), 2) == 0',
+  'assert divmod(f(2), 3) == (0, 0)',
+  'with f(3): assert f(1) == 4',
+  'with f(3) as x: assert x.y - 4 == 0',
+  'import unittest; unittest.TestCase().assertAlmostEqual(f(3), 4)',
+  'import unittest; unittest.TestCase().assertIn(4, f(3))',
+  'import datetime; r = f(3); r -= datetime.timedelta(1); assert r.total_seconds() == 0',
+)
+
+
+@pytest.mark.parametrize('echo', ECHOES)
+def test_no_object_of_the_program_computes_with_values_of_the_tests(sandboxes, echo):
+  outcome = sandboxes.run_tests(textwrap.dedent(ECHOES[echo]), ECHO_TESTS)
+  assert outcome.passed == 0, outcome
+
+
+def test_a_method_that_returns_its_own_object_is_no_more_trusted_than_a_function(sandboxes):
+  tests = [test.replace('f(', 'Solution().f(') for test in ECHO_TESTS]
+  for result in ('s', 'Solution()'):
+    program = f'class Solution:{_ECHO}  def f(s, *a): return {result}\n'
+    assert sandboxes.run_tests(program, tests).passed == 0, result
+
+
+def test_a_variable_of_the_program_is_no_more_trusted_than_a_result(sandboxes):
+  program = f'class function:{_ECHO}x = X = function()'  # It says that it is what it likes.
+  for name in ('x', 'X'):
+    tests = [re.sub(r'\bf\([^()]*\)', name, test) for test in ECHO_TESTS]
+    assert not any('f(' in test for test in tests)
+    assert sandboxes.run_tests(program, tests).passed == 0
+
+
+def test_a_name_written_like_a_class_that_the_tests_compare_as_a_function_is_one(sandboxes):
+  program = f'class Extract:\n  def __init__(s, *a): pass{_ECHO}class Solution: Extract = Extract'
+  for name in ('Extract', 'Solution.Extract'):
+    tests = [f'assert {name}([1]) == [2]', *(test.replace('f(', f'{name}(') for test in ECHO_TESTS)]
+    assert sandboxes.run_tests(program, tests).passed == 0, name
+
+
+ESCAPES = {
+  'the end of an iteration': ('def f(*a): raise StopIteration', 'assert all(map(f, [1, 2]))'),
+  'a class derived from it': (
+    'class E(ValueError, StopIteration): pass\ndef f(*a): raise E',
+    'assert all(map(f, [1]))',
+  ),
+  'it, of an attribute': (
+    'class A:\n  @property\n  def x(s): raise StopIteration\ndef f(*a): return A()',
+    'assert all(map(lambda v: f(v).x == 3, [1, 2]))',
+  ),
+  'it, in a filter': ('def f(*a): raise StopIteration', 'assert not list(filter(lambda v: f(v) != 3, [1, 2]))'),
+  'the end of an asynchronous iteration': (
+    'async def f(x): raise StopAsyncIteration',
+    'import asyncio\nclass I:\n  def __aiter__(s): return s\n  async def __anext__(s): return await f(1)\n'
+    'async def main():\n  async for x in I(): pass\nasyncio.run(main())',
+  ),
+  'its own end, where an exception is awaited': (
+    'import os\ndef f(x): os._exit(0)',
+    'try: f(3)\nexcept Exception: pass',
+  ),
+  'an exit, where one is awaited': (
+    'def f(x): raise SystemExit(0)',
+    'try:\n  f(3)\n  assert False\nexcept Exception: pass',
+  ),
+  'the end of a generator': ('def f(x): raise GeneratorExit', 'try:\n  f(3)\n  assert False\nexcept Exception: pass'),
+  'no message': (
+    "import os, struct\ndef f(x):\n  for n in range(3, 64):\n    try: os.write(n, struct.pack('!I', 4) + b'}}}}')\n"
+    '    except OSError: pass',
+    'try: f(3)\nexcept Exception: pass',
+  ),
+  'an exception that every failure is': (
+    'Bad = AssertionError\ndef f(x): return 0',
+    'try:\n  f(3)\n  assert False\nexcept Bad: pass',
+  ),
+  'an exception above it': ('Bad = Exception\ndef f(x): return 0', 'try:\n  f(3)\n  assert False\nexcept Bad: pass'),
+  'an assertion in a function of the tests': (
+    'def f(g):\n  try: g(1)\n  except BaseException: pass',
+    'def g(x): assert x == 2\nf(g)',
+  ),
+  'whatever ends a block': (
+    'import contextlib\n@contextlib.contextmanager\ndef f(x):\n  try: yield None\n  except BaseException: pass',
+    'with f(3) as x: assert x + 1 == 4',
+  ),
+  'an assertion in a block': (
+    'import contextlib\n@contextlib.contextmanager\ndef f(x):\n  try: yield None\n  except BaseException: pass',
+    'with f(3) as x: assert False',
+  ),
+}
+"""How an exception may not get round a test: the program, and the test."""
+
+
+@pytest.mark.parametrize('escape', ESCAPES)
+def test_no_exception_of_the_program_gets_round_a_test(sandboxes, escape):
+  program, test = ESCAPES[escape]
+  assert sandboxes.run_tests(program, [test]).passed == 0
+
+
+def test_the_program_chooses_no_module_and_no_type_of_the_tests_process(sandboxes):
+  loaded = 'import sys; assert not {"antigravity", "turtle", "sqlite3", "webbrowser"} & sys.modules.keys()'
+  program = 'import antigravity as a, sqlite3 as b\nclass E(Exception): pass\ndef f(x): return b\nd = b'
+  outcome = sandboxes.run_tests(program, ['f(1); f(2); a; d; b; E; assert d.sqlite_version', loaded])
+  assert outcome.passed == 2, outcome
+  capable = (
+    'from collections.abc import Iterable, Iterator\nassert not callable(f(1)) and not isinstance(f(1), Iterable)'
+  )
+  assert sandboxes.run_tests('def f(x): return object()', [capable]).passed == 1
+
+
+def test_helpers_that_compare_are_never_the_programs_where_python_or_a_library_has_them(sandboxes):
+  for program, test in (
+    ('def sum(x): return 0\ndef len(x): return 0', 'assert sum([1, 2]) == len([1, 2, 3, 4])'),
+    ('def abs(x): return 0\ndef f(x): return 1', 'assert abs(f(2) - 3.5) < 1e-6'),
+    ('class math: isclose = lambda *a: True\ndef f(x): return 1', 'assert math.isclose(f(2), 3.5)'),
+    ('class np: isclose = lambda *a: True\ndef f(x): return 1', 'assert np.isclose(f(2), 3.5)'),
+    ('class pytest: approx = lambda *a: 1\ndef f(x): return 1', 'assert f(2) == pytest.approx(3.5)'),
+    ('class math: fabs = lambda x: 0\ndef f(x): return 1', 'assert math.fabs(f(2) - 3.5) < 1e-6\nimport math'),
+    ('def fabs(x): return 0\ndef f(x): return 1', 'assert fabs(f(2) - 3.5) < 1e-6'),
+    ('def isclose(*a, **k): return True\ndef f(x): return 1', 'assert isclose(f(2), 3.5)'),
+    ('def deepcopy(x): return 0\ndef f(x): return 0', 'a = [2]\nassert f(a) == deepcopy(a)'),
+    ('class Counter(list):\n  def __init__(s, x): pass\ndef f(x): return 1', 'assert Counter(f("a")) == Counter("b")'),
+    ('def abs(x): return 0\ndef count(x): return 1', 'count = count([1])\nassert abs(count - 3.5) < 1e-6'),
+  ):
+    assert sandboxes.run_tests(program, [test]).passed == 0, program
+  check = 'def check({}):\n  assert {}\ncheck(f)'
+  for program, parameter, test in (
+    ('def abs(x): return 0\ndef f(x): return 1', 'f', 'abs(f(2) - 3.5) < 1e-6'),
+    ('def sorted(x): return 0\ndef f(x): return 1', 'f', 'sorted(f(2)) == sorted([3])'),
+    ('def isclose(*a): return True\ndef f(x): return 1', 'candidate', 'isclose(candidate(2), 3.5)'),
+    (
+      'class deque:\n  def __init__(s, x): pass\n  def __eq__(s, o): return True\ndef f(x): return 1',
+      'candidate',
+      'deque(candidate(2)) == deque([3])',
+    ),
+  ):
+    assert sandboxes.run_tests(program, [check.format(parameter, test)], 'f').passed == 0, program
+
+
+RIGHT = {
+  'types as arguments': (
+    'def f(t, x): return t(x)\ndef only(xs, t): return [x for x in xs if isinstance(x, t)]',
+    'assert f(int, "3") == 3 and f(str, 4) == "4" and only([1, "a", 2.5], (int, float)) == [1, 2.5]',
+  ),
+  'types as results': (
+    'def f(xs): return [type(x) for x in xs]',
+    'assert f([1, "a"]) == [int, str] and f([2])[0] != str',
+  ),
+  'an exception class as argument': (
+    'def f(g, e):\n  try: g()\n  except e: return "caught"',
+    'def g(): raise ValueError("x")\nassert f(g, ValueError) == "caught"',
+  ),
+  'a name of a built-in function': ('def sorted(x): return x[::-1]', 'assert sorted([1, 2]) == [2, 1]'),
+  'another within one of Python': ('def round(x, n): return 2.57', 'assert abs(round(2.5, 2) - 2.57) < 1e-9'),
+  'the fields of a named tuple': (
+    'from collections import namedtuple\nP = namedtuple("P", "x y")\ndef f(a): return [P(a, 2)]',
+    '(r,) = f(1)\nassert r.x == 1 and r == (1, 2) and r._fields == ("x", "y") and P(3, 4).y == 4',
+  ),
+  'the default of a defaultdict': (
+    'from collections import defaultdict\ndef f(a): return defaultdict(int, {a: 1})\n'
+    'def g(): return defaultdict(lambda: [7])',
+    'r = f("k")\nassert r["z"] == 0 and r == {"k": 1, "z": 0} and g()["a"] == [7]',
+  ),
+  'coroutines': (
+    'import asyncio\nasync def f(x):\n  await asyncio.sleep(0)\n  return x + 1\n'
+    'async def g(n):\n  for i in range(n): yield i',
+    'import asyncio\nasync def main():\n  assert await asyncio.gather(f(1), f(2)) == [2, 3]\n'
+    '  assert [x async for x in g(2)] == [0, 1]\nasyncio.run(main())\nassert asyncio.run(f(1)) == 2',
+  ),
+  'documentation': (
+    'def f(x: int) -> str:\n  "Says f."\nclass A:\n  "Class A."',
+    'assert f.__doc__ == "Says f." and A.__doc__ == "Class A." and f.__annotations__ == {"x": int, "return": str}',
+  ),
+  'captured output': (
+    'def f(n):\n  print("hi", n)\ndef g():\n  print("at")\n  yield 1',
+    'import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as to:\n  f(2)\n  list(g())\n'
+    'assert to.getvalue() == "hi 2\\nat\\n"',
+  ),
+  'captured output, patched': (
+    'import sys\ndef f(n): print("hi", n); print("no", file=sys.stderr)',
+    'import io\nfrom unittest.mock import patch\nwith patch("sys.stdout", new_callable=io.StringIO) as to: f(2)\n'
+    'assert to.getvalue() == "hi 2\\n"',
+  ),
+  'given input': (
+    'def f(): return int(input()) + 1',
+    'import io, sys\nsys.stdin = io.StringIO("3\\n4\\n")\nassert f() == 4 and f() == 5',
+  ),
+  'views of a dict': (
+    'def f(d): return d.keys(), d.values(), d.items()',
+    'keys, values, items = f({"a": 1})\nassert keys == {"a"} and list(values) == [1] and ("a", 1) in items',
+  ),
+  'a time of a zone': (
+    'from datetime import datetime, timezone\ndef f(): return datetime(2024, 1, 2, tzinfo=timezone.utc)',
+    'import datetime as d\nassert f() == d.datetime(2024, 1, 2, tzinfo=d.timezone.utc) != d.datetime(2024, 1, 2)',
+  ),
+  'another name of a module': (
+    'import datetime as dt\ndef f(): return dt.date(2024, 1, 2)',
+    'assert f() == dt.date(2024, 1, 2)',
+  ),
+  'a name of a module': ('class Q:\n  def push(s, x): s.x = x\nqueue = Q()', 'queue.push(3)\nassert queue.x == 3'),
+  'a function that makes objects': (
+    'class _A:\n  def __init__(s, b): s.b = b\n  def give(s, n):\n    s.b += n\n    return s\ndef f(b): return _A(b)',
+    'a = f(1)\nassert a.give(2).give(3).b == 6 and a.b == 6',
+  ),
+  'an object that suppresses': (
+    'class Suppress:\n  def __init__(s, *k): s.k = k\n  def __enter__(s): return s\n'
+    '  def __exit__(s, t, v, tb): return t is not None and issubclass(t, s.k)',
+    'with Suppress(ValueError): raise ValueError("x")\nwith Suppress(ZeroDivisionError): 1 / 0\n'
+    'try:\n  with Suppress(KeyError): raise ValueError\n  assert False\nexcept ValueError: pass',
+  ),
+  'a decorator that tries again': (
+    'def f(g):\n  def again(*a):\n    try: return g(*a)\n    except ValueError: return g(*a)\n  return again',
+    'n = []\n@f\ndef g(x):\n  n.append(x)\n  if len(n) < 2: raise ValueError("x")\n  return x\nassert g(3) == 3',
+  ),
+  'an exception with its own attribute': (
+    'class E(Exception):\n  def __init__(s, code): super().__init__("bad"); s.code = code\ndef f(): raise E(3)\n'
+    'def g(d): return d["a"]',
+    'try:\n  f()\n  assert False\nexcept E as e: assert e.code == 3 and str(e) == "bad"\n'
+    'try: g({})\nexcept KeyError as e: assert e.args == ("a",)',
+  ),
+  'classes derived from built-in ones': (
+    'import enum\nclass Stack(list):\n  def push(s, x): s.append(x)\n  def top(s): return s[-1]\n'
+    'class C(enum.IntEnum):\n  A = 1\n  B = 2',
+    's = Stack()\ns.push(3)\nassert s.top() == 3 and len(s) == 1 and s == [3] and isinstance(s, list)\n'
+    'assert C.A == 1 and C.A.name == "A" and C.A < C.B and C.A + 1 == 2 and {1: "x"}[C.A] == "x"',
+  ),
+  'identity': (
+    'import enum\nclass C(enum.Enum):\n  A = 1\n  B = 2\nclass Node:\n  def __init__(s, n=None): s.next = n\n'
+    'def f(x): return C.A if x else C.B\ndef kind(x): return type(x)',
+    'a = Node()\nb = Node(a)\nassert b.next is a and a.next is not b and a.next is None and f(1) is C.A\n'
+    'assert f(0) is not C.A and type(a) is Node and kind(3) is int and kind("") is not int and f is not Node',
+  ),
+  'equal objects in sets and dicts': (
+    'class P:\n  def __init__(s, x): s.x = x\n  def __eq__(s, o): return s.x == o.x\n'
+    '  def __hash__(s): return hash(s.x)\nclass Q(P): __hash__ = None\ndef f(): return {P(1): 2}',
+    'assert len({P(1), P(1), P(2)}) == 2 and f() == {P(1): 2} and f()[P(1)] == 2\n'
+    'try:\n  {Q(1)}\n  assert False\nexcept TypeError as e: assert "unhashable" in str(e)',
+  ),
+  'an object among others': (
+    'class P:\n  def __init__(s, x): s.x = x\n  def __eq__(s, o): return s.x == o.x\n  def __hash__(s): return s.x',
+    'assert P(1) in [P(2), P(1)] and P(3) not in (P(1),) and P(1) in {P(1): 7}',
+  ),
+  'a formatted object': (
+    'class P:\n  def __str__(s): return "P!"\nclass Q:\n  def __format__(s, how): return f"<{how}>"\n'
+    'def f(): return P()',
+    'assert f"{P()} {f()}" == "P! P!" and "{}".format(P()) == format(P()) == "P!" and f"{Q()}{Q():x}" == "<><x>"',
+  ),
+  'a generator that is closed': (
+    'def f():\n  yield 1\nclass C:\n  def close(s): s.closed = True\ndef make(): return C()',
+    'g = f()\nassert next(g) == 1\ng.close()\nassert list(g) == []\nc = make()\nc.close()\nassert c.closed',
+  ),
+  'the text and the arguments of its exceptions': (
+    'class Missing(KeyError): pass\nclass Short(Exception):\n  def __init__(s, need, have):\n'
+    '    super().__init__(need, have)\n    s.need = need\n  def __str__(s): return f"need {s.need}"\n'
+    'def f(): raise Missing("x")\ndef g(): raise Short(2, 1)',
+    'try: f()\nexcept Missing as e: assert str(e) == repr("x") and e.args == ("x",) and isinstance(e, KeyError)\n'
+    'try: g()\nexcept Short as e: assert str(e) == "need 2" and e.args == (2, 1) and e.need == 2 and type(e) is Short',
+  ),
+  'exceptions of the standard library': (
+    'import dataclasses, json, statistics\n@dataclasses.dataclass(frozen=True)\nclass P: x: int\n'
+    'f, g = json.loads, statistics.mean',
+    'import json, statistics\nfrom dataclasses import FrozenInstanceError\n'
+    'try:\n  f("{")\n  assert False\nexcept json.JSONDecodeError as e: assert e.pos == 1\n'
+    'try:\n  g([])\n  assert False\nexcept statistics.StatisticsError: pass\n'
+    'p = P(1)\ntry:\n  p.x = 2\n  assert False\nexcept FrozenInstanceError: pass',
+  ),
+  'an exit': (
+    'def f(x): exit(x)',
+    'try:\n  f(3)\n  assert False\nexcept SystemExit as e: assert e.code == 3',
+  ),
+  'a name of a standard class': (
+    'class Counter:\n  def __init__(s): s.n = 0\n  def step(s): s.n += 1\n  def value(s): return s.n\n'
+    'def make(): return Counter()',
+    'c = Counter()\nc.step()\nassert c.value() == 1 and make().n == 0',
+  ),
+  'a generator by its type': (
+    'def f(n): yield from range(n)',
+    'import types\ng = f(2)\nassert isinstance(g, types.GeneratorType) and next(g) == 0 and list(g) == [1]',
+  ),
+}
+"""Right programs and their tests."""
+
+
+@pytest.mark.parametrize('right', RIGHT)
+def test_a_right_program_passes(sandboxes, right):
+  program, test = RIGHT[right]
+  outcome = sandboxes.run_tests(program, [test])
+  assert outcome.ended == Ending.PASSED, outcome
+
+
 def test_a_function_of_the_tests_gives_nothing_but_its_results(sandboxes):
   program = """
     def f(key):
@@ -780,10 +1162,11 @@ def test_the_host_stays_healthy(sandboxes, count, tmp_path, monkeypatch):
     draws = random.Random(0)
     for number in range(count):
       program = programs[number] if number < len(programs) else draws.choice(programs)
-      if number % 2:
-        brief.run_cases(program, ANY)
-      else:
-        brief.run_tests(program, ['assert f(1) == 4', 'assert abs(f(2) - 5) < 1e-6'])
+      with contextlib.suppress(SandboxError):  # A busy machine may not let it reach its own limits in a second.
+        if number % 2:
+          brief.run_cases(program, ANY)
+        else:
+          brief.run_tests(program, ['assert f(1) == 4', 'assert abs(f(2) - 5) < 1e-6'])
     assert is_well(brief)
     assert hostile.until(host.is_as_before), (host.before, host.state())
     assert hostile.settled(alive) == own

@@ -11,7 +11,7 @@ from jaxrl_llm.rewards.adapters import python_scorer, trl_scorer, verl_scorer
 from jaxrl_llm.rewards.answers.answer import answer_scorer
 from jaxrl_llm.rewards.answers.k12 import k12_scorer
 from jaxrl_llm.rewards.api import AnyScorer, RewardsConfig, ScorerConfig
-from jaxrl_llm.rewards.code.scorer import check_deadline, code_scorer
+from jaxrl_llm.rewards.code.scorer import code_scorer, options_within
 from jaxrl_llm.rewards.endpoint import http_scorer
 from jaxrl_llm.rewards.format import format_scorer
 from jaxrl_llm.rewards.judge.judge import judge_scorer
@@ -46,9 +46,8 @@ def build_scorer(scorer: ScorerConfig, where: str = 'rewards.scorers') -> AnySco
   name = scorer.implementation
   if ':' not in name and name not in SCORERS:
     raise UserError(f"{where}: no scorer {name!r}; {nearest(name, SCORERS)}; one of your own is 'module:attribute'")
-  if name == 'code':
-    check_deadline(scorer)
-  return (own_part(name, 'scorer') if ':' in name else SCORERS[name])(**scorer.options)
+  options = options_within(scorer) if name == 'code' else scorer.options
+  return (own_part(name, 'scorer') if ':' in name else SCORERS[name])(**options)
 
 
 def build_scorers(config: RewardsConfig) -> dict[str, AnyScorer]:

@@ -41,7 +41,7 @@ PLAIN = frozenset({
 })  # fmt: skip
 """Verifiers whose source has been read: none evaluates an answer (`tests/rewards_evaluating_test.py`)."""
 
-LIMITS = Limits(wall_s=4.0, cpu_s=4, memory_mib=1024, processes=4, files=64, file_mib=1, tmp_mib=1, output_kib=64)
+LIMITS = Limits(wall_s=6.0, cpu_s=2, memory_mib=1024, processes=4, files=64, file_mib=1, tmp_mib=1, output_kib=64)
 """Limits of one answer."""
 MAX_LENGTH = 2000
 """Characters of an answer that is evaluated."""

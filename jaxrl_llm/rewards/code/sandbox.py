@@ -39,7 +39,7 @@ class Ending(enum.StrEnum):
   """It ended itself: with an exit code, or before its tests were over."""
   SIGNAL = 'signal'
   WALL = 'wall'
-  """Out of time by the clock."""
+  """Out of time by the clock, by its own doing: it slept, or waited for something."""
   CPU = 'cpu'
   """Out of processor time."""
   MEMORY = 'memory'
@@ -53,9 +53,10 @@ class Ending(enum.StrEnum):
 class Limits:
   """Of one program, with all of its tests and processes."""
 
-  wall_s: float = 8.0
+  wall_s: float = 30.0
+  """By the clock. A program that meets it because the machine is busy is a SandboxError."""
   cpu_s: int = 6
-  """Of each process."""
+  """Processor time of all processes together, those of its tests too."""
   memory_mib: int = 1024
   """Address space of each process, and resident memory of all together."""
   processes: int = 32
@@ -113,6 +114,34 @@ class Case:
 T = TypeVar('T')
 
 
+class Stop:
+  """Ends a program from another thread; to whoever waits for it that is a SandboxError."""
+
+  def __init__(self):
+    self._lock = threading.Lock()
+    self._is_set = False
+    self._connection: socket.socket | None = None
+
+  def set(self) -> None:
+    with self._lock:
+      self._is_set = True
+      if self._connection is not None:
+        _hang_up(self._connection)
+
+  @contextlib.contextmanager
+  def ends(self, connection: socket.socket) -> Iterator[None]:
+    """Ends the sandbox behind `connection`, if it is set while the block runs."""
+    with self._lock:
+      if self._is_set:
+        raise SandboxError('the program was stopped before it began')
+      self._connection = connection
+    try:
+      yield
+    finally:
+      with self._lock:
+        self._connection = None
+
+
 class Sandboxes:
   """Keeps sandboxes waiting, so that a program starts at once. Usable from several threads.
 
@@ -139,7 +168,7 @@ class Sandboxes:
   def isolation(self) -> str:
     return self._starter.kind
 
-  def run_cases(self, program: str, cases: Sequence[Case]) -> Outcome:
+  def run_cases(self, program: str, cases: Sequence[Case], stop: Stop | None = None) -> Outcome:
     """Runs the program once for each case; it passes those whose output agrees, up to white space at line ends."""
 
     def run(control: Channel) -> Outcome:
@@ -147,17 +176,17 @@ class Sandboxes:
       passed, first = 0, None
       for case in cases:
         control.send({'stdin': case.stdin})
-        result = control.receive()
+        result = _judged(control.receive())
         if result['ended'] == 'ok' and _lines(result['stdout']) == _lines(case.stdout):
           passed += 1
         elif first is None:
           first = result
-        if result['ended'] == 'wall':  # Their clock is one: none of the others has any time.
+        if result['ended'] in ('wall', 'cpu'):  # Their limits are one: none of the others has any time.
           break
       ended = Ending.PASSED if first is None else Ending.FAILED if first['ended'] == 'ok' else Ending(first['ended'])
       return self._outcome(ended, passed, len(cases), '' if first is None else _detail(first))
 
-    return self._in_sandbox(run, len(cases))
+    return self._in_sandbox(run, len(cases), stop)
 
   def output(self, program: str, stdin: str) -> tuple[Outcome, str]:
     """Runs the program once: how it ended (PASSED: with exit code 0), and its standard output up to the limit."""
@@ -167,7 +196,7 @@ class Sandboxes:
       nonlocal printed
       control.send({'form': 'stdio', 'program': program, 'limits': self._limits.message()})
       control.send({'stdin': stdin})
-      result = control.receive()
+      result = _judged(control.receive())
       printed = result['stdout']
       if result['ended'] == 'ok':
         return self._outcome(Ending.PASSED, 1, 1, '')
@@ -176,13 +205,15 @@ class Sandboxes:
     outcome = self._in_sandbox(run, 1)
     return outcome, printed
 
-  def run_tests(self, program: str, tests: Sequence[str], entry_point: str | None = None) -> Outcome:
+  def run_tests(
+    self, program: str, tests: Sequence[str], entry_point: str | None = None, stop: Stop | None = None
+  ) -> Outcome:
     """Runs the program, then each test, in order and in one namespace; it passes those that raise nothing."""
 
     def run(control: Channel) -> Outcome:
       control.send({'form': 'tests', 'program': program, 'limits': self._limits.message()})
       control.send({'tests': list(tests), 'entry_point': entry_point})
-      result = control.receive()
+      result = _judged(control.receive())
       passed, error = result['passed'], result['error']
       passed += [False] * (len(tests) - len(passed))
       if all(passed):
@@ -195,7 +226,7 @@ class Sandboxes:
       ended = Ending.EXIT if result['ended'] == 'ok' else Ending(result['ended'])
       return self._outcome(ended, sum(passed), len(tests), _detail(result))
 
-    return self._in_sandbox(run, len(tests))
+    return self._in_sandbox(run, len(tests), stop)
 
   def close(self) -> None:
     """Ends programs that run, too; to whoever waits for them that is a SandboxError."""
@@ -205,8 +236,7 @@ class Sandboxes:
         control.close()
       self._idle.clear()
       for control in self._running:
-        with contextlib.suppress(OSError):
-          control.shutdown(socket.SHUT_RDWR)
+        _hang_up(control)
       self._starter.close()
 
   def _open(self) -> Starter:
@@ -215,8 +245,8 @@ class Sandboxes:
   def _outcome(self, ended: Ending, passed: int, total: int, detail: str) -> Outcome:
     return Outcome(ended=ended, passed=passed, total=total, isolation=self.isolation, detail=detail[-500:])
 
-  def _in_sandbox(self, run: Callable[[Channel], Outcome], total: int) -> Outcome:
-    with self._take() as connection, self._runs(connection):
+  def _in_sandbox(self, run: Callable[[Channel], Outcome], total: int, stop: Stop | None = None) -> Outcome:
+    with self._take() as connection, self._runs(connection), (stop or Stop()).ends(connection):
       control = Channel(connection)
       connection.settimeout(self._limits.wall_s + _GRACE_S)
       began = time.monotonic()
@@ -285,16 +315,31 @@ class Work:
   tests: tuple[str, ...] = ()
   entry_point: str | None = None
 
-  def run(self, sandboxes: Sandboxes) -> Outcome:
+  def run(self, sandboxes: Sandboxes, stop: Stop | None = None) -> Outcome:
     if self.cases:
-      return sandboxes.run_cases(self.program, self.cases)
-    return sandboxes.run_tests(self.program, self.tests, self.entry_point)
+      return sandboxes.run_cases(self.program, self.cases, stop)
+    return sandboxes.run_tests(self.program, self.tests, self.entry_point, stop)
+
+
+def _hang_up(control: socket.socket) -> None:
+  with contextlib.suppress(OSError):
+    control.shutdown(socket.SHUT_RDWR)
 
 
 def _has_hung_up(control: socket.socket) -> bool:
   poll = select.poll()
   poll.register(control, select.POLLIN)
   return bool(poll.poll(0))
+
+
+def _judged(result: dict[str, Any]) -> dict[str, Any]:
+  """The supervisor's message. Raises SandboxError where the machine is to blame, and not the program."""
+  if result['ended'] == 'starved':
+    raise SandboxError(
+      "the program met its wall-clock limit while other processes had the machine's processors; "
+      'run fewer at once, or raise wall_s and the deadline above it'
+    )
+  return result
 
 
 def _lines(text: str) -> list[str]:

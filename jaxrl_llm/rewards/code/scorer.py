@@ -11,6 +11,7 @@ import asyncio
 import builtins
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -34,7 +35,10 @@ class CodeOptions(RemoteOptions):
   isolation: Isolation = 'auto'
   """On this machine."""
   wall_s: float = Limits.wall_s
-  """Of a program with all of its tests; below the scorer's deadline_s, so that the program is blamed."""
+  """Of a program with all of its tests; below the scorer's deadline_s, so that the program is blamed.
+
+  Where a configuration does not say, four fifths of deadline_s, but not more than the default (`options_within`).
+  """
   cpu_s: int = Limits.cpu_s
   memory_mib: int = Limits.memory_mib
   processes: int = Limits.processes
@@ -120,20 +124,24 @@ def program_of(completion: str, prompt: str) -> str | None:
   return joined if _is_code(beginning) and _parses(joined) is not None else code
 
 
+_ENTRY_POINT = re.compile(r'[^\W\d]\w*(?:\(\))?(?:\.[^\W\d]\w*)*')
+
+
 def read_tests(fields: Mapping[str, Json]) -> Work | None:
   """The task's tests, with no program yet; None for a task that has none. Raises ValueError for anything else."""
   tests, entry_point = fields.get('tests'), fields.get('entry_point')
   if not tests:
     return None
-  if entry_point is not None and not (isinstance(entry_point, str) and entry_point.isidentifier()):
-    raise ValueError(f'entry_point is {entry_point!r}, wanted the name of a function')
+  if entry_point is not None and not (isinstance(entry_point, str) and _ENTRY_POINT.fullmatch(entry_point)):
+    raise ValueError(f'entry_point is {entry_point!r}, wanted the name of a function, or Class().method')
+  name = None if entry_point is None else re.split(r'[.(]', entry_point)[0]
   if isinstance(tests, str):
     if entry_point is None:
       raise ValueError('tests are a text, and there is no entry_point; wanted the name that check(candidate) gets')
-    return Work(program='', tests=(f'{tests}\n\ncheck({entry_point})\n',), entry_point=entry_point)
+    return Work(program='', tests=(f'{tests}\n\ncheck({entry_point})\n',), entry_point=name)
   if isinstance(tests, Sequence):
     if all(isinstance(test, str) for test in tests):
-      return Work(program='', tests=tuple(tests), entry_point=entry_point)
+      return Work(program='', tests=tuple(tests), entry_point=name)
     if all(isinstance(test, Mapping) and {'stdin', 'stdout'} <= test.keys() for test in tests):
       cases = tuple(Case(stdin=str(test['stdin']), stdout=str(test['stdout'])) for test in tests)
       return Work(program='', cases=cases)
@@ -199,14 +207,26 @@ class SandboxHosts(Remote):
     return verdict_of(read_outcome(answer), self._credit)
 
 
-def check_deadline(config: ScorerConfig) -> None:
-  """Refuses a deadline by which programs that never end would be the scorer's failure, and so worth more than 0."""
-  wall_s = config.options.get('wall_s', Limits.wall_s)
+_SHARE = 0.8
+"""Of a deadline for the program's clock; the rest is for its sandbox."""
+
+
+def options_within(config: ScorerConfig) -> dict[str, Any]:
+  """The scorer's options, with a wall-clock limit that fits its deadline where they name none.
+
+  Refuses a deadline by which programs that never end would be the scorer's failure, and so worth more than 0.
+  """
+  options = dict(config.options)
+  remote_s = options.get('request_deadline_s', CodeOptions.request_deadline_s) if options.get('addresses') else math.inf
+  if not isinstance(remote_s, int | float):
+    return options  # Refused by whoever reads them.
+  wall_s = options.setdefault('wall_s', min(Limits.wall_s, _SHARE * config.deadline_s, _SHARE * remote_s))
   if isinstance(wall_s, int | float) and wall_s >= config.deadline_s:
     raise UserError(
       f'scorer {config.name!r}: deadline_s is {config.deadline_s:g}, and its programs may take wall_s={wall_s:g}; '
       'raise deadline_s above it, so that a program that never ends scores 0'
     )
+  return options
 
 
 def code_scorer(**options: Any) -> Scorer | Awaited:

@@ -19,7 +19,7 @@ from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.rewards.code.isolation import Isolation, NoIsolation
-from jaxrl_llm.rewards.code.sandbox import Limits, Outcome, SandboxError, Sandboxes, Work
+from jaxrl_llm.rewards.code.sandbox import Limits, Outcome, SandboxError, Sandboxes, Stop, Work
 
 RUN_PATH = '/run'
 ROUTES = (('GET', '/health'), ('POST', RUN_PATH))
@@ -86,8 +86,12 @@ class SandboxServer:
       return web.Response(status=400, text=str(error))
     except RecursionError:
       return web.Response(status=400, text='the body is nested too deeply, wanted an order as `order_body` writes it')
+    stop = Stop()
     try:
-      outcome = await asyncio.get_running_loop().run_in_executor(self._threads, order.work.run, sandboxes)
+      outcome = await asyncio.get_running_loop().run_in_executor(self._threads, order.work.run, sandboxes, stop)
+    except asyncio.CancelledError:  # The client has hung up.
+      stop.set()
+      raise
     except (SandboxError, NoIsolation, OSError) as error:  # Another host may do better.
       logging.exception('A sandbox failed')
       return web.Response(status=503, text=f'{type(error).__name__}: {error}')

@@ -6,6 +6,11 @@ carries answers, and two pipes for its output.
 
 from __future__ import annotations
 
+import builtins
+import collections
+import contextlib
+import functools
+import io
 import linecache
 import sys
 import traceback
@@ -13,14 +18,17 @@ import types
 from typing import Any
 
 from .channel import Channel, Closed
-from .exchange import Message, Peer
+from .exchange import OPERATIONS, Message, Peer
+from .values import STANDARD_TYPES, TYPE_NAMES, base_of
 
 FILE = '<program>'
+_REDIRECTING = {'stdout': contextlib.redirect_stdout, 'stderr': contextlib.redirect_stderr}
 
 
 def run_program(source: str, name: str) -> dict[str, Any]:
   """The program's namespace after its top level ran; raises what it raises."""
-  namespace = {'__name__': name, '__builtins__': __builtins__}
+  namespace = {'__name__': name, '__builtins__': __builtins__, '__file__': FILE}
+  sys.argv = [FILE]
   module = types.ModuleType(name)
   module.__dict__.update(namespace)
   sys.modules[name] = module  # As dataclasses and pickle look a class's module up there.
@@ -36,17 +44,47 @@ def lines_of(error: BaseException) -> str:
   return ''.join(shown.format(chain=False))[-1000:]
 
 
+@functools.lru_cache(maxsize=1024)
+def _operations(kind: type) -> list[str]:
+  defined = functools.reduce(lambda names, base: names | vars(base), reversed(kind.__mro__), {})
+  can = [name for name in OPERATIONS if defined.get(f'__{name}__') is not None]
+  return can if 'iter' in can or 'getitem' not in can else [*can, 'iter']
+
+
+def _inherited(kind: type, base: type) -> list[str]:
+  """Operations that a class has from the base alone."""
+  first = {name: next((k for k in kind.__mro__ if f'__{name}__' in vars(k)), None) for name in OPERATIONS}
+  return [name for name, defining in first.items() if defining is base]
+
+
 def _describe(thing: Any) -> dict[str, Any]:
-  told: dict[str, Any] = {'class': type(thing).__name__}
+  told: dict[str, Any] = {'class': type(thing).__name__, 'can': _operations(type(thing))}
+  if base := base_of(type(thing)):
+    told |= {'base': base.__name__, 'inherited': _inherited(type(thing), base)}
   if isinstance(thing, types.ModuleType):
     told['module'] = thing.__name__
   elif isinstance(thing, type) and issubclass(thing, BaseException):
     told['raises'] = [kind.__name__ for kind in thing.__mro__]
+  elif isinstance(thing, type) and thing in TYPE_NAMES:
+    told['type'] = TYPE_NAMES[thing]
+  if isinstance(thing, (type, types.FunctionType, types.BuiltinFunctionType)):
+    told['standard'] = str(thing.__module__).removeprefix('_')
   return told
 
 
 def _mutable(values: list[Any]) -> list[int]:
-  return [i for i, value in enumerate(values) if isinstance(value, (list, dict, set, bytearray))]
+  kinds = (list, dict, set, bytearray, collections.deque)
+  return [i for i, value in enumerate(values) if isinstance(value, kinds)]
+
+
+def _exception_of(name: str, text: str) -> BaseException:
+  """A built-in exception by its name, or another one."""
+  kind = getattr(builtins, name, None)
+  known = isinstance(kind, type) and issubclass(kind, Exception)
+  try:
+    return kind(text) if known else RuntimeError(text)
+  except TypeError:
+    return RuntimeError(text)
 
 
 class Candidate:
@@ -56,65 +94,120 @@ class Candidate:
     self._namespace = namespace
     self._peer = Peer(channel, self._answer, self._callback)
     self._callbacks: dict[int, Any] = {}
+    self._loop: Any = None
 
   def serve(self) -> None:
     self._peer.serve()
 
   def _answer(self, request: Message) -> Message:
+    capture = {name: io.StringIO() for name in request.get('capture', ())}
+    given = io.StringIO(request['stdin']) if 'stdin' in request else None
+    usual = sys.stdin
+    with contextlib.ExitStack() as redirected:
+      for name, stream in capture.items():
+        redirected.enter_context(_REDIRECTING[name](stream))
+      if given is not None:
+        sys.stdin = given
+      reply = self._reply(request)
+    if given is not None:
+      sys.stdin = usual
+      reply = {**reply, 'read': given.tell()}
+    return {**reply, 'printed': {name: stream.getvalue() for name, stream in capture.items()}} if capture else reply
+
+  def _reply(self, request: Message) -> Message:
     try:
       return self._do(request)
     except Closed:
       raise
     except BaseException as error:
       kinds = [kind.__name__ for kind in type(error).__mro__]
-      return {'raised': kinds, 'text': str(error)[:500], 'lines': lines_of(error)}
+      plain = all(isinstance(arg, (str, int, float, type(None))) for arg in error.args)
+      args = {'args': list(error.args)} if plain else {}
+      attributes = {name: self._pack(value) for name, value in vars(error).items()} if vars(error) else {}
+      told = {'text': str(error)[:500], 'lines': lines_of(error), 'attributes': attributes}
+      return {'raised': kinds, **told, **args}
 
   def _do(self, request: Message) -> Message:
     match request:
       case {'do': 'names', 'names': names}:
         return {'value': {name: self._pack(self._namespace[name]) for name in names if name in self._namespace}}
       case {'do': 'call', 'of': number, 'args': args, 'kwargs': kwargs}:
-        return self._call(self._peer.lent(number), args, kwargs)
+        return self._call(self._peer.lent(number), args, kwargs, whole='whole' in request)
       case {'do': 'method', 'of': number, 'name': name, 'args': args}:
         thing = self._peer.lent(number)
-        method = getattr(type(thing), name, None)
+        method = iter if name == '__iter__' else getattr(type(thing), name, None)
         if method is None:
           return {'absent': True}
         return self._called(method(thing, *[self._peer.unpack(arg) for arg in args]))
       case {'do': 'get', 'of': number, 'name': name}:
-        return {'value': self._pack(getattr(self._peer.lent(number), name))}
+        return self._called(getattr(self._peer.lent(number), name), whole='whole' in request)
+      case {'do': 'plain', 'of': number}:
+        return {'value': self._pack(self._peer.lent(number))}
       case {'do': 'set', 'of': number, 'name': name, 'to': value}:
         setattr(self._peer.lent(number), name, self._peer.unpack(value))
         return {'value': None}
-      case {'do': 'is', 'of': number, 'thing': thing}:
+      case {'do': 'instance', 'of': number, 'thing': thing}:
         return {'value': isinstance(self._peer.unpack(thing), self._peer.lent(number))}
+      case {'do': 'subclass', 'of': number, 'thing': thing}:
+        return {'value': issubclass(self._peer.unpack(thing), self._peer.lent(number))}
+      case {'do': 'exit', 'of': number, 'raised': name, 'text': text}:
+        return {'value': self._leave(self._peer.lent(number), name, text)}
+      case {'do': 'await' | 'anext' | 'aenter' as what, 'of': number}:
+        thing = self._peer.lent(number)
+        return {'value': self._pack(self._awaited(thing if what == 'await' else getattr(thing, f'__{what}__')()))}
     raise ValueError(f'unknown request {request}')
 
-  def _call(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Message:
+  def _call(self, function: Any, args: list[Any], kwargs: dict[str, Any], *, whole: bool) -> Message:
     sent = [*args, *kwargs.values()]
     given = [self._peer.unpack(arg) for arg in sent]
     kept = _mutable(given)
-    reply = self._called(function(*given[: len(args)], **dict(zip(kwargs, given[len(args) :]))))
+    value = function(*given[: len(args)], **dict(zip(kwargs, given[len(args) :])))
+    reply = self._called(value, whole=whole)
     changed = {i: packed for i in kept if (packed := self._pack(given[i])) != sent[i]}
     return {**reply, 'changed': changed} if changed else reply
 
-  def _called(self, value: Any) -> Message:
-    return {'absent': True} if value is NotImplemented else {'value': self._pack(value)}
+  def _called(self, value: Any, *, whole: bool = False) -> Message:
+    """A reply; `whole`: an object of a class derived from a built-in one is lent, not sent as its base."""
+    if value is NotImplemented:
+      return {'absent': True}
+    return {'value': self._peer.lend(value, _describe) if whole and base_of(type(value)) else self._pack(value)}
 
   def _pack(self, value: Any) -> Any:
     return self._peer.pack(value, _describe)
 
+  def _leave(self, thing: Any, name: str | None, text: str) -> bool:
+    error = None if name is None else _exception_of(name, text)
+    details = (None if error is None else type(error), error, None)
+    if hasattr(type(thing), '__exit__'):
+      return bool(thing.__exit__(*details))
+    return bool(self._awaited(thing.__aexit__(*details)))
+
+  def _awaited(self, awaitable: Any) -> Any:
+    """What the awaitable gives, in one event loop for all of them."""
+    import asyncio  # Few programs need it.
+
+    async def wait() -> Any:
+      return await awaitable
+
+    if self._loop is None:
+      self._loop = asyncio.new_event_loop()
+    return self._loop.run_until_complete(wait())
+
   def _callback(self, message: Message) -> Any:
-    """A function of the tests', which the program may call; or an iterator."""
+    """A function of the tests', which the program may call; an iterator, or a type."""
     if 'iter' in message:
       return iter(self._peer.unpack(message['iter']))
+    if 'type' in message:
+      return STANDARD_TYPES[message['type']]
     number = message['ref']
     if number not in self._callbacks:
 
-      def callback(*args: Any) -> Any:
-        reply = self._peer.ask({'do': 'call', 'of': number, 'args': [self._pack(arg) for arg in args]})
+      def callback(*args: Any, **kwargs: Any) -> Any:
+        packed = {name: self._pack(arg) for name, arg in kwargs.items()}
+        request = {'do': 'call', 'of': number, 'args': [self._pack(arg) for arg in args], 'kwargs': packed}
+        reply = self._peer.ask(request)
         if 'value' not in reply:
-          raise RuntimeError(reply['text'])
+          raise _exception_of(reply['raised'][0], reply['text'])
         return self._peer.unpack(reply['value'])
 
       self._callbacks[number] = callback

@@ -1,141 +1,50 @@
 """The tests' process: runs them against the program, which is another process that never sees them.
 
-Invariant: of two values one of which is the program's own object (a `Remote`), the program never says whether they are
-equal or which is less when the other is a plain value: an `__eq__` that always says True passes no test. Nor does one
-that was computed with a plain value (`f(x) - 3.5`) say what number it is: `abs` of it might always be 0.
+Invariant: a verdict rests on plain values that were rebuilt here, and on how the program's objects may be used
+(`inside.remote`). Nothing that the program sends chooses a module, a class or a function of this process, ends an
+iteration of the tests early, or is caught by them in place of a failure: a test during which the program was gone, or
+sent what is no message, is not passed.
 """
 
 from __future__ import annotations
 
-import ast
 import builtins
+import contextlib
 import importlib
+import io
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 from .channel import Channel, Closed
 from .exchange import Message, Peer
-from .values import Unreadable
+from .names import raises_by_itself, read_names, with_identity
+from .remote import Remote, Role, is_same, remote_class
+from .values import STANDARD_TYPES, TYPE_NAMES, Unreadable
 
-FILE = '<tests>'
-_MANY_ARGUMENTS = {'UnicodeDecodeError', 'UnicodeEncodeError', 'UnicodeTranslateError'}
+_ALIASED = frozenset({
+  *('bisect', 'calendar', 'cmath', 'collections', 'copy', 'datetime', 'decimal', 'fractions', 'functools', 'heapq'),
+  *('itertools', 'json', 'math', 'operator', 'random', 're', 'statistics', 'string', 'textwrap', 'time'),
+})  # fmt: skip
+"""Modules that the program may give a name of the tests' to (`import datetime as dt`): they only compute."""
+_MANY_ARGUMENTS = {
+  *('UnicodeDecodeError', 'UnicodeEncodeError', 'UnicodeTranslateError', 'ExceptionGroup', 'BaseExceptionGroup'),
+}
 """Exceptions that cannot be made of a text; the built-in class above them is raised."""
+_ENDS = {'StopIteration', 'StopAsyncIteration'}
+"""Exceptions that end an iteration silently: `all(map(f, …))` would hold."""
+_EVERY = {'AssertionError', 'Exception', 'BaseException'}
+"""Exceptions of which a class of the program's may not be one itself: `except Own` would catch the test's failure."""
+
+_IS_SAME = '__is_same__'
+"""The name of `is_same` in the tests; the program is asked for none with such underscores."""
+_SHOWN = '_shown'
+"""The attribute of an exception that holds its text, where its arguments are not all there is to it."""
 
 
-class ProgramError(Exception):
-  """What the program raised, where that is no ordinary exception that tests could expect."""
-
-
-class Remote:
-  """An object of the program's; what is done to it is done there."""
-
-  __slots__ = ('_class', '_examiner', '_number', '_told')
-
-  def __init__(self, examiner: Examiner, number: int, kind: str):
-    self._examiner, self._number, self._class = examiner, number, kind
-    self._told = False
-    """Whether it was made with a plain value of the tests, as `f(x) - 3.5`, which the program then knew."""
-
-  def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    return self._examiner.call(self, args, kwargs)
-
-  def __getattr__(self, name: str) -> Any:
-    if name in _QUESTIONS and not self._examiner.trusts(self):
-      raise AttributeError(f'{name} of a {self._class!r} object: asked of plain values, or of classes that tests name')
-    return self._examiner.value({'do': 'get', 'of': self._number, 'name': name})
-
-  def __setattr__(self, name: str, value: Any) -> None:
-    if name in Remote.__slots__:
-      object.__setattr__(self, name, value)
-    else:
-      self._examiner.value({'do': 'set', 'of': self._number, 'name': name, 'to': self._examiner.pack(value)})
-
-  def __instancecheck__(self, thing: Any) -> bool:
-    return self._examiner.value({'do': 'is', 'of': self._number, 'thing': self._examiner.pack(thing)}) is True
-
-  def __hash__(self) -> int:
-    return hash(('remote', self._number))
-
-
-_QUESTIONS = {
-  name
-  for kind in (str, list, dict, set)
-  for name in dir(kind)
-  if name.startswith(('is', 'start', 'end', 'count', 'index'))
-} | {'find', 'rfind', 'rindex', 'get', 'keys', 'values', 'items'}
-"""Methods of plain values that tell something of them: an object could answer them as the tests would like it."""
-_CLASSES = {'type', 'ABCMeta', 'EnumMeta', 'EnumType'}
-_NUMBERS = {f'__{name}__' for name in ('abs', 'int', 'float', 'index', 'neg', 'pos', 'invert', 'round', 'len')}
-
-
-def _asking(name: str) -> Any:
-  """An operation that tells the program nothing of the tests' values but an index."""
-
-  def method(self: Remote, *args: Any) -> Any:
-    value = self._examiner.method(self, name, args)
-    if value is NotImplemented:
-      raise TypeError(f'{self._class!r} object has no {name}')
-    if self._told and name in _NUMBERS:
-      if not isinstance(value, Remote):
-        raise TypeError(f'{name} of a {self._class!r} object that was computed with a value of the tests')
-      value._told = True
-    return value
-
-  return method
-
-
-def _comparing(name: str) -> Any:
-  def method(self: Remote, other: Any) -> Any:
-    if not isinstance(other, Remote) or not self._examiner.trusts(self, other):
-      return NotImplemented
-    return self._examiner.method(self, name, (other,))
-
-  return method
-
-
-def _computing(name: str) -> Any:
-  """An operator; with a plain value it has to give an object again: `f(x) - 3` must not be a number of its choice."""
-
-  def method(self: Remote, other: Any) -> Any:
-    if not self._examiner.trusts(self):
-      return NotImplemented
-    value = self._examiner.method(self, name, (other,))
-    told = self._told or not isinstance(other, Remote) or other._told
-    if isinstance(value, Remote):
-      value._told = value._told or told
-    return NotImplemented if told and not isinstance(value, Remote) else value
-
-  return method
-
-
-def _containing(self: Remote, item: Any) -> bool:
-  if not self._examiner.trusts(self):
-    return any(item is value or item == value for value in self)
-  return self._examiner.method(self, '__contains__', (item,)) is True
-
-
-_UNARY = ('iter', 'next', 'len', 'str', 'repr', 'int', 'float', 'index', 'abs', 'neg', 'pos', 'invert')
-for _name in (*_UNARY, 'getitem', 'setitem', 'delitem', 'reversed', 'enter', 'exit', 'round', 'format'):
-  setattr(Remote, f'__{_name}__', _asking(f'__{_name}__'))
-for _name in ('eq', 'ne', 'lt', 'le', 'gt', 'ge'):
-  setattr(Remote, f'__{_name}__', _comparing(f'__{_name}__'))
-for _name in ('add', 'sub', 'mul', 'truediv', 'floordiv', 'mod', 'pow', 'and', 'or', 'xor', 'matmul'):
-  setattr(Remote, f'__{_name}__', _computing(f'__{_name}__'))
-  setattr(Remote, f'__r{_name}__', _computing(f'__r{_name}__'))
-Remote.__contains__ = _containing
-
-
-def _truth(self: Remote) -> bool:
-  if self._told:
-    raise TypeError(f'truth of a {self._class!r} object that was computed with a value of the tests')
-  value = self._examiner.method(self, '__bool__', ())
-  if value is NotImplemented:
-    value = self._examiner.method(self, '__len__', ())
-  return True if value is NotImplemented else bool(value)
-
-
-Remote.__bool__ = _truth
+class ProgramError(BaseException):
+  """What the program raised, where that is no exception that tests could expect."""
 
 
 class Examiner:
@@ -149,138 +58,253 @@ class Examiner:
   def __init__(self, channel: Channel, entry_point: str | None):
     self._peer = Peer(channel, self._answer, self._proxy)
     self._entry_point = entry_point
-    self._remotes: dict[int, Any] = {}
-    self._exceptions: dict[str, type[Exception]] = {}
-    self._named: set[str] = set()
+    self._remotes: dict[tuple[int, Role, str], Any] = {}
+    self._exceptions: dict[str, type[BaseException]] = {}
+    self._classes: set[str] = set()
+    """Names of classes that tests name."""
+    self._names = read_names((), entry_point)
+    self._tests: list[str] = []
+    self._streams = {'stdout': sys.stdout, 'stderr': sys.stderr}
+    self._turn = threading.RLock()
+    self._failure: BaseException | None = None
+    """By which the test is not passed, whoever caught it."""
     self.error: dict[str, Any] | None = None
     """Of the first test that failed."""
 
   def run(self, tests: list[str]) -> Iterator[bool]:
     """Whether each test passed, in order; a program that ends passes none of the rest."""
-    namespace = {'__name__': 'tests'}
+    self._tests = tests
+    self._names = read_names(tests, self._entry_point)
+    namespace = {'__name__': 'tests', _IS_SAME: is_same}
     try:
-      namespace.update(self._names(tests))
-    except (Closed, Unreadable) as error:
+      namespace.update(self._named())
+    except Exception as error:
       self._note(error)
       yield from [False] * len(tests)
       return
-    for test in tests:
-      yield self._passes(test, namespace)
+    for number, test in enumerate(tests):
+      yield self._passes(number, test, namespace)
 
-  def _passes(self, test: str, namespace: dict[str, Any]) -> bool:
+  def _passes(self, number: int, test: str, namespace: dict[str, Any]) -> bool:
+    self._failure = None
     try:
-      exec(compile(test, FILE, 'exec', dont_inherit=True), namespace)
+      exec(compile(with_identity(test, _IS_SAME), _file(number), 'exec', dont_inherit=True), namespace)
     except BaseException as error:
-      self._note(error)
+      self._note(self._failure or error)
       return False
-    return True
+    if self._failure is not None:
+      self._note(self._failure)
+    return self._failure is None
 
   def _note(self, error: BaseException) -> None:
     gone = isinstance(error, (Closed, Unreadable))
-    self.error = self.error or {'type': type(error).__name__, 'text': str(error)[:500], 'gone': gone}
+    self.error = self.error or {'type': type(error).__name__[:100], 'text': str(error)[:500], 'gone': gone}
 
-  def _names(self, tests: list[str]) -> dict[str, Any]:
+  @contextlib.contextmanager
+  def _fatal(self) -> Iterator[None]:
+    """Within, a program that is gone, or sends what is no message, fails the test for good."""
+    try:
+      yield
+    except Exception as error:  # Whatever it is, no test may expect it: a reply that fills the memory, too.
+      self._failure = self._failure or error
+      raise
+
+  def _named(self) -> dict[str, Any]:
     """The program's values of the names that occur in the tests.
 
-    A built-in function and a standard module are the tests' own, unless that is what the program is to define.
+    A built-in function is the tests' own, unless that is what the program is to define, and so is a standard module,
+    unless the tests use what it does not have.
     """
-    nodes = []
-    for test in tests:
-      try:
-        nodes += ast.walk(ast.parse(test))
-      except (SyntaxError, ValueError, RecursionError):
-        continue  # It fails when its turn comes.
-    named = {node.id for node in nodes if isinstance(node, ast.Name)}
-    wanted = (named - set(dir(builtins))) | ({self._entry_point} if self._entry_point else set())
-    modules = {
-      node.value.id
-      for node in nodes
-      if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-      if node.value.id in sys.stdlib_module_names
-    } - {self._entry_point}
-    reply = self._peer.ask({'do': 'names', 'names': sorted(wanted)})
-    found = reply.get('value')
+    found = self._ask_names(self._names.wanted)
+    # A name that the tests bind only after they called it was the program's.
+    if self._names.ambiguous and not (found.keys() & self._names.called) - self._names.modules.keys():
+      found |= self._ask_names(self._names.ambiguous)
+    return {name: self._name(name, packed) for name, packed in found.items()}
+
+  def _ask_names(self, names: frozenset[str]) -> dict[str, Any]:
+    found = self._peer.ask({'do': 'names', 'names': sorted(names)}).get('value')
     if not isinstance(found, dict):
       raise Unreadable('no names')
-    values = {name: self._peer.unpack(packed) for name, packed in found.items() if name in wanted}
-    self._named = {name for name, value in values.items() if isinstance(value, Remote) and value._class in _CLASSES}
-    return values | {name: importlib.import_module(name) for name in modules & set(values)}
+    return {name: packed for name, packed in found.items() if name in names}
 
-  def trusts(self, *remotes: Remote) -> bool:
-    """Whether the tests themselves name the objects' classes, so that comparing them is the program's to define."""
-    return all(remote._class in self._named for remote in remotes)
+  def _name(self, name: str, packed: Any) -> Any:
+    used = self._names.modules.get(name)
+    if used is not None and name != self._entry_point:
+      with contextlib.suppress(ImportError):  # Some exist on other systems only.
+        module = importlib.import_module(name)
+        if used <= set(dir(module)):
+          return module
+    if name in self._names.standard:
+      return getattr(importlib.import_module(self._names.standard[name]), name)
+    told = packed if isinstance(packed, dict) else {}
+    if told.get('module') in _ALIASED and 'ref' in told:
+      return importlib.import_module(told['module'])
+    if told.get('standard') in _ALIASED and 'ref' in told and name != self._entry_point and not name.startswith('_'):
+      module = importlib.import_module(told['standard'])
+      if hasattr(module, name):
+        return getattr(module, name)
+    if not self._names.is_class(name):
+      return self._rebuilt(packed)
+    if 'ref' in told and 'raises' not in told:
+      self._classes.add(name)
+    return self._rebuilt(packed, Role.NAMED, name)
+
+  def is_of_named_class(self, remote: Remote) -> bool:
+    return remote._remote_class in self._classes
+
+  def compares(self, left: Remote, right: Remote) -> bool:
+    """Whether both are of classes that the tests name, and the tests made one of them."""
+    made = {Role.MADE, Role.COMPUTED, Role.NAMED} & {left._remote_role, right._remote_role}
+    return bool(made) and self.is_of_named_class(left) and self.is_of_named_class(right)
+
+  def suppressible(self, error: BaseException) -> bool:
+    """Whether the tests themselves raised it on purpose, so that a `with` of the program's may suppress it."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+      place = place.tb_next
+    files = {_file(number): test for number, test in enumerate(self._tests)}
+    if place is None or self._failure is not None or isinstance(error, AssertionError):
+      return False
+    test = files.get(place.tb_frame.f_code.co_filename)
+    return isinstance(error, Exception) and test is not None and raises_by_itself(test, place.tb_lineno)
 
   def pack(self, value: Any) -> Any:
-    if isinstance(value, Iterator) and not isinstance(value, Remote):
+    if issubclass(type(value), Iterator) and not issubclass(type(value), Remote):
       return {'iter': self.pack(list(value))}
     return self._peer.pack(value, self._lend)
 
   def call(self, remote: Remote, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    constructs = remote._remote_role is Role.NAMED and self._names.is_class(remote._remote_name)
     request = {
       'do': 'call',
-      'of': remote._number,
+      'of': remote._remote_number,
       'args': [self.pack(arg) for arg in args],
       'kwargs': {name: self.pack(arg) for name, arg in kwargs.items()},
     }
-    reply = self._peer.ask(request)
-    value = self._value(reply)
+    reply = self._ask({**request, 'whole': True} if constructs else request)
+    value = self._value(reply, Role.MADE if constructs else Role.RESULT)
     changed = reply.get('changed')
     if isinstance(changed, dict):
       for i, arg in enumerate([*args, *kwargs.values()]):
         if str(i) in changed:
-          _replace(arg, self._peer.unpack(changed[str(i)]))
+          _replace(arg, self._rebuilt(changed[str(i)]))
     return value
 
-  def method(self, remote: Remote, name: str, args: tuple[Any, ...]) -> Any:
-    packed = [self.pack(arg) for arg in args]
-    return self.value({'do': 'method', 'of': remote._number, 'name': name, 'args': packed})
+  def value(self, request: Message, role: Role = Role.RESULT, name: str = '') -> Any:
+    ends = request.get('name') == '__next__' or request['do'] == 'anext'
+    return self._value(self._ask(request), role, name, ends=ends)
 
-  def value(self, request: Message) -> Any:
-    return self._value(self._peer.ask(request))
+  def _ask(self, request: Message) -> Message:
+    """Asks the program; it reads and prints what the tests have put in the place of their standard streams."""
+    capture = [name for name, stream in self._streams.items() if getattr(sys, name) not in (stream, None)]
+    given = sys.stdin if isinstance(sys.stdin, io.StringIO) else None
+    if given is not None:
+      request = {**request, 'stdin': given.getvalue()[given.tell() :]}
+    with self._turn, self._fatal():
+      reply = self._peer.ask({**request, 'capture': capture} if capture else request)
+    if given is not None and isinstance(reply.get('read'), int):
+      given.seek(given.tell() + max(0, reply['read']))
+    printed = reply.get('printed')
+    for name in capture:
+      if isinstance(printed, dict) and isinstance(printed.get(name), str):
+        getattr(sys, name).write(printed[name])
+    return reply
 
-  def _value(self, reply: Message) -> Any:
+  def _value(self, reply: Message, role: Role, name: str = '', *, ends: bool = False) -> Any:
     if 'raised' in reply:
-      raise self._exception(reply)
+      raise self._exception(reply, ends=ends)
     if 'absent' in reply:
       return NotImplemented
-    if 'value' not in reply:
-      raise Unreadable('a reply without a value')
-    return self._peer.unpack(reply['value'])
+    with self._fatal():
+      if 'value' not in reply:
+        raise Unreadable('a reply without a value')
+    return self._rebuilt(reply['value'], role, name)
 
-  def _exception(self, reply: Message) -> Exception:
-    kinds, text = reply['raised'], str(reply.get('text'))
-    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-      raise Unreadable('an exception without a type')
-    return self._exception_class(kinds)(text)
+  def _rebuilt(self, message: Any, role: Role = Role.RESULT, name: str = '') -> Any:
+    """The value of a message; an object that it stands for as a whole has a role, those within are results."""
+    with self._fatal():
+      if isinstance(message, dict) and 'ref' in message:
+        return self._proxy(message, role, name)
+      return self._peer.unpack(message)
 
-  def _exception_class(self, kinds: list[str]) -> type[Exception]:
+  def _exception(self, reply: Message, *, ends: bool) -> BaseException:
+    kinds, text, args = reply['raised'], str(reply.get('text')), reply.get('args')
+    with self._fatal():
+      if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise Unreadable('an exception without a type')
+    if _ENDS & set(kinds):
+      stop = next(kind for kind in kinds if kind in _ENDS)
+      return getattr(builtins, stop)() if ends else RuntimeError(f'the program raised {stop}')
+    kind = self._exception_class(kinds)
+    plain = isinstance(args, list) and all(isinstance(arg, (str, int, float, type(None))) for arg in args)
+    theirs = kind.__module__ != 'builtins'
+    error = None
+    if plain and kinds and (theirs or kind.__name__ == kinds[0]):
+      with contextlib.suppress(TypeError):
+        error = kind(*args)
+    error = kind(text) if error is None else error
+    attributes = reply.get('attributes')
+    if isinstance(attributes, dict) and theirs:
+      vars(error).update((name, self._rebuilt(value)) for name, value in attributes.items() if not name.startswith('_'))
+    if theirs and not str(error).startswith(text):  # Their class has a `__str__` of its own.
+      vars(error)[_SHOWN] = text
+    return error
+
+  def _exception_class(self, kinds: list[str]) -> type[BaseException]:
     """The built-in exception, or one made to look like the program's own."""
     if kinds and kinds[0] in self._exceptions:
       return self._exceptions[kinds[0]]
-    known = [getattr(builtins, kind, None) for kind in kinds if kind not in _MANY_ARGUMENTS]
+    known = [getattr(builtins, kind, None) for kind in kinds if kind not in _MANY_ARGUMENTS | _ENDS]
     base = next((kind for kind in known if isinstance(kind, type) and issubclass(kind, BaseException)), ProgramError)
-    if not issubclass(base, Exception):
+    if not issubclass(base, (Exception, SystemExit, KeyboardInterrupt)):
       return ProgramError
     if kinds and base.__name__ != kinds[0]:
-      parents = [kind for kind in kinds[1:] if kind in self._exceptions]
-      base = type(kinds[0], (self._exceptions[parents[0]] if parents else base,), {})
+      parents = [self._exceptions[kind] for kind in kinds[1:] if kind in self._exceptions]
+      standard = _standard_exception(kinds)
+      base = standard or (parents[0] if parents else base)
+      show = base.__str__
+      methods = {'__str__': lambda error: vars(error)[_SHOWN] if _SHOWN in vars(error) else show(error)}
+      if standard:  # It may want other arguments than a text.
+        methods['__init__'] = Exception.__init__
+      base = type(kinds[0], (base,), methods)
       self._exceptions[kinds[0]] = base
     return base
 
-  def _proxy(self, message: Message) -> Any:
+  def _caught_class(self, kinds: list[str]) -> type[BaseException]:
+    """What `except` is to catch where the program names an exception."""
+    if kinds and kinds[0] in _EVERY and kinds[0] not in self._exceptions:
+      self._exceptions[kinds[0]] = type(kinds[0], (Exception,), {})
+    return self._exception_class(kinds)
+
+  def _proxy(self, message: Message, role: Role = Role.RESULT, name: str = '') -> Any:
     match message:
-      case {'module': str(name)} if name.partition('.')[0] in sys.stdlib_module_names:
-        return importlib.import_module(name)
       case {'raises': [*kinds]} if all(isinstance(kind, str) for kind in kinds):
-        return self._exception_class(kinds)
-      case {'ref': int(number), 'class': str(kind)}:
-        if number not in self._remotes:
-          self._remotes[number] = Remote(self, number, kind)
-          self._peer.borrow(number, self._remotes[number])
-        return self._remotes[number]
+        return self._caught_class(kinds)
+      case {'ref': int(number), 'class': str(kind), 'can': [*can]}:
+        role = Role.FIELD if 'field' in message else role
+        key = (number, role, name if role is Role.NAMED else '')
+        if key not in self._remotes:
+          stands = STANDARD_TYPES.get(str(message.get('type')))
+          if kind == 'coroutine':
+            made = self._coroutine(number)
+          else:
+            base = STANDARD_TYPES.get(str(message.get('base')))
+            inherited = message.get('inherited') if base is not None else ()
+            made = remote_class(kind, can, inherited if isinstance(inherited, list) else ())(
+              self, number, kind, *key[1:], stands
+            )
+            made._remote_base = base if role in (Role.MADE, Role.NAMED) else None
+          self._remotes[key] = made
+          self._peer.borrow(number, made)
+        return self._remotes[key]
     raise Unreadable('a reference to nothing')
 
+  async def _coroutine(self, number: int) -> Any:
+    return self.value({'do': 'await', 'of': number})
+
   def _lend(self, thing: Any) -> Message:
+    if issubclass(type(thing), type) and thing in TYPE_NAMES:
+      return {'type': TYPE_NAMES[thing]}
     if not callable(thing) or isinstance(thing, type):
       raise TypeError(f'a {type(thing).__name__} of the tests cannot be handed to the program')
     return {}
@@ -289,21 +313,38 @@ class Examiner:
     """The program may call functions that it was handed, and do nothing else."""
     try:
       function = self._peer.lent(request.get('of'))
-      value = function(*[self._peer.unpack(arg) for arg in request.get('args')])
+      args, kwargs = request.get('args'), request.get('kwargs', {})
+      args = [self._peer.unpack(arg) for arg in args]
+      value = function(*args, **{str(name): self._peer.unpack(arg) for name, arg in kwargs.items()})
       return {'value': self.pack(value)}
-    except Exception as error:
-      return {'raised': [type(error).__name__], 'text': str(error)[:500]}
+    except BaseException as error:
+      if isinstance(error, AssertionError):
+        self._failure = self._failure or error
+      return {'raised': [kind.__name__ for kind in type(error).__mro__], 'text': str(error)[:500]}
+
+
+def _standard_exception(kinds: list[str]) -> type[Exception] | None:
+  """The standard library's exception of that name, of a module that is loaded: the tests may await it by its module."""
+  for name in sorted(_ALIASED | {'dataclasses', 'queue'}):
+    kind = getattr(sys.modules.get(name), kinds[0], None)
+    if isinstance(kind, type) and issubclass(kind, Exception) and kind.__name__ == kinds[0]:
+      return kind if [base.__name__ for base in kind.__mro__] == kinds else None
+  return None
+
+
+def _file(number: int) -> str:
+  return f'<tests {number}>'
 
 
 def _replace(old: Any, new: Any) -> None:
   """What the program did to an argument in place."""
-  if type(old) is list and type(new) is list:
+  if type(old) is not type(new):
+    return
+  if isinstance(old, (list, bytearray)):
     old[:] = new
-  elif type(old) is dict and type(new) is dict:
+  elif isinstance(old, (dict, set)):
     old.clear()
     old.update(new)
-  elif type(old) is set and type(new) is set:
+  elif hasattr(old, 'extendleft'):
     old.clear()
-    old |= new
-  elif type(old) is bytearray and type(new) is bytearray:
-    old[:] = new
+    old.extend(new)

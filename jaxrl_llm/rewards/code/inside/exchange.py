@@ -12,6 +12,18 @@ from .channel import Channel
 from .values import Unreadable, decode, encode
 
 Message = Mapping[str, Any]
+OPERATIONS = (
+  *('call', 'iter', 'next', 'len', 'str', 'repr', 'int', 'float', 'complex', 'index', 'abs', 'neg', 'pos', 'invert'),
+  *('round', 'format', 'bool', 'reversed', 'getitem', 'setitem', 'delitem', 'contains', 'enter', 'exit'),
+  *('await', 'aiter', 'anext', 'aenter', 'aexit', 'eq', 'lt', 'le', 'gt', 'ge'),
+  *(
+    f'{side}{name}'
+    for name in ('add', 'sub', 'mul', 'truediv', 'floordiv', 'mod', 'divmod', 'pow', 'matmul', 'and', 'or', 'xor')
+    for side in ('', 'r')
+  ),
+  *('lshift', 'rshift', 'rlshift', 'rrshift'),
+)
+"""Special methods, without underscores, by which one end uses what it was lent by the other."""
 
 
 class Peer:
@@ -47,16 +59,16 @@ class Peer:
 
   def pack(self, value: Any, describe: Callable[[Any], Message]) -> Any:
     """The value as a message; `describe` what else is told of an object that is lent."""
+    return encode(value, lambda thing: self.lend(thing, describe))
 
-    def refer(thing: Any) -> dict[str, Any]:
-      if id(thing) in self._borrowed:
-        return {'yours': self._borrowed[id(thing)]}
-      if id(thing) not in self._numbers:
-        self._numbers[id(thing)] = len(self._lent)
-        self._lent.append(thing)  # Kept, so that its id stays its own.
-      return {'ref': self._numbers[id(thing)], **describe(thing)}
-
-    return encode(value, refer)
+  def lend(self, thing: Any, describe: Callable[[Any], Message]) -> dict[str, Any]:
+    """A message that stands for the object itself, whatever its type."""
+    if id(thing) in self._borrowed:
+      return {'yours': self._borrowed[id(thing)]}
+    if id(thing) not in self._numbers:
+      self._numbers[id(thing)] = len(self._lent)
+      self._lent.append(thing)  # Kept, so that its id stays its own.
+    return {'ref': self._numbers[id(thing)], **describe(thing)}
 
   def unpack(self, message: Any) -> Any:
     return decode(message, self._resolve)

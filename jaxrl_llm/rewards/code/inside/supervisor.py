@@ -28,6 +28,7 @@ from . import kernel
 from .candidate import Candidate, lines_of, run_program
 from .channel import Channel, Closed
 from .examiner import Examiner
+from .usage import Usage
 
 _RAISED, _NO_MEMORY = 101, 102
 """Exit codes by which the program's process says what it raised. A program may lie about that, for nothing."""
@@ -87,6 +88,7 @@ class Supervisor:
     """
     self._control, self._alone = control, alone
     self._deadline = 0.0
+    self._usage = Usage()
 
   def run(self) -> None:
     """Serves one program; ends with Closed when the outside is done with it."""
@@ -100,6 +102,9 @@ class Supervisor:
       given = self._control.receive()
       self._control.send(self._run_once(task['program'], given['stdin']))
 
+  def _open_run(self, pipes: list[_Pipe]) -> _Run:
+    return _Run(self._limits, self._deadline, pipes, usage=self._usage, control=self._control, alone=self._alone)
+
   def _run_once(self, program: str, stdin: str) -> dict[str, Any]:
     given = os.memfd_create('stdin')
     with open(given, 'wb', closefd=False) as file:
@@ -108,7 +113,7 @@ class Supervisor:
     output, error = (_Pipe(self._limits.output_bytes) for _ in range(2))
     pid = self._fork(lambda: run_program(program, '__main__'), stdin=given, stdout=output, stderr=error)
     os.close(given)
-    run = _Run(self._limits, self._deadline, [output, error], control=self._control, alone=self._alone)
+    run = self._open_run([output, error])
     run.wait_for(pid)
     run.finish()
     return {**run.ended[pid], 'stdout': output.text(), 'stderr': error.text()[-_TAIL:]}
@@ -135,7 +140,7 @@ class Supervisor:
 
     examining = self._fork(examine, stdout=report, keep=(ours.fileno(), report.writer), untrusted=False)
     ours.close()
-    run = _Run(self._limits, self._deadline, [output, errors, report], control=self._control, alone=self._alone)
+    run = self._open_run([output, errors, report])
     run.wait_for(examining)
     lines = [json.loads(line) for line in report.data.splitlines(keepends=True) if line.endswith(b'\n')]
     error = lines[-1][1] if lines else None
@@ -179,8 +184,9 @@ class Supervisor:
     limits = self._limits
     kernel.die_with_parent(signal.SIGKILL)
     os.setsid()
+    cpu_s = max(1, math.ceil(limits.cpu_s - self._usage.used_s))  # Beside the limit of all together.
     for name, soft, hard in (
-      ('CPU', limits.cpu_s, limits.cpu_s + 1),
+      ('CPU', cpu_s, cpu_s + 1),
       ('AS', limits.memory_bytes, limits.memory_bytes),
       ('NOFILE', limits.files, limits.files),
       ('FSIZE', limits.file_bytes, limits.file_bytes),
@@ -199,10 +205,20 @@ class Supervisor:
 class _Run:
   """The processes of one run, from their start until none is left."""
 
-  def __init__(self, limits: Limits, deadline: float, pipes: list[_Pipe], *, control: Channel, alone: bool):
+  def __init__(
+    self,
+    limits: Limits,
+    deadline: float,
+    pipes: list[_Pipe],
+    *,
+    usage: Usage,
+    control: Channel,
+    alone: bool,
+  ):
     self.ended: dict[int, dict[str, Any]] = {}
     """How processes ended, by number."""
     self._limits, self._deadline, self._control, self._alone = limits, deadline, control, alone
+    self._usage = usage
     self._pipes = {pipe.reader: pipe for pipe in pipes}
     self._reason: str | None = None
     """The limit for which all were killed."""
@@ -231,6 +247,7 @@ class _Run:
     while self._reap():
       time.sleep(0.001)
       self._kill_all()
+    self._usage.close_run()
     for pipe in self._pipes.values():
       pipe.read()
       os.close(pipe.reader)
@@ -255,9 +272,12 @@ class _Run:
     """The limit that all processes together have exceeded."""
     if any(pipe.full for pipe in self._pipes.values()):
       return 'output'
-    if time.monotonic() > self._deadline:
-      return 'wall'
     processes = self._processes()
+    self._usage.look(processes)
+    if self._usage.used_s > self._limits.cpu_s:
+      return 'cpu'
+    if time.monotonic() > self._deadline:
+      return 'starved' if self._usage.is_starved(self._limits.wall_s) else 'wall'
     if len(processes) > self._limits.processes + 2:
       return 'processes'
     return 'memory' if sum(map(_resident_bytes, processes)) > self._limits.memory_bytes else None
@@ -271,12 +291,12 @@ class _Run:
         return False
       if pid == 0:
         return True
+      self._usage.add_reaped(usage)
       self.ended[pid] = {'ended': self._reason} if self._reason else self._ending(status, usage)
 
   def _ending(self, status: int, usage: resource.struct_rusage) -> dict[str, Any]:
     code = os.waitstatus_to_exitcode(status)
-    used = usage.ru_utime + usage.ru_stime
-    if -code == signal.SIGXCPU or (-code == signal.SIGKILL and used >= self._limits.cpu_s):
+    if -code == signal.SIGXCPU or (-code == signal.SIGKILL and self._usage.used_s >= self._limits.cpu_s):
       return {'ended': 'cpu'}
     if code < 0:
       return {'ended': 'signal', 'code': -code}

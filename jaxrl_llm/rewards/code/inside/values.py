@@ -6,11 +6,13 @@ Invariant: what arrives is rebuilt from built-in and a few standard types only, 
 
 from __future__ import annotations
 
+import builtins
 import collections
 import datetime
 import decimal
 import fractions
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _PLAIN = (type(None), bool, str, float)
@@ -18,7 +20,7 @@ _BIG = 1 << 64
 _BASES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 """Subclasses of these travel as these: a method that a subclass overrides is lost, and so is its lie."""
 
-_MAKERS: dict[str, tuple[type, Callable[[Any], tuple]]] = {
+_MAKERS: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple]]] = {
   'complex': (complex, lambda z: (z.real, z.imag)),
   'range': (range, lambda r: (r.start, r.stop, r.step)),
   'slice': (slice, lambda s: (s.start, s.stop, s.step)),
@@ -27,15 +29,49 @@ _MAKERS: dict[str, tuple[type, Callable[[Any], tuple]]] = {
   'deque': (collections.deque, lambda d: (list(d), d.maxlen)),
   'Counter': (collections.Counter, lambda c: (dict(c),)),
   'OrderedDict': (collections.OrderedDict, lambda o: (list(o.items()),)),
+  'dict_keys': (lambda keys: dict.fromkeys(keys).keys(), lambda view: (list(view),)),
+  'dict_values': (lambda values: dict(enumerate(values)).values(), lambda view: (list(view),)),
+  'dict_items': (lambda items: dict(items).items(), lambda view: (list(view),)),
+  'defaultdict': (collections.defaultdict, lambda d: (d.default_factory, dict(d))),
+  'timezone': (datetime.timezone, lambda zone: (zone.utcoffset(None), zone.tzname(None))),
   'date': (datetime.date, lambda d: (d.year, d.month, d.day)),
-  'time': (datetime.time, lambda t: (t.hour, t.minute, t.second, t.microsecond)),
+  'time': (datetime.time, lambda t: (t.hour, t.minute, t.second, t.microsecond, t.tzinfo)),
   'datetime': (
     datetime.datetime,
-    lambda d: (d.year, d.month, d.day, d.hour, d.minute, d.second, d.microsecond),
+    lambda d: (d.year, d.month, d.day, d.hour, d.minute, d.second, d.microsecond, d.tzinfo),
   ),
   'timedelta': (datetime.timedelta, lambda d: (d.days, d.seconds, d.microseconds)),
 }
-_KINDS = {kind: name for name, (kind, _) in _MAKERS.items()}
+_VIEWS = {type(getattr({}, name)()): f'dict_{name}' for name in ('keys', 'values', 'items')}
+_KINDS = {maker: name for name, (maker, _) in _MAKERS.items() if isinstance(maker, type)} | _VIEWS
+
+STANDARD_TYPES: Mapping[str, type] = {
+  **{name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and not name.startswith('_')},
+  **{kind.__name__: kind for kind in _KINDS if kind not in _VIEWS},
+}
+"""Types that go by their names: the built-in ones, exceptions too, and those of which values are rebuilt."""
+TYPE_NAMES: Mapping[type, str] = {kind: name for name, kind in STANDARD_TYPES.items()}
+
+
+@functools.lru_cache(maxsize=256)
+def _named_tuple(name: str, fields: tuple[str, ...]) -> type:
+  """A namedtuple as the sender's. Raises ValueError for what names none."""
+  return collections.namedtuple(name, fields)
+
+
+def _fields(value: Any) -> tuple[str, ...] | None:
+  """The names of a namedtuple's fields; None for a plain tuple."""
+  fields = getattr(type(value), '_fields', None)
+  if not isinstance(fields, tuple) or len(fields) != tuple.__len__(value):
+    return None
+  return fields if all(type(field) is str and not field.startswith('_') for field in fields) else None
+
+
+def base_of(kind: type) -> type | None:
+  """The type as which values of a class derived from it travel; None for a type that is none such."""
+  if kind in _BASES or kind in _KINDS or hasattr(kind, '_fields'):
+    return None
+  return next((base for base in _BASES if issubclass(kind, base)), None)
 
 
 class Unreadable(Exception):
@@ -49,10 +85,11 @@ def encode(value: Any, refer: Callable[[Any], dict[str, Any]]) -> Any:
     return value
   if kind in _KINDS:
     name = _KINDS[kind]
-    aware = name in ('time', 'datetime') and value.tzinfo is not None
-    return refer(value) if aware else {'make': name, 'of': [encode(part, refer) for part in _MAKERS[name][1](value)]}
+    if name in ('time', 'datetime') and type(value.tzinfo) not in (type(None), datetime.timezone):
+      return refer(value)
+    return {'make': name, 'of': [encode(part, refer) for part in _MAKERS[name][1](value)]}
   if kind not in _BASES:
-    base = next((base for base in _BASES if isinstance(value, base)), None)
+    base = next((base for base in _BASES if issubclass(kind, base)), None)
     if base is None:
       return refer(value)
     kind = base
@@ -65,6 +102,8 @@ def encode(value: Any, refer: Callable[[Any], dict[str, Any]]) -> Any:
     return {'dict': [[encode(key, refer), encode(item, refer)] for key, item in dict.items(value)]}
   if kind in (list, tuple, set, frozenset):
     items = [encode(item, refer) for item in kind.__iter__(value)]
+    if kind is tuple and (fields := _fields(value)):
+      return {'fields': [type(value).__name__, *fields], 'of': items}
     return items if kind is list else {kind.__name__: items}
   if kind is str:
     return str.__str__(value)
@@ -86,6 +125,10 @@ def decode(message: Any, resolve: Callable[[dict[str, Any]], Any]) -> Any:
     match message:
       case {'make': str(name), 'of': list(parts)}:
         return _MAKERS[name][0](*(decode(part, resolve) for part in parts))
+      case {'fields': [str(name), *fields], 'of': list(items)}:
+        # A field is read like an attribute.
+        parts = [{**item, 'field': True} if isinstance(item, dict) and 'ref' in item else item for item in items]
+        return _named_tuple(name, tuple(fields))(*(decode(part, resolve) for part in parts))
       case {'int': str(digits)}:
         return int(digits, 16)
       case {'bytes': str(digits)}:

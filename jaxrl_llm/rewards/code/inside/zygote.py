@@ -14,6 +14,7 @@ import gc
 import importlib
 import os
 import signal
+import site
 import socket
 import sys
 from typing import Any
@@ -171,6 +172,8 @@ def main(options: dict[str, Any]) -> None:
   signal.pthread_sigmask(signal.SIG_SETMASK, [])
   for name in MODULES:
     importlib.import_module(name)
+  site.setquit()  # Python has these where it starts with `site`.
+  site.sethelper()
   sys.path += options['path']
   try:
     exec(options['preload'], {'__name__': 'preload'})

@@ -1,0 +1,218 @@
+"""Whose the names in tests are, and which of them stand for classes; read from the tests' source alone.
+
+Invariant: nothing here depends on the program. It may take any name of the tests for its own and be anything by it, so
+what a name of the program is trusted with has to follow from how the tests use it.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import collections
+import dataclasses
+import re
+import sys
+from collections.abc import Iterable
+
+_BUILTINS = frozenset(dir(builtins))
+_FOREIGN = frozenset({'np', 'numpy', 'pd', 'pandas', 'pytest', 'scipy', 'tf', 'torch'})
+"""Libraries that no sandbox has: what a program calls so is not what the tests mean."""
+_COMPARING = {'isclose': 'math', 'fabs': 'math', 'deepcopy': 'copy'}
+_CONTAINERS = {'Counter': 'collections', 'OrderedDict': 'collections', 'deque': 'collections'}
+"""Standard functions and classes, by module, through which tests pass results before they compare them."""
+_CLASS_NAME = re.compile(r'_*[A-Z][A-Za-z0-9]*')
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+  """The names that tests use of the program.
+
+  Attributes:
+    wanted: names that the program may define, built-in ones only if it is to define them.
+    ambiguous: built-in names that may be the program's, as the tests use no other name that they do not define.
+    modules: names of standard modules with the attributes that the tests use.
+    standard: names of standard functions and classes, by module, that compare what the program gave.
+    functions: names whose results the tests compare with plain values, so that no class is meant.
+    called: names that the tests call, or use only for attributes that are written like classes and constants.
+  """
+
+  wanted: frozenset[str]
+  ambiguous: frozenset[str]
+  modules: dict[str, frozenset[str]]
+  standard: dict[str, str]
+  functions: frozenset[str]
+  called: frozenset[str]
+
+  def is_class(self, name: str) -> bool:
+    """Whether the tests mean a class by this name: it is written like one, and used like no function and no constant.
+
+    Names of capitals alone are those of constants, unless the tests call them.
+    """
+    written = _CLASS_NAME.fullmatch(name) is not None and (name in self.called or not name.isupper())
+    return written and name not in self.functions
+
+
+def read_names(tests: Iterable[str], entry_point: str | None) -> Names:
+  """The names in tests; a test that does not parse has none, and fails when its turn comes."""
+  trees = []
+  for test in tests:
+    try:
+      trees.append(ast.parse(test))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+      continue
+  nodes = [node for tree in trees for node in ast.walk(tree)]
+  used = {node.id for node in nodes if isinstance(node, ast.Name) and not node.id.startswith('__')}
+  bound = _bound(nodes)
+  wanted = (used - _BUILTINS - _FOREIGN) | ({entry_point} if entry_point else set())
+  modules: dict[str, set[str]] = {}
+  for node in nodes:
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+      name = node.value.id
+      if name in sys.stdlib_module_names and name != entry_point:  # Also one that tests import later on.
+        modules.setdefault(name, set()).add(node.attr)
+  # With a name of the program's own in the tests, the built-in names are Python's.
+  free = wanted - bound - modules.keys()
+  own = {entry_point} if entry_point else free
+  ambiguous = set() if own else {name for tree in trees for name in _called_builtin(tree)}
+  comparing = {name: module for name, module in _COMPARING.items() if own - {name}}
+  comparing |= {name: _CONTAINERS[name] for name in _around_calls(nodes) & _CONTAINERS.keys()}
+  return Names(
+    wanted=frozenset(wanted),
+    ambiguous=frozenset(ambiguous),
+    modules={name: frozenset(attributes) for name, attributes in modules.items()},
+    standard={name: module for name, module in comparing.items() if name != entry_point},
+    functions=_functions(nodes),
+    called=_called(nodes),
+  )
+
+
+def _bound(nodes: list[ast.AST]) -> set[str]:
+  """Names that the tests assign, import or define somewhere themselves."""
+  bound = set()
+  for node in nodes:
+    match node:
+      case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name):
+        bound.add(name)
+      case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+        bound.add(name)
+      case ast.ExceptHandler(name=str(name)):
+        bound.add(name)
+      case ast.alias():
+        bound.add((node.asname or node.name).partition('.')[0])
+  return bound
+
+
+def _called_builtin(test: ast.AST) -> list[str]:
+  """The built-in function that a test calls first, of those within which it calls no other; none, or one."""
+
+  def calls(node: ast.AST) -> list[ast.Call]:
+    return [
+      part
+      for part in ast.walk(node)
+      if isinstance(part, ast.Call) and isinstance(part.func, ast.Name) and part.func.id in _BUILTINS
+    ]
+
+  inner = [call for call in calls(test) if not any(calls(part) for part in (*call.args, *call.keywords))]
+  return [call.func.id for call in sorted(inner, key=lambda call: (call.lineno, call.col_offset))[:1]]
+
+
+def _around_calls(nodes: list[ast.AST]) -> set[str]:
+  """Names that are called with what a call of another name, or of a method, gave; built-in functions do not count."""
+  names = set()
+  for node in nodes:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+      parts = [part for argument in (*node.args, *node.keywords) for part in ast.walk(argument)]
+      called = {part.func.id if isinstance(part.func, ast.Name) else '' for part in parts if isinstance(part, ast.Call)}
+      if called - _BUILTINS - {node.func.id}:
+        names.add(node.func.id)
+  return names
+
+
+def _called(nodes: list[ast.AST]) -> frozenset[str]:
+  functions = [node.func for node in nodes if isinstance(node, ast.Call)]
+  called = {function.id for function in functions if isinstance(function, ast.Name)}
+  called |= {function.attr for function in functions if isinstance(function, ast.Attribute)}
+  spaces = [
+    node.value.id
+    for node in nodes
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr[:1].isupper()
+  ]
+  used = collections.Counter(node.id for node in nodes if isinstance(node, ast.Name))
+  return frozenset(called | {name for name, count in collections.Counter(spaces).items() if count == used[name]})
+
+
+_DISPLAYS = ast.Constant | ast.List | ast.Tuple | ast.Set | ast.Dict | ast.ListComp | ast.JoinedStr
+
+
+def _functions(nodes: list[ast.AST]) -> frozenset[str]:
+  """Names, also of methods, whose calls are compared with constants, or with lists, tuples, sets or dicts.
+
+  Or that are looked for among constants: a list of objects may well be asked for one.
+  """
+  names = set()
+  for node in nodes:
+    if isinstance(node, ast.Compare):
+      for left, operator, right in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False):
+        among = isinstance(operator, ast.In | ast.NotIn)
+        for called, other in [(left, right)] if among else [(left, right), (right, left)]:
+          if not isinstance(called, ast.Call) or not _is_plain(other) or (among and not _has_constants(other)):
+            continue
+          if isinstance(called.func, ast.Name | ast.Attribute):
+            names.add(called.func.id if isinstance(called.func, ast.Name) else called.func.attr)
+  return frozenset(names)
+
+
+def _is_plain(node: ast.AST) -> bool:
+  if isinstance(node, ast.UnaryOp):
+    return isinstance(node.operand, ast.Constant)
+  return isinstance(node, _DISPLAYS) and not (isinstance(node, ast.Constant) and node.value is None)
+
+
+def _has_constants(display: ast.AST) -> bool:
+  """Whether there are constants among the elements of a display, at any level: of a dict its keys."""
+  nodes = [display]
+  while nodes:
+    match nodes.pop():
+      case ast.Constant(value=value) if value is not None:
+        return True
+      case ast.Dict(keys=keys):
+        nodes += filter(None, keys)
+      case node if not isinstance(node, ast.Call):  # Its arguments are no elements.
+        nodes += ast.iter_child_nodes(node)
+  return False
+
+
+def _is_identity(node: ast.AST) -> bool:
+  """Whether it is `left is right`, or `is not`, and neither side is a constant."""
+  return (
+    isinstance(node, ast.Compare)
+    and len(node.ops) == 1
+    and isinstance(node.ops[0], ast.Is | ast.IsNot)
+    and not any(isinstance(side, ast.Constant) for side in (node.left, *node.comparators))
+  )
+
+
+def with_identity(test: str, function: str) -> ast.Module:
+  """The test's tree, where `left is right` is a call: two proxies may stand for one object of the program.
+
+  Raises what `compile` does.
+  """
+  tree = ast.parse(test)
+  identities = [node for node in ast.walk(tree) if _is_identity(node)]
+  for node in identities:
+    name = ast.copy_location(ast.Name(id=function, ctx=ast.Load()), node)
+    call = ast.copy_location(ast.Call(func=name, args=[node.left, *node.comparators], keywords=[]), node)
+    # In the place of its operands: `True is f(a, b)`, of which a constant's identity is Python's.
+    node.left, node.comparators = ast.copy_location(ast.Constant(value=True), node), [call]
+  return tree
+
+
+def raises_by_itself(test: str, line: int) -> bool:
+  """Whether the statement at a line of a test raises whatever the program does: `raise`, or with constants alone."""
+  statements = [node for node in ast.walk(ast.parse(test)) if isinstance(node, ast.stmt)]
+  covering = [node for node in statements if node.lineno <= line <= (node.end_lineno or node.lineno)]
+  inner = max(covering, key=lambda node: (node.lineno, node.col_offset), default=None)
+  if isinstance(inner, ast.Raise):
+    return True
+  names = {node.id for node in ast.walk(inner) if isinstance(node, ast.Name)} if isinstance(inner, ast.Expr) else None
+  return names is not None and names <= _BUILTINS

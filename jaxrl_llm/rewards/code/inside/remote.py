@@ -1,0 +1,320 @@
+"""Objects of the program as the tests see them: what is done to one is done in the program's process.
+
+Invariant: a plain value of the tests reaches the program as the argument of a call that the tests make, and by no
+operation on an object that merely stands where a value was wanted. Such an object (`Role.RESULT`) is asked for what it
+knows by itself, takes no operand, and has no method that a standard value has; whether it equals something is decided
+here. An object of a class that the tests name and instantiate (`Role.MADE`) does as its class says.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from .exchange import OPERATIONS, Message
+from .values import STANDARD_TYPES
+
+
+class Role(enum.Enum):
+  """How the tests came by an object of the program, on which depends what it is asked."""
+
+  NAMED = enum.auto()
+  """By a name that they use for a class, or as an attribute of such a class."""
+  MADE = enum.auto()
+  """They called a class that they name, or computed with such objects."""
+  COMPUTED = enum.auto()
+  """They computed it from such an object and a plain value, which the program therefore knows."""
+  RESULT = enum.auto()
+  """A call, an attribute, an item or an iterator gave it."""
+  FIELD = enum.auto()
+  """The field of a namedtuple."""
+
+
+_TRUSTED = (Role.NAMED, Role.MADE)
+_STANDARD_NAMES = frozenset(
+  name
+  for kind in STANDARD_TYPES.values()
+  if kind not in (object, type, super, property, classmethod, staticmethod) and not issubclass(kind, BaseException)
+  for name in dir(kind)
+  if not name.startswith('_')
+) - {
+  *('add', 'append', 'appendleft', 'clear', 'discard', 'extend', 'extendleft', 'insert', 'remove', 'reverse', 'rotate'),
+  *('sort', 'update', 'difference_update', 'intersection_update', 'symmetric_difference_update'),
+}
+"""Public attributes of standard values, by which an object may stand in for one; those that give None are harmless."""
+_COMPARISONS = frozenset({
+  *('equal', 'equals', 'eq', 'same', 'sameas', 'matches', 'compare', 'compareto', 'identical', 'equivalent'),
+  *('isclose', 'allclose', 'approx', 'almostequal', 'approximately', 'contains', 'has', 'includes', 'all', 'any'),
+})  # fmt: skip
+"""Names of methods that compare, in lower case, without underscores, and most of them without `is` before them."""
+
+
+def is_suspect(name: str) -> bool:
+  """Whether a method of this name asks an object what is asked of a value, or how it compares with one."""
+  bare = name.lower().replace('_', '')
+  return name in _STANDARD_NAMES or not _COMPARISONS.isdisjoint({bare, bare.removeprefix('is')})
+
+
+class Program(Protocol):
+  """The way from an object to the program's process."""
+
+  def call(self, remote: Remote, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+  def value(self, request: Message, role: Role = Role.RESULT, name: str = '') -> Any: ...
+
+  def pack(self, value: Any) -> Any: ...
+
+  def is_of_named_class(self, remote: Remote) -> bool:
+    """Whether the tests name its class."""
+    ...
+
+  def compares(self, left: Remote, right: Remote) -> bool:
+    """Whether both are of classes that the tests name, and the tests made one of them."""
+    ...
+
+  def suppressible(self, error: BaseException) -> bool:
+    """Whether an object's `__exit__` may suppress an exception of the tests."""
+    ...
+
+
+class Refused(TypeError):
+  """The tests do with an object of the program what only values are good for."""
+
+
+class Remote:
+  # No docstring: `__doc__` is the object's.
+  __slots__ = (
+    *('_remote_base', '_remote_class', '_remote_name', '_remote_number', '_remote_program', '_remote_role'),
+    '_remote_stands',
+  )
+
+  def __init__(self, program: Program, number: int, kind: str, role: Role, name: str, stands: type | None):
+    self._remote_program, self._remote_number, self._remote_class = program, number, kind
+    self._remote_role, self._remote_name, self._remote_stands = role, name, stands
+    self._remote_base: type | None = None
+    """The built-in type from which its class is derived, where the tests made it."""
+
+  def __getattr__(self, name: str) -> Any:
+    role = Role.NAMED if self._remote_role is Role.NAMED else Role.RESULT
+    suspect = self._remote_role not in _TRUSTED and is_suspect(name)
+    if suspect and self._remote_role is Role.COMPUTED:
+      raise AttributeError(f'{name} of a {self._remote_class!r} object that was computed with a value of the tests')
+    whole = {'whole': True} if role is Role.NAMED else {}
+    value = self._remote_program.value({'do': 'get', 'of': self._remote_number, 'name': name, **whole}, role, name)
+    if suspect and _is_remote(value):
+      raise AttributeError(f'{name} of a {self._remote_class!r} object, which stands where a value was wanted')
+    return value
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    if name in Remote.__slots__:
+      object.__setattr__(self, name, value)
+    else:
+      packed = self._remote_program.pack(value)
+      self._remote_program.value({'do': 'set', 'of': self._remote_number, 'name': name, 'to': packed})
+
+  @property
+  def __doc__(self) -> Any:
+    return self.__getattr__('__doc__')
+
+  @property
+  def __class__(self) -> Any:
+    return types.GeneratorType if self._remote_class == 'generator' else self._remote_base or type(self)
+
+  def __reduce_ex__(self, protocol: Any) -> Any:
+    raise Refused(f'a {self._remote_class!r} object stays with the program')
+
+  def __hash__(self) -> int:
+    if self._remote_base is not None and self._remote_base.__hash__ is not None:
+      return hash(_plain(self))
+    number = _ask(self, 'hash') if self._remote_program.is_of_named_class(self) else self._remote_number
+    if number is NotImplemented:
+      raise TypeError(f'unhashable type: {self._remote_class!r}')
+    return hash(('remote', number))
+
+  def __eq__(self, other: Any) -> Any:
+    if type(other) is type:
+      return self.__name__ == other.__name__ if issubclass(other, Remote) else other is self._remote_stands
+    if self._remote_base is not None:
+      return _plain(self) == _plain(other)
+    if not _is_remote(other):
+      return NotImplemented
+    if other._remote_number == self._remote_number:
+      return True
+    return _ask(self, 'eq', other) if self._remote_program.compares(self, other) else NotImplemented
+
+  def __bool__(self) -> bool:
+    _refuse_if(self._remote_role is Role.COMPUTED, self, 'truth')
+    for name in ('bool', 'len'):
+      value = _ask(self, name)
+      if value is not NotImplemented:
+        return bool(value)
+    return True
+
+  def __instancecheck__(self, thing: Any) -> bool:
+    """A plain value is of no class of the program's."""
+    if self._remote_stands is not None:
+      return isinstance(thing, self._remote_stands)
+    return _is_remote(thing) and self._related('instance', thing)
+
+  def __subclasscheck__(self, thing: Any) -> bool:
+    return _is_remote(thing) and self._related('subclass', thing)
+
+  def _related(self, how: str, thing: Any) -> bool:
+    packed = self._remote_program.pack(thing)
+    return self._remote_program.value({'do': how, 'of': self._remote_number, 'thing': packed}) is True
+
+
+def _is_remote(thing: Any) -> bool:
+  return issubclass(type(thing), Remote)
+
+
+def is_same(left: Any, right: Any) -> bool:
+  """Whether both are the same object, of the program where it is one of the program's; `left is right` elsewhere."""
+  if _is_remote(left) and _is_remote(right):
+    return left._remote_number == right._remote_number
+  if type(left) is type and _is_remote(right):
+    left, right = right, left
+  # The class of an object, or the standard type that the program named.
+  return left is right or bool(_is_remote(left) and type(right) is type and left == right)
+
+
+def _plain(thing: Any) -> Any:
+  """The value of an object of a class derived from a built-in type, as it would be without that class."""
+  if not _is_remote(thing) or thing._remote_base is None:
+    return thing
+  return thing._remote_program.value({'do': 'plain', 'of': thing._remote_number})
+
+
+def _inheriting(name: str) -> Callable[..., Any]:
+  def method(self: Remote, *args: Any) -> Any:
+    return getattr(_plain(self), f'__{name}__')(*map(_plain, args))
+
+  return method
+
+
+def _refuse_if(bad: bool, remote: Remote, what: str) -> None:
+  if bad:
+    raise Refused(f'{what} of a {remote._remote_class!r} object, which stands where a value was wanted')
+
+
+def _ask(remote: Remote, name: str, *args: Any, role: Role = Role.RESULT) -> Any:
+  program = remote._remote_program
+  packed = [program.pack(arg) for arg in args]
+  request = {'do': 'method', 'of': remote._remote_number, 'name': f'__{name}__', 'args': packed}
+  return program.value(request, role)
+
+
+def _telling(name: str) -> Callable[..., Any]:
+  """An operation by which an object says what it knows by itself; with arguments, only one that the tests made."""
+  number = name in ('abs', 'int', 'float', 'complex', 'index', 'neg', 'pos', 'invert', 'round', 'format')
+
+  def method(self: Remote, *args: Any) -> Any:
+    told = bool(args) and not (name == 'format' and args == ('',))
+    _refuse_if(told and self._remote_role not in _TRUSTED, self, name)
+    value = _ask(self, name, *args, role=self._remote_role if number else Role.RESULT)
+    _refuse_if(number and self._remote_role is Role.COMPUTED and not _is_remote(value), self, name)
+    if value is NotImplemented:
+      raise TypeError(f'{self._remote_class!r} object has no {name}')
+    return value
+
+  return method
+
+
+def _ordering(name: str) -> Callable[[Remote, Any], Any]:
+  def method(self: Remote, other: Any) -> Any:
+    if not _is_remote(other) or not self._remote_program.compares(self, other):
+      return NotImplemented
+    return _ask(self, name, other)
+
+  return method
+
+
+def _computing(name: str) -> Callable[[Remote, Any], Any]:
+  """An operator; with a plain value it has to give an object again: `V(2) - 3` must not be a number of its choice."""
+
+  def method(self: Remote, other: Any) -> Any:
+    remotes = [thing for thing in (self, other) if _is_remote(thing)]
+    roles = {remote._remote_role for remote in remotes}
+    if Role.FIELD in roles or (self._remote_role is Role.RESULT and Role.MADE not in roles):
+      return NotImplemented
+    told = len(remotes) < 2 or Role.COMPUTED in roles
+    value = _ask(self, name, other, role=Role.COMPUTED if told else Role.MADE)
+    return NotImplemented if told and not _is_remote(value) else value
+
+  return method
+
+
+def _containing(self: Remote, item: Any) -> bool:
+  if self._remote_role in _TRUSTED and (answer := _ask(self, 'contains', item)) is not NotImplemented:
+    return answer is True
+  return any(item is value or item == value for value in self)
+
+
+def _calling(self: Remote, *args: Any, **kwargs: Any) -> Any:
+  _refuse_if(self._remote_role is Role.FIELD, self, 'call')
+  return self._remote_program.call(self, args, kwargs)
+
+
+def _leaving(self: Remote, kind: type | None, error: BaseException | None, traceback: Any) -> bool:
+  """Tells the program which exception leaves the block; it cannot suppress one by which a test fails."""
+  suppressible = error is not None and self._remote_program.suppressible(error)
+  told = None if kind is None else kind.__name__
+  text = str(error) if suppressible else ''
+  request = {'do': 'exit', 'of': self._remote_number, 'raised': told, 'text': text}
+  return self._remote_program.value(request) is True and suppressible
+
+
+def _awaiting(request: str) -> Callable[..., Any]:
+  async def method(self: Remote, *args: Any) -> Any:
+    return self._remote_program.value({'do': request, 'of': self._remote_number})
+
+  return method
+
+
+async def _leaving_later(self: Remote, kind: type | None, error: BaseException | None, traceback: Any) -> bool:
+  return _leaving(self, kind, error, traceback)
+
+
+_SPECIAL = {
+  'call': _calling,
+  'contains': _containing,
+  'exit': _leaving,
+  'await': lambda self: _awaiting('await')(self).__await__(),
+  'aiter': lambda self: self,
+  'anext': _awaiting('anext'),
+  'aenter': _awaiting('aenter'),
+  'aexit': _leaving_later,
+}
+_ORDER = ('lt', 'le', 'gt', 'ge')
+_IMPLICIT = ('eq', 'bool')
+"""Every object has these."""
+_OPERATORS = OPERATIONS[OPERATIONS.index('add') :]
+
+
+def _operation(name: str) -> Callable[..., Any]:
+  if name in _SPECIAL:
+    return _SPECIAL[name]
+  return (_ordering if name in _ORDER else _computing if name in _OPERATORS else _telling)(name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _remote_class(kind: str, can: frozenset[str], inherited: frozenset[str]) -> type[Remote]:
+  """Objects that have these special methods and no others, as `callable` and `isinstance` look for them."""
+  local = inherited - {'setitem', 'delitem', 'call'}
+  methods = {
+    f'__{name}__': (_inheriting if name in local else _operation)(name)
+    for name in OPERATIONS
+    if name in can and name not in _IMPLICIT
+  }
+  return type(kind, (Remote,), {'__slots__': (), '__doc__': Remote.__dict__['__doc__'], **methods})
+
+
+def remote_class(kind: str, can: Iterable[Any], inherited: Iterable[Any] = ()) -> type[Remote]:
+  """The class of objects whose class is called `kind` and has special methods, some inherited from a built-in type."""
+  known, local = (
+    frozenset(name for name in names if isinstance(name, str) and name in OPERATIONS) for names in (can, inherited)
+  )
+  return _remote_class(kind, known | {'contains'} if known & {'iter', 'contains'} else known, local & known)

@@ -1,0 +1,107 @@
+"""Processor time that a program's processes use together, and how long a busy machine kept them waiting for it.
+
+Invariant: the program alone cannot bring about what counts as the machine's fault. A thread of its own waits
+for a processor only while something runs there: another thread of its own, whose time counts, or the machine's load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import resource
+
+_TICK_S = 1 / os.sysconf('SC_CLK_TCK')
+_NANO = 1e-9
+_LEAST_WAIT, _MOST_IDLE = 0.1, 0.5
+"""Shares of the wall-clock limit: a program starved if it waited so long, and did not sleep longer than this."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Look:
+  """A process at one moment, in seconds."""
+
+  used_s: float
+  children_s: float
+  """Of its children that have ended and that it waited for."""
+  thread_waited_s: float
+  thread_used_s: float
+  """Of the thread that waited longest for a processor."""
+
+
+class Usage:
+  """Of all runs of one program.
+
+  Args:
+    proc: where the kernel describes processes.
+    nice: the priority with which processes start, this one's own.
+
+  Attributes:
+    used_s: processor time in seconds, of all processes.
+  """
+
+  def __init__(self, proc: str = '/proc', *, nice: int | None = None):
+    self._proc = pathlib.Path(proc)
+    self._nice = os.getpriority(os.PRIO_PROCESS, 0) if nice is None else nice
+    self.used_s = 0.0
+    self._before_s, self._reaped_s = 0.0, 0.0
+    self._waited_before_s = 0.0
+    self._seen: dict[tuple[int, int], _Look] = {}
+
+  def look(self, pids: list[int]) -> None:
+    """Notes what the processes that there are have used."""
+    living_s = 0.0
+    for pid in pids:
+      with contextlib.suppress(OSError, IndexError, ValueError):
+        start, look = _look(self._proc / str(pid), self._nice)
+        self._seen[pid, start] = look
+        living_s += look.used_s + look.children_s
+    # Not every child is waited for: what was seen counts also where nobody was told what it used.
+    seen_s = sum(look.used_s for look in self._seen.values())
+    self._raise_to(max(living_s + self._reaped_s, seen_s))
+
+  def add_reaped(self, usage: resource.struct_rusage) -> None:
+    """Notes what a process used that has ended, with its children."""
+    self._reaped_s += usage.ru_utime + usage.ru_stime
+    self._raise_to(self._reaped_s)
+
+  def _raise_to(self, run_s: float) -> None:
+    self.used_s = max(self.used_s, self._before_s + run_s)
+
+  def close_run(self) -> None:
+    """What follows are other processes."""
+    self._waited_before_s += self._waited_s()
+    self._before_s, self._reaped_s = self.used_s, 0.0
+    self._seen.clear()
+
+  def _waited_s(self) -> float:
+    """Seconds for which the run waited for the machine: its tests and its program, which take turns."""
+    longest = sorted(self._seen.values(), key=lambda look: look.thread_waited_s)[-2:]
+    run_s = self.used_s - self._before_s
+    return sum(max(0.0, look.thread_waited_s - (run_s - look.thread_used_s)) for look in longest)
+
+  def is_starved(self, wall_s: float) -> bool:
+    """Whether a program that met its wall-clock limit did so because other processes had the processors."""
+    waited_s = self._waited_before_s + self._waited_s()
+    idle_s = wall_s - self.used_s - waited_s
+    return waited_s >= _LEAST_WAIT * wall_s and idle_s <= _MOST_IDLE * wall_s
+
+
+def _look(process: pathlib.Path, nice: int) -> tuple[int, _Look]:
+  """When a process started, and what it has used. Raises OSError for one that is gone."""
+  fields = (process / 'stat').read_text().rpartition(')')[2].split()
+  user, system, child_user, child_system = (int(field) * _TICK_S for field in fields[11:15])
+  polite = int(fields[16]) > nice or int(fields[38]) != os.sched_getscheduler(0)  # Its own doing: others go first.
+  waited_s, used_s = (0.0, 0.0) if polite else _longest_wait(process)
+  return int(fields[19]), _Look(user + system, child_user + child_system, waited_s, used_s)
+
+
+def _longest_wait(process: pathlib.Path) -> tuple[float, float]:
+  """Seconds that one of the process's threads waited for a processor, and that it used one."""
+  longest = 0.0, 0.0
+  with contextlib.suppress(OSError):
+    for thread in os.listdir(process / 'task'):
+      used, waited, _ = map(int, (process / 'task' / thread / 'schedstat').read_text().split())
+      longest = max(longest, (waited * _NANO, used * _NANO))
+  return longest
