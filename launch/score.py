@@ -1,5 +1,6 @@
 """Scores a file of completions with one scorer: how to try it before a run.
 
+python launch/score.py --scorer=answer --rows=FILE.jsonl --out=SCORES.jsonl    # mode chosen from the rows' truths
 python launch/score.py --scorer=answer --options.mode=numeric --rows=FILE.jsonl --out=SCORES.jsonl
 python launch/score.py --scorer=verl --options.function=my_reward.py:compute_score --rows=FILE.jsonl --out=SCORES.jsonl
 

@@ -11,7 +11,7 @@ from clocks import simulated
 from jaxrl_llm.app.preflight import print_list
 from jaxrl_llm.app.score import read_attempts, score_file
 from jaxrl_llm.app.score_cli import _options
-from jaxrl_llm.app.scorers import SCORERS
+from jaxrl_llm.app.scorers import SCORERS, build_scorer, choose
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rewards.adapters import data_source, ground_truth
 from jaxrl_llm.rewards.api import Awaited, AwaitedGroup, RewardsConfig, ScorerConfig, Verdict
@@ -125,6 +125,7 @@ def test_scores_are_in_the_order_of_the_rows_whatever_ends_first(tmp_path):
   assert lines[0]['evidence'] == {'nan': None, 'text': 'é\ud800'}
   assert told == list(range(1, 601))
   assert summary.line('s') == 'scorer s: 600 rows: ok 600; mean value 300 of 300, 300 unscorable'
+  assert summary.warning(rewards.scorers[0], attempts) == ''
 
 
 def test_rows_with_the_same_prompt_are_a_group(tmp_path):
@@ -225,3 +226,74 @@ def test_the_list_has_each_scorer_with_a_line_of_its_own(capsys):
   lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines() if line.startswith('scorer ')]
   assert [name for _, name, _ in lines] == list(SCORERS)
   assert len({told for *_, told in lines}) == len(SCORERS)
+
+
+def answers_of(tmp_path, completions, truths, **options):
+  """The line and the warning of `answer` on rows with these completions and truths."""
+  rows = [{'prompt': 'x', 'completion': c, 'answer': t} for c, t in zip(completions, truths, strict=True)]
+  attempts = read_attempts(written(tmp_path, *rows))
+  config = choose(ScorerConfig(name='answer', options=options), lambda: [a.task.truth for a in attempts]).scorer
+  judge = build_scorer(config).scorer  # Without its deadline, which takes a worker.
+
+  async def act(attempt):
+    return judge(attempt)
+
+  scorer, _ = score_of('answer', act)
+  rewards = RewardsConfig(scorers=(config,))
+  summary = simulated(score_file(scorer, rewards, attempts, tmp_path / 'out', lambda count: None))
+  return summary.line('answer'), summary.warning(config, attempts)
+
+
+@pytest.mark.parametrize(
+  ('completions', 'truths', 'options', 'line', 'warning'),
+  [
+    (['so 7', '#### 5'], ['7', '5'], {}, 'mean value 0.5 of 2, 0 unscorable', ''),
+    (
+      ['so #### 7', 'so #### 5'],
+      ['7', '5'],
+      {'extraction': 'boxed'},
+      'mean value 0 of 2, 0 unscorable; no answer: 2',
+      '2 of 2 rows have no answer where it is looked for (boxed); 2 of 2 have one with --options.extraction=hashes',
+    ),
+    (
+      ['I say 7.', 'I say 5.'],
+      ['7', '5'],
+      {'extraction': 'boxed'},
+      '; no answer: 2',
+      'or take the last number with --options.extraction=number',
+    ),
+    (['7', '5'], [None, None], {}, 'no value, 2 unscorable; the task has no truth: 2', '2 of 2 rows have no truth'),
+    (
+      ['7', '5'],
+      ['seven', 'five'],
+      {'mode': 'numeric'},
+      '; the truth is not numeric: 2',
+      'in 2 of 2 rows, such as "seven"; leave --options.mode out',
+    ),
+    (
+      ['7.0', '5.0'],
+      ['7', '5'],
+      {'mode': 'exact'},
+      'mean value 0 of 2',
+      'such as "7.0" for "7"; for these truths, --options.mode=latex would be chosen',
+    ),
+  ],
+)
+def test_a_summary_says_what_was_done_and_warns_where_nothing_passes(
+  tmp_path, completions, truths, options, line, warning
+):
+  said, warned = answers_of(tmp_path, completions, truths, **options)
+  assert line in said and '\n' not in said + warned
+  assert warning in warned and bool(warning) == bool(warned)
+  assert not warned or warned.startswith('warning: nothing passes: ')
+
+
+def test_another_scorer_without_a_pass_is_warned_of_too(tmp_path):
+  async def act(attempt):
+    return Verdict(value=0.0, evidence={'reason': 'too short'})
+
+  scorer, rewards = score_of('s', act)
+  attempts = read_attempts(written(tmp_path, VERL_ROW))
+  summary = simulated(score_file(scorer, rewards, attempts, tmp_path / 'out', lambda count: None))
+  assert summary.line('s').endswith('0 unscorable; too short: 1')
+  assert 'evidence of each score' in summary.warning(rewards.scorers[0], attempts)

@@ -1,5 +1,6 @@
 """An answer scores 1 if it is the completion's one answer and agrees with the truth; every hedge scores 0."""
 
+import typing
 from fractions import Fraction
 
 import pytest
@@ -7,8 +8,8 @@ from fixtures.rewards_scorers import attempt
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.rewards.answers.answer import answer_scorer, reference
-from jaxrl_llm.rewards.answers.extraction import MAX_LENGTH, candidates, extract
+from jaxrl_llm.rewards.answers.answer import answer_scorer
+from jaxrl_llm.rewards.answers.extraction import MAX_LENGTH, Method, candidates, extract, reference
 from jaxrl_llm.rewards.answers.numbers import numbers_agree, parse_number
 
 
@@ -63,8 +64,11 @@ def test_percent_and_tolerance():
     ('boxed', r'\boxed{1', []),
     ('boxed', r'\boxed{ { \boxed{3}', ['3']),
     ('boxed', r'} \boxed {4} \boxed{}', ['4']),
-    ('boxed', r'\boxed{1\boxed{2\boxed{3}\boxed{4}}}', ['3', '4', r'1\boxed{2\boxed{3}\boxed{4}}']),
-    ('boxed', r'\boxed{1\boxed{2}} \boxed{3}', ['2', r'1\boxed{2}', '3']),
+    ('boxed', r'\boxed{1\boxed{2\boxed{3}\boxed{4}}}', ['1 2 3 4']),
+    ('boxed', r'\boxed{1\boxed{2}} \boxed{3}', ['1 2', '3']),
+    ('boxed', r'\boxed{1 { \boxed{\boxed{2}\boxed{3}} \boxed{4}', ['2 3', '4']),
+    ('boxed', r'\boxed{1} Final answer: \boxed{2} \boxed{3}', ['2', '3']),
+    ('boxed', r'\boxed{1} is my final answer', ['1']),
     ('hashes', 'a\n#### 1\nb\n####2', ['1', '2']),
     ('tags', '<answer> 1\n2 </answer> <answer>3</answer><answer>4', ['1\n2', '3']),
     ('phrase', 'The answer is 3.5. So the final answer is: 4!', ['3.5', '4']),
@@ -117,9 +121,12 @@ def test_gsm8k(truth, completion, wanted):
 @pytest.mark.parametrize(
   ('completion', 'options', 'wanted'),
   [
-    ('42', {}, 1.0),
-    (' 42\n', {}, 1.0),
-    ('42.0', {}, 0.0),
+    ('42', {'mode': 'exact'}, 1.0),
+    (' 42\n', {'mode': 'exact'}, 1.0),
+    ('42.0', {'mode': 'exact'}, 0.0),
+    ('42.0', {}, 1.0),
+    (r'So it is $\boxed{x = 42}$.', {}, 1.0),
+    ('So it is 42.', {}, 0.0),
     ('42.0', {'mode': 'numeric'}, 1.0),
     ('42 apples', {'mode': 'numeric'}, 0.0),
     ('42 apples', {'mode': 'numeric', 'units': 'ignored'}, 1.0),
@@ -153,10 +160,10 @@ def test_answers_to_42(completion, options, wanted):
 
 
 def test_exact_mode_compares_text_with_white_space_collapsed():
-  assert value('New\n  York', truth='New York') == 1.0
-  assert value('new york', truth='New York') == 0.0
-  assert value('new york', truth='New York', ignore_case=True) == 1.0
-  assert value('NewYork', truth='New York') == 0.0
+  assert value('New\n  York', truth='New York', mode='exact') == 1.0
+  assert value('new york', truth='New York', mode='exact') == 0.0
+  assert value('new york', truth='New York', mode='exact', ignore_case=True) == 1.0
+  assert value('NewYork', truth='New York', mode='exact') == 0.0
 
 
 @pytest.mark.parametrize(
@@ -330,3 +337,17 @@ def test_two_different_answers_score_zero_in_either_order(first, second, method)
 def test_any_text_gets_a_value(text, method):
   for mode in ('exact', 'numeric'):
     assert value(text, truth='42', mode=mode, extraction=method) in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+  'text',
+  ['#', '####', '* ', 'ab', 'a ', ' ', '\t', '.', '$', '$$', r'\(', r'\[ ', '**', '**a', r'\boxed{', r'\boxed{1} ',
+  '}', '# *', '1',
+   ', ', 'the answer is ', 'the answer is the ', 'final answer', '\n# ', 'answer: ', '<answer>', '</think>',
+   ' because ', '{', '\\'],
+)  # fmt: skip
+def test_a_long_text_is_searched_to_its_end_whatever_it_repeats(text):
+  """Hours where a search goes back over what it has seen."""
+  for method in typing.get_args(Method):
+    found = extract(text * 10_000 + '\n', method=method)
+    assert found.answer is None or len(found.answer) <= MAX_LENGTH

@@ -4,7 +4,8 @@ import pytest
 from fixtures.rewards_scorers import attempt
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.rewards.answers.answer import ANYWHERE, answer_scorer
+from jaxrl_llm.rewards.answers.answer import answer_scorer
+from jaxrl_llm.rewards.answers.choosing import ANYWHERE
 from jaxrl_llm.rewards.answers.k12 import k12_scorer
 
 QUESTIONS = [

@@ -7,8 +7,9 @@ from fixtures.rewards_scorers import attempt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.rewards.answers.answer import ANYWHERE, answer_scorer
+from jaxrl_llm.rewards.answers.answer import answer_scorer
 from jaxrl_llm.rewards.answers.choice import parse_choice, read_choices
+from jaxrl_llm.rewards.answers.choosing import ANYWHERE
 from jaxrl_llm.rewards.answers.effort import explodes
 from jaxrl_llm.rewards.answers.expressions import latex_agree
 from jaxrl_llm.rewards.answers.extraction import extract

@@ -76,13 +76,22 @@ def test_rows_of_a_file_to_scores_of_a_file(folder):
   flags = ('--options={"mode": "numeric"}', '--options.extraction=hashes', '--workers=2')
   out, _ = call(folder, '--scorer=answer', *flags)
   assert out.splitlines() == [
-    'scorer answer: 3 rows: ok 3; mean value 0.5 of 2, 1 unscorable',
+    'scorer answer: 3 rows: ok 3; mean value 0.5 of 2, 1 unscorable; the task has no truth: 1',
+    'scorer answer: mode numeric; extraction hashes (as given)',
     'scores written: out.jsonl',
   ]
   assert [score['value'] for score in scores(folder)] == [1.0, 0.0, None]
   assert [(score['uid'], score['scorer'], score['status']) for score in scores(folder)] == [
     (f'rows.jsonl:{line}', 'answer', 'ok') for line in (1, 2, 3)
   ]
+
+
+def test_without_options_the_mode_is_chosen_and_a_file_without_a_pass_is_warned_of(folder):
+  out, err = call(folder, '--scorer=answer')
+  assert 'mode latex; extraction boxed, tags, hashes, phrase, bold, whole (all of 2 different truths are' in out
+  assert [score['value'] for score in scores(folder)] == [1.0, 0.0, None] and 'warning' not in err
+  out, err = call(folder, '--scorer=answer', '--options.extraction=boxed')
+  assert 'no answer: 2' in out and '--options.extraction=hashes' in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

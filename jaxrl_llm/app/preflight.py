@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import jax
 from rich.console import Console
 
+from jaxrl_llm.app.chosen import settle
 from jaxrl_llm.app.compiled import compiled_line, held_table
 from jaxrl_llm.app.engines import ENGINES, owned_commands
 from jaxrl_llm.app.prepare import prepare
@@ -66,6 +67,8 @@ def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = Non
   console = Console(markup=False, highlight=False, soft_wrap=True)
   devices = jax.devices() if topology is None else topology_devices(topology)
   mesh = build_mesh(config.learner.mesh, devices)
+  committed = any((workdir / 'checkpoints').glob('*/COMMIT'))
+  config = settle(config, workdir if committed else None, console.print)
   console.print_json(json.dumps(to_json(config)))
   build_scorers(config.rewards)
   with tempfile.TemporaryDirectory() as scratch:

@@ -17,6 +17,7 @@ from absl import logging
 from rich.console import Console
 
 from jaxrl_llm.app.build import Host, build_parts, open_host
+from jaxrl_llm.app.chosen import settle
 from jaxrl_llm.app.compiled import held_table
 from jaxrl_llm.app.prepare import Prepared, base_of, checkpoint_directory, prepare
 from jaxrl_llm.app.programs import held
@@ -76,10 +77,12 @@ async def run(config: Config, path: pathlib.Path) -> int:
   prepared: Prepared | None = None
 
   async def set_up() -> Any:
-    nonlocal prepared
-    workdir.adopt(config)
+    nonlocal prepared, config
     # Before anything is written: what is missing would be made anew, or be taken for never having been there.
     step = max(checkpoints.steps(), default=0)
+    tell = Console(markup=False, highlight=False, soft_wrap=True).print
+    config = await asyncio.to_thread(settle, config, workdir.path if step else None, tell)
+    workdir.adopt(config)
     commit = checkpoints.host(step) if step else {}
     if step:
       await asyncio.to_thread(workdir.check, commit)

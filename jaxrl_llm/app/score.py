@@ -18,13 +18,16 @@ from typing import Any, TypeVar
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
-from jaxrl_llm.experience.score import Score
+from jaxrl_llm.experience.score import Score, Status
 from jaxrl_llm.experience.task import Task
-from jaxrl_llm.rewards.api import AnyScorer, Attempt, AwaitedGroup, PerGroup, RewardsConfig
+from jaxrl_llm.rewards.answers.diagnosis import diagnose
+from jaxrl_llm.rewards.api import AnyScorer, Attempt, AwaitedGroup, PerGroup, RewardsConfig, ScorerConfig
 from jaxrl_llm.rewards.pool import ScorerPool
 from jaxrl_llm.tasks import sources
 from jaxrl_llm.tasks.taskset import own_messages, own_truth
 
+_SUMMED = ('reason', 'truth', 'answer')
+"""Evidence that a summary reads."""
 _AHEAD = 256
 """Rows under way at once; what a scorer may do at a time is less."""
 
@@ -93,12 +96,32 @@ class Summary:
   mean: float | None
   """Of the values that there are."""
   unscorable: int
+  passed: int
+  """Values above 0."""
+  evidence: Sequence[Mapping[str, Any]]
+  """Of all scores, in their order."""
 
   def line(self, scorer: str) -> str:
     count = sum(self.statuses.values())
     told = ', '.join(f'{name} {number}' for name, number in self.statuses.items())
     mean = 'no value' if self.mean is None else f'mean value {self.mean:.6g} of {count - self.unscorable}'
-    return f'scorer {scorer}: {count} rows: {told}; {mean}, {self.unscorable} unscorable'
+    reasons = collections.Counter(str(each['reason']) for each in self.evidence if 'reason' in each)
+    why = ''.join(f'; {reason}: {number}' for reason, number in reasons.most_common(_REASONS))
+    return f'scorer {scorer}: {count} rows: {told}; {mean}, {self.unscorable} unscorable{why}'
+
+  def warning(self, scorer: ScorerConfig, attempts: Sequence[Attempt]) -> str:
+    """Why nothing passes and what to do about it, in one line; empty where something does."""
+    if self.passed:
+      return ''
+    if scorer.implementation == 'answer' and set(self.statuses) == {Status.OK.value}:
+      why = diagnose(attempts, self.evidence, scorer.options)
+    else:
+      why = 'statuses and evidence of each score are in the file of scores'
+    return f'warning: nothing passes: {why}'
+
+
+_REASONS = 3
+"""Most frequent reasons that a summary names."""
 
 
 async def score_file(
@@ -118,6 +141,7 @@ async def score_file(
   (config,) = rewards.scorers
   statuses: collections.Counter[str] = collections.Counter()
   values: list[float] = []
+  evidence: list[Mapping[str, Any]] = []
   unfinished = out.with_name(f'{out.name}.{os.getpid()}.tmp')
   pool, stack = ScorerPool({config.name: scorer}, rewards), contextlib.ExitStack()
   try:
@@ -131,6 +155,7 @@ async def score_file(
           file.write(json.dumps(_row(score), ensure_ascii=False) + '\n')
         statuses[score.status.value] += 1
         values += [] if score.value is None else [score.value]
+        evidence.append({name: score.evidence[name] for name in _SUMMED if name in score.evidence})
         done(sum(statuses.values()))
     with _writing(out):
       file.flush()
@@ -142,7 +167,13 @@ async def score_file(
     unfinished.unlink(missing_ok=True)
     await pool.close()
   mean = sum(values) / len(values) if values else None
-  return Summary(statuses=statuses, mean=mean, unscorable=len(attempts) - len(values))
+  return Summary(
+    statuses=statuses,
+    mean=mean,
+    unscorable=len(attempts) - len(values),
+    passed=sum(value > 0 for value in values),
+    evidence=evidence,
+  )
 
 
 @contextlib.contextmanager

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from jaxrl_llm.config.annotations import nearest
 from jaxrl_llm.config.own import own_part
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rewards.adapters import python_scorer, trl_scorer, verl_scorer
-from jaxrl_llm.rewards.answers.answer import answer_scorer
+from jaxrl_llm.rewards.answers.answer import answer_scorer, choose_options
 from jaxrl_llm.rewards.answers.k12 import k12_scorer
 from jaxrl_llm.rewards.api import AnyScorer, RewardsConfig, ScorerConfig
 from jaxrl_llm.rewards.code.scorer import code_scorer, options_within
@@ -53,3 +55,34 @@ def build_scorer(scorer: ScorerConfig, where: str = 'rewards.scorers') -> AnySco
 def build_scorers(config: RewardsConfig) -> dict[str, AnyScorer]:
   """All that the configuration has, by name."""
   return {scorer.name: build_scorer(scorer) for scorer in config.scorers}
+
+
+CHOOSERS = {'answer': choose_options}
+"""By implementation: a function of the options given and of all truths, which gives further options and the reason."""
+CHOSEN = ('mode', 'extraction', 'units')
+"""Options that are chosen."""
+
+
+class ChosenScorer(NamedTuple):
+  scorer: ScorerConfig
+  """With the options that its configuration leaves open."""
+  why: str
+  """Empty where nothing was open."""
+
+  def line(self) -> str:
+    options = {name: self.scorer.options[name] for name in CHOSEN if name in self.scorer.options}
+    told = [f'{name} {", ".join(v) if isinstance(v, list | tuple) else v}' for name, v in options.items()]
+    return f'scorer {self.scorer.name}: {"; ".join(told)} ({self.why or "as given"})'
+
+
+def choose(scorer: ScorerConfig, truths: Callable[[], Iterable[str | None]]) -> ChosenScorer:
+  """The scorer with the options that its configuration leaves open and that follow from the tasks.
+
+  Args:
+    truths: of all tasks that the scorer judges; is asked only where something is open.
+  """
+  chooser = CHOOSERS.get(scorer.implementation)
+  chosen = chooser(scorer.options, truths) if chooser else None
+  if chosen is None:
+    return ChosenScorer(scorer, '')
+  return ChosenScorer(dataclasses.replace(scorer, options={**scorer.options, **chosen.options}), chosen.why)

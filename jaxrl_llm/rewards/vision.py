@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
-from jaxrl_llm.rewards.answers.answer import ANYWHERE
+from jaxrl_llm.rewards.answers.choosing import ANYWHERE
 from jaxrl_llm.rewards.answers.expressions import unboxed
 from jaxrl_llm.rewards.answers.extraction import Methods, extract
 from jaxrl_llm.rewards.api import Attempt, Scorer, Verdict, read_options

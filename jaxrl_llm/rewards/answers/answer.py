@@ -8,35 +8,36 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Literal
 
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.rewards.answers.choice import choices_agree, parse_choice, read_choices
-from jaxrl_llm.rewards.answers.expressions import latex_agree, parse_latex, unboxed
-from jaxrl_llm.rewards.answers.extraction import Extraction, Methods, candidates, collapse, extract
+from jaxrl_llm.rewards.answers.choosing import Chosen, Mode, choose
+from jaxrl_llm.rewards.answers.expressions import is_name, unboxed
+from jaxrl_llm.rewards.answers.extraction import Extraction, Methods, collapse, extract, reference
 from jaxrl_llm.rewards.answers.intervals import intervals_agree
-from jaxrl_llm.rewards.answers.lists import named, sets_agree, tuples_agree
-from jaxrl_llm.rewards.answers.numbers import parse_number, plain
+from jaxrl_llm.rewards.answers.latex import canonical
+from jaxrl_llm.rewards.answers.lists import sets_agree, tuples_agree
+from jaxrl_llm.rewards.answers.numbers import Number, parse_number
 from jaxrl_llm.rewards.answers.short_text import aliases, normalise, texts_agree
+from jaxrl_llm.rewards.answers.solutions import answer_key, solutions_agree, unlabelled
 from jaxrl_llm.rewards.answers.units import Quantity, Units, parse_quantity, quantities_agree, quantity_key
+from jaxrl_llm.rewards.answers.values import exact_number, real_value
 from jaxrl_llm.rewards.api import Attempt, OverrunIsZero, Scorer, Verdict, read_options
 
-Mode = Literal['exact', 'numeric', 'latex', 'interval', 'set', 'tuple', 'choice', 'text']
-"""exact: the same text but for white space; numeric: a number, with units as `AnswerOptions.units` says; latex: an
-expression; interval: intervals and their unions; set: order free; tuple: order counts; choice: letters; text: words."""
-
-ANYWHERE: Methods = ('boxed', 'tags', 'hashes', 'phrase', 'whole')
-"""From the most to the least explicit."""
+NO_TRUTH = 'the task has no truth'
+"""Why a score is None."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
-  mode: Mode = 'exact'
-  extraction: Methods = 'whole'
-  """Where in the completion the answer stands; of several, the first that finds anything. The truth's own form is
-  recognised (`…#### 42`, `\\boxed{42}`, `42`)."""
+  mode: Mode | None = None
+  """How answers are compared; None: chosen from the truths when a run or `launch/score.py` starts, else from each."""
+  extraction: Methods | None = None
+  """Where in the completion the answer stands; of several, the first that finds anything. None: chosen with the mode.
+  The truth's own form is recognised (`…#### 42`, `\\boxed{42}`, `42`)."""
   tag: str = 'answer'
   ignore_case: bool = False
   """Mode `exact` only."""
@@ -59,7 +60,7 @@ class AnswerOptions:
       tolerance = getattr(self, name)
       if not 0 <= tolerance < float('inf'):
         raise ValueError(f'option {name} is {tolerance}, wanted a finite number that is not negative')
-    if not self.extraction:
+    if self.extraction is not None and not self.extraction:
       raise ValueError('option extraction is empty, wanted at least one method')
 
 
@@ -69,18 +70,30 @@ def field_of(task: Task, name: str) -> Json:
   return task.fields.get(name, extra.get(name) if isinstance(extra, Mapping) else None)
 
 
-def reference(truth: str) -> str:
-  """The reference answer inside a dataset's truth: after the last `####`, else the last `\\boxed{}`, else all of it."""
-  found = candidates(truth, 'hashes') or candidates(truth, 'boxed') or [truth.strip()]
-  return found[-1]
-
-
 def _quantity(text: str, options: AnswerOptions) -> Quantity | None:
-  _, value = named(plain(unboxed(text)))
-  if options.units == 'refused':
-    number = parse_number(value)
-    return None if number is None else Quantity(number, None)
-  return parse_quantity(value)
+  """The number that a text is, that it gives a name (`x = 3`), or reckons (`4 · 3 = 12`, if that is true)."""
+  text = unboxed(text)
+  if (plainly := _stated(text, options)) is not None:
+    return plainly
+  text = canonical(text)
+  *sides, value = unlabelled(text).split('=')
+  found = _stated(value.strip(), options) or _in_one_piece(value.strip())
+  for place, side in enumerate(sides):
+    if found is None or not ((place == 0 and is_name(side)) or real_value(side.strip()) == found.number.value):
+      return None
+  return found
+
+
+def _stated(text: str, options: AnswerOptions) -> Quantity | None:
+  if options.units != 'refused':
+    return parse_quantity(text)
+  number = parse_number(text)
+  return None if number is None else Quantity(number, None)
+
+
+def _in_one_piece(text: str) -> Quantity | None:
+  exact = exact_number(text)
+  return None if exact is None else Quantity(Number(exact, False), None)
 
 
 def _numeric(truth: str, answer: str, options: AnswerOptions) -> bool | None:
@@ -94,10 +107,6 @@ def _numeric(truth: str, answer: str, options: AnswerOptions) -> bool | None:
 def _exact(truth: str, answer: str, options: AnswerOptions) -> bool:
   truth, answer = collapse(truth), collapse(answer)
   return truth.casefold() == answer.casefold() if options.ignore_case else truth == answer
-
-
-def _latex(truth: str, answer: str) -> bool | None:
-  return latex_agree(truth, answer) if parse_latex(truth.strip().strip('$').strip()) else None
 
 
 def _text(truth: str, answer: str, task: Task, options: AnswerOptions) -> bool | None:
@@ -124,7 +133,7 @@ def _agree(truth: str, answer: str, task: Task, options: AnswerOptions) -> bool 
     case 'numeric':
       return _numeric(truth, answer, options)
     case 'latex':
-      return _latex(truth, answer)
+      return solutions_agree(truth, answer)
     case 'interval':
       return intervals_agree(truth, answer)
     case 'set':
@@ -150,6 +159,8 @@ def _key(text: str, *, options: AnswerOptions, choices: Mapping[str, str] | None
     case 'numeric':
       quantity = _quantity(text, options)
       return collapse(text) if quantity is None else quantity_key(quantity, options.units)
+    case 'latex':
+      return answer_key(text)
   number = parse_number(unboxed(text))
   return collapse(text) if number is None else number
 
@@ -166,10 +177,35 @@ def found_answer(attempt: Attempt, options: AnswerOptions) -> Extraction:
   )
 
 
+def _left_open(options: AnswerOptions, chosen: Mapping[str, Any]) -> dict[str, Any]:
+  """Of chosen options those that are open: the extraction, and the mode with what belongs to it."""
+  if options.mode is None:
+    return {name: value for name, value in chosen.items() if name != 'extraction' or options.extraction is None}
+  return {'extraction': chosen['extraction']}
+
+
+def choose_options(given: Mapping[str, Any], truths: Callable[[], Iterable[str | None]]) -> Chosen | None:
+  """Further options for tasks with these truths; None where nothing is open."""
+  options = read_options(AnswerOptions, given, 'answer')
+  if options.mode is not None and options.extraction is not None:
+    return None
+  chosen = choose(truths())
+  further = {name: value for name, value in _left_open(options, chosen.options).items() if name not in given}
+  return chosen._replace(options=further)
+
+
+def _settled(options: AnswerOptions, truth: str) -> AnswerOptions:
+  """The options, and where they are open those for this truth alone."""
+  if options.mode is not None and options.extraction is not None:
+    return options
+  return dataclasses.replace(options, **_left_open(options, choose([truth]).options))
+
+
 def score_answer(attempt: Attempt, *, options: AnswerOptions) -> Verdict:
   """1.0 if the completion's one answer agrees with the task's truth, else 0.0; None without a readable truth."""
   if attempt.task.truth is None or not attempt.task.truth.strip():
-    return Verdict(value=None, evidence={'reason': 'the task has no truth'})
+    return Verdict(value=None, evidence={'reason': NO_TRUTH})
+  options = _settled(options, attempt.task.truth)
   truth = reference(attempt.task.truth)
   found = found_answer(attempt, options)
   evidence = {'truth': truth[:200]}

@@ -10,8 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxrl_llm.rewards.answers.effort import SPACES, explodes
-from jaxrl_llm.rewards.answers.extraction import candidates, collapse
-from jaxrl_llm.rewards.answers.numbers import MAGNITUDE, numbers_agree, parse_number
+from jaxrl_llm.rewards.answers.equality import equations_equal, formulas_equal
+from jaxrl_llm.rewards.answers.extraction import candidates
+from jaxrl_llm.rewards.answers.formula import Formula, read_formula
+from jaxrl_llm.rewards.answers.latex import canonical
+from jaxrl_llm.rewards.answers.numbers import MAGNITUDE, numbers_agree, parse_number, plain
+from jaxrl_llm.rewards.answers.units import Unit, parse_quantity, parse_unit, quantities_agree
+from jaxrl_llm.rewards.answers.values import real_value
 
 
 @functools.cache
@@ -90,6 +95,10 @@ _ASIDE = re.compile(r'_\{[^{}]*\}|_\w|\\p?mod\s*\{[^{}]*\}')
 _COMMANDS = re.compile(r'\\[a-zA-Z]+')
 _BASE = re.compile(r'(?<![a-zA-Z])\d(?:\})*_\{?(\d+)')
 _ARGUMENTS = re.compile(r'_\{[^{}]*\}|_\w|(?<=[a-zA-Z])(?:\\left)?\([^()]*\)')
+_UNIT_WORDS = re.compile(
+  r'(?<=[\w})])\s+(?:square |cubic |sq |cu )?[a-zA-Z]{2,}(?:\s*\^\s*\{?\d\}?)?(?:\s+[a-zA-Z]+)*$'
+)
+_SIMPLE = re.compile(r'[a-zA-Z](?:_\{?\w+\}?)?')
 _RECKONED = re.compile(r'(?=.*\d)(?=.*[a-zA-Z])|\\sqrt', re.DOTALL)
 """The left side of `2x = 42` or `x + 1 = 42`, which is not the name of what is on the right."""
 
@@ -98,7 +107,7 @@ def unboxed(answer: str) -> str:
   """`42` for `$\\boxed{42}$`; other text as it is."""
   inner = answer.strip().strip('$').strip()
   found = candidates(inner, 'boxed')
-  return found[0] if len(found) == 1 and inner.startswith(r'\boxed') and inner.endswith('}') else answer
+  return found[0] if len(found) == 1 and inner.startswith((r'\boxed', r'\fbox')) and inner.endswith('}') else answer
 
 
 def _brackets(text: str) -> str:
@@ -122,8 +131,111 @@ def _picked(text: str) -> bool:
   return len(written) > 1 and any(math.isclose(number, abs(value)) for number in written)
 
 
+def tight(text: str) -> str:
+  """Without the spaces that part nothing."""
+  return re.sub(r'(?<!\w) | (?!\w)', '', text)
+
+
+def is_name(left: str) -> bool:
+  """Whether the left side of an equation names what is on its right: `x`, `f(2)`, `AB`, not `2x` or `x + 1`."""
+  bare = _ARGUMENTS.sub('', re.sub(r"\^\s*\{\s*-1\s*\}|\^\s*-1|'", '', left))
+  return re.search('[a-zA-Z]', _COMMANDS.sub('', bare) or bare) is not None and not _RECKONED.search(bare)
+
+
+def _quantity(text: str) -> tuple[str, Unit | None] | None:
+  r"""A value and its unit, as `2\pi` and `cm` of `2\pi \text{ cm}`; None where what follows the value is no unit."""
+  at = text.find(r'\text')
+  if at < 0 and read_formula(text) is None:
+    plain_words = _UNIT_WORDS.search(text)
+    at = plain_words.start() if plain_words else -1
+  if at < 0:
+    return text, None
+  unit = parse_unit(plain(text[at:]))
+  if unit is None or not text[:at].strip():
+    return None
+  return text[:at].strip(), None if unit.words <= {'unit'} and not unit.factor.numerator > 1 and unit.words else unit
+
+
+def _values_agree(truth: str, answer: str) -> bool | None:
+  """Whether two values, with or without units, are the same; None for what is not read here."""
+  numbers = parse_number(truth), parse_number(answer)
+  if all(number is not None for number in numbers):
+    if numbers_agree(*numbers):
+      return True
+  else:
+    quantities = parse_quantity(truth), parse_quantity(answer)
+    if all(quantity is not None for quantity in quantities):
+      return quantities_agree(*quantities, units='stated')
+  sides = _quantity(truth), _quantity(answer)
+  if None in sides:
+    return None
+  (wanted, unit), (got, stated) = sides
+  if unit and stated and (unit.dimensions, unit.factor) != (stated.dimensions, stated.factor):
+    return False
+  formulas = read_formula(wanted), read_formula(got)
+  if None in formulas:
+    return False if all(number is not None for number in numbers) else None
+  if not _bases_agree(*formulas, wanted, got):
+    return False
+  if formulas[0].bases and not formulas[1].bases:
+    return True
+  # A formula that has no value within the bounds of evaluation equals none: nothing else is to try harder.
+  return bool(formulas_equal(*formulas, seed=truth + '|' + answer))
+
+
+def _bases_agree(truth: Formula, answer: Formula, wanted: str, got: str) -> bool:
+  """Whether numbers are in the truth's bases; digits without a base are taken to be in the truth's."""
+  if truth.bases and not answer.bases:
+    return re.sub(r'\s*_\s*(?:\{\w+\}|\d+)', '', wanted) == got
+  return answer.bases == truth.bases or answer.bases == {10}
+
+
+def _sides_agree(truth: str, answer: str) -> bool | None:
+  """Whether two equations, or values with or without names, say the same; None for what is not read here."""
+  wanted, got = ([side.strip() for side in text.split('=')] for text in (truth, answer))
+  if '' in wanted + got or _RELATIONS.search(truth) or _RELATIONS.search(answer):
+    return None
+  if len(wanted) == len(got) == 2:
+    sides = [read_formula(side) for side in (*wanted, *got)]
+    if None in sides and not (is_name(wanted[0]) and is_name(got[0])):
+      return None
+    if None not in sides and equations_equal((sides[0], sides[1]), (sides[2], sides[3]), seed=truth + '|' + answer):
+      return True
+  if len(wanted) > 1 and not is_name(wanted[0]):
+    return False if len(wanted) == 2 else None
+  value, name = wanted[-1], got[0] if len(got) > 1 and is_name(got[0]) else ''
+  if len(got) > 1 and name:
+    if len(wanted) > 1 and _SIMPLE.fullmatch(name) and _SIMPLE.fullmatch(wanted[0]) and name != wanted[0]:
+      return False
+    got = got[1:]
+  formula = read_formula(value)
+  if (
+    len(got) > 1 and not name and not (formula and formula.symbols) and re.search('[a-zA-Z]', _COMMANDS.sub('', got[0]))
+  ):
+    return False  # `2x = 42` is not 42.
+  lettered = bool(formula and formula.symbols)
+  told = [side for side in got[:-1] if lettered or not re.search('[a-zA-Z]', _COMMANDS.sub('', side))]
+  verdicts = [_values_agree(value, side) for side in [*told, got[-1]]]
+  return False if False in verdicts else None if None in verdicts else True
+
+
+def _exact_part(truth: str, answer: str) -> str:
+  """What stands before `\\approx` and a decimal that is near the truth; the whole answer otherwise."""
+  exact, *near = re.split(r'\s*\\approx(?![a-zA-Z])\s*', answer)
+  wanted, numbers = real_value(truth.rpartition('=')[2].strip()), [parse_number(text) for text in near]
+  if not near or not exact or wanted is None or None in numbers:
+    return answer
+  close = all(abs(float(number.value) - float(wanted)) <= _NEAR * abs(float(wanted)) for number in numbers)
+  return exact if close else answer
+
+
+_NEAR = 0.005
+"""How far from the truth, as a share of it, an approximation beside the exact answer may be."""
+
+
 def latex_agree(truth: str, answer: str) -> bool:
-  """Whether two pieces of LaTeX mean the same, by math-verify, behind guards against hedged answers.
+  """Whether two pieces of LaTeX mean the same: numbers, quantities, formulas and equations by their values
+  (`formula.py`), other expressions by math-verify, behind guards against hedged answers.
 
   math-verify takes the last side of `41 = 42` and of `41 \\vee 42`, and `(1, 2)` for `\\{1, 2\\}`. Here a separator
   that the truth has not is a second answer, a relation (`\\geq 42`) is no value, each side of an equation that holds no
@@ -131,15 +243,17 @@ def latex_agree(truth: str, answer: str) -> bool:
   (`101_3`), brackets tell, one number picked out of what it cannot read is no answer, and what it calls equal is looked
   at again (`_confirmed`).
   """
-  truth, answer = (unboxed(text).strip().strip('$').strip() for text in (truth, answer))
-  if collapse(truth) == collapse(answer):
+  truth, answer = (canonical(unboxed(text)) for text in (truth, answer))
+  if tight(truth) == tight(answer):
     return True
-  numbers = parse_number(truth), parse_number(answer)
-  if numbers[0] is not None and numbers[1] is not None:
-    # math-verify drops the word of `5 \text{ million}`.
-    loose = not explodes(answer) and not MAGNITUDE.search(truth + answer)
-    return numbers_agree(*numbers) or (loose and _latex_equal(truth, answer))
   if explodes(answer):
+    return False
+  if r'\approx' not in truth:
+    answer = _exact_part(truth, answer)
+  decided = _sides_agree(truth, answer)
+  if decided is not None:
+    return decided
+  if (parse_number(truth) and parse_number(answer)) or MAGNITUDE.search(truth + answer):
     return False
   if re.search(r'\$|\\[fb]?box', answer) or set(_SEPARATORS.findall(answer)) - set(_SEPARATORS.findall(truth)):
     return False

@@ -8,18 +8,25 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Hashable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
-Method = Literal['whole', 'boxed', 'hashes', 'tags', 'phrase', 'number']
+Method = Literal['whole', 'boxed', 'hashes', 'tags', 'phrase', 'bold', 'formula', 'number']
 """Where the answer stands: the whole text; `\\boxed{…}`; after `####`; `<tag>…</tag>`; after "the answer is" or a label
-`Answer:`; the last number. All but `whole` and `number` look at every occurrence and want them to agree."""
+`Answer:`; in bold at the very end, `**…**`; the formulas of the last sentence that has any (`$…$`, `\\(…\\)`,
+`\\[…\\]`); the last number. All but `whole`, `bold`, `formula` and `number` look at every occurrence and want them to
+agree."""
 
 Methods = Method | tuple[Method, ...]
-"""One, or several in their order: the first that finds anything decides, also that there is no one answer."""
+"""One, or several in their order: the first that finds anything decides, also that there is no one answer. `whole`
+before another one finds what holds no sentence."""
 
 EXPLICIT = ('boxed', 'hashes', 'tags')
 """Of several methods these contradict each other where what they find can be read as values that differ."""
 
+NO_ANSWER = 'no answer'
+"""Why a completion has none: nothing stands where it is looked for."""
+MAX_TRUTH = 300
+"""A truth of more characters is a solution that has the answer in it."""
 MAX_LENGTH = 2000
 """Longer than this, in characters, nothing is an answer."""
 
@@ -29,11 +36,31 @@ NUMBER = re.compile(
 )
 _PHRASE = re.compile(
   r'\bthe (?:final |correct |right |best )?(?:answer|option|choice) is\b[:\s]*'
-  r'|^[ \t]*\**(?:final |correct )?answer\**[ \t]*:\**[:\s]*',
+  r'|(?:^|(?<=[.!?])[ \t])[ \t]*\**(?:final |correct )?answer\**[ \t]*:\**[:\s]*'
+  r'|^(?=[ \t]{0,9}[#*])[ \t#*]{1,20}final answer[*:]*[ \t]*\n\s*',
   re.IGNORECASE | re.MULTILINE,
 )
+_LEAD = re.compile(
+  r'(?:the|its|our|their|that|so)\b(?:\s+(?:[a-z]+|\$[^$\d]{1,40}\$)){1,12}?\s+is\s+(?!not\b)', re.IGNORECASE
+)
+"""As in "Answer: the largest n is 34"."""
+_REASON = re.compile(r'(?<=[\w)}$*]),?\s+(?:because|since)\s|(?<=[\w)}$*]),\s+not\s', re.IGNORECASE)
+"""As in "the answer is 42, because" and "the answer is 42, not 41"."""
 _SENTENCE_END = re.compile(r'\n|[.!?](?=\s|$)')
-_BRACES = re.compile(r'\\(?:boxed|fbox)\s*\{|\\.|[{}]', re.DOTALL)
+_BRACES = re.compile(r'\\\\?(?:boxed|fbox)\s*\{|\\.|[{}]', re.DOTALL)
+_FORMULA = re.compile(
+  r'\$\$(?:[^$\\]|\\.){1,400}\$\$|(?<![\\$])\$(?:[^$\\]|\\.){1,400}\$|\\\((?:[^\\]|\\[^)]){1,400}\\\)|\\\[(?:[^\\]|\\[^\]]){1,400}\\\]',
+  re.DOTALL,
+)
+_PROSE = re.compile(r'[^\W\d_]{2}\s+[^\W\d_]{2}')
+"""Words side by side."""
+_BARE_BOX = re.compile(r'\\boxed\s+([^\s${}\\]+?)(?=[.,;]?(?:[\s$]|$))')
+"""`\\boxed 42`."""
+_BOLD = re.compile(r'\*\*([^*\n]+)\*\*[.!]?\s*\Z')
+_FINAL = re.compile(r'\bfinal answer\b', re.IGNORECASE)
+_MAX_GAP = 40
+"""Characters between boxes of one list."""
+_TOGETHER = re.compile(r'(?:\s|\$|\\[()\[\],;!]|\\q?quad)*|[^.!?]*?(?:,|;|&|\b(?:and|or)\b)[^.!?]*', re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,23 +75,84 @@ def collapse(text: str) -> str:
   return ' '.join(text.split())
 
 
-def _boxed(text: str) -> list[str]:
-  """Of boxes in boxes the innermost and the outermost: all of them would be long as the square of the text."""
-  found, stack, open_boxes, last = [], [], 0, 0
+class _Box(NamedTuple):
+  begin: int
+  start: int
+  """Of what it holds."""
+  end: int
+
+
+def _boxes(text: str) -> tuple[list[_Box], list[_Box]]:
+  """The outermost boxes, and those within them; both in the order of their ends."""
+  outer, inner, stack, open_boxes = [], [], [], 0
   for match in _BRACES.finditer(text):
     token = match.group()
     if token == '}':
       if stack:
-        boxed, start = stack.pop()
+        boxed, begin, start = stack.pop()
         open_boxes -= boxed
-        if boxed and (not open_boxes or last <= start):
-          found.append(text[start : match.start()])
         if boxed:
-          last = match.end()
+          (inner if open_boxes else outer).append(_Box(begin, start, match.start()))
     elif token.endswith('{') and token != r'\{':
-      stack.append((token != '{', match.end()))
+      stack.append((token != '{', match.start(), match.end()))
       open_boxes += token != '{'
+  if open_boxes:  # A box that is never closed is none, so those within it are outermost.
+    last, inner, within = -1, [], sorted(inner)
+    for box in within:
+      (inner if box.begin < last else outer).append(box)
+      last = max(last, box.end)
+    outer.sort()
+  return outer, inner
+
+
+def _held(text: str) -> list[tuple[_Box, str]]:
+  """The outermost boxes and what they hold, without the commands that open boxes within."""
+  outer, inner = _boxes(text)
+  cuts = sorted([(box.begin, box.start) for box in inner] + [(box.end, box.end + 1) for box in inner])
+  found, next_cut = [], 0
+  for box in outer:
+    pieces, at = [], box.start
+    while next_cut < len(cuts) and cuts[next_cut][0] < box.end:
+      cut, after = cuts[next_cut]
+      next_cut += 1
+      if cut >= at:
+        pieces.append(text[at:cut])
+        at = after
+    pieces.append(text[at : box.end])
+    found.append((box, ' '.join(piece.strip() for piece in pieces if piece.strip())))
   return found
+
+
+def _boxed(text: str) -> list[list[str]]:
+  """What the boxes hold, those together that stand side by side (`\\boxed{2} and \\boxed{3}`).
+
+  Where the words "final answer" introduce a box, none before them counts.
+  """
+  boxes = [(box, held) for box, held in _held(text) if held]
+  if not boxes:
+    boxes = [(_Box(match.start(), match.start(1), match.end(1)), match[1]) for match in _BARE_BOX.finditer(text)]
+  if marker := _FINAL.search(text):
+    boxes = [(box, held) for box, held in boxes if box.begin >= marker.end()] or boxes
+  groups: list[list[str]] = []
+  last = None
+  for box, held in boxes:
+    if last is not None and box.begin - last <= _MAX_GAP and _TOGETHER.fullmatch(text, last, box.begin):
+      groups[-1].append(held)
+    else:
+      groups.append([held])
+    last = box.end + 1
+  return groups
+
+
+def _joined(group: Sequence[str], key: Callable[[str], Hashable]) -> str:
+  """One answer of boxes side by side: each value once, as a list."""
+  values = {key(held): held for held in reversed(group)}
+  return ', '.join(reversed(values.values()))
+
+
+def boxed_lists(text: str) -> list[str]:
+  """What the boxes hold, as candidates; those side by side as one list."""
+  return [_joined(group, collapse) for group in _boxed(text)]
 
 
 def _between(text: str, left: str, right: str) -> list[str]:
@@ -79,12 +167,30 @@ def _between(text: str, left: str, right: str) -> list[str]:
   return found
 
 
+def _formulas(text: str) -> list[str]:
+  """From the first to the last formula of the last sentence that has any; empty where there is none."""
+  begin = end = None
+  for match in _FORMULA.finditer(text):
+    if begin is None or _SENTENCE_END.search(text, end, match.start()):
+      begin = match.start()
+    end = match.end()
+  if begin is None:
+    return []
+  # What follows a formula directly may be its unit, and an answer in words is none.
+  return [text[begin:end]]
+
+
 def _phrases(text: str) -> list[str]:
   starts = list(_PHRASE.finditer(text))
   found = []
   for match, following in zip(starts, [*[m.start() for m in starts[1:]], len(text)]):
-    end = _SENTENCE_END.search(text, match.end(), following)
-    found.append(text[match.end() : end.start() if end else following])
+    lead = _LEAD.match(text, match.end(), following)
+    begin = lead.end() if lead else match.end()
+    formula = _FORMULA.match(text, begin, following)
+    end = _SENTENCE_END.search(text, formula.end() if formula else begin, following)
+    end = end.start() if end else following
+    reason = _REASON.search(text, begin, end)
+    found.append(text[begin : reason.start() if reason else end])
   return found
 
 
@@ -94,13 +200,17 @@ def candidates(text: str, method: Method, tag: str = 'answer') -> list[str]:
     case 'whole':
       found = [text]
     case 'boxed':
-      found = _boxed(text)
+      found = [held for group in _boxed(text) for held in group]
     case 'hashes':
       found = [part.partition('\n')[0] for part in text.split('####')[1:]]
     case 'tags':
       found = _between(text, f'<{tag}>', f'</{tag}>')
     case 'phrase':
       found = _phrases(text)
+    case 'bold':
+      found = _BOLD.findall(text[-MAX_LENGTH:])
+    case 'formula':
+      found = _formulas(text)
     case 'number':
       found = NUMBER.findall(text)[-1:]
   return [answer.strip() for answer in found if answer.strip()]
@@ -114,6 +224,12 @@ def _without_echo(text: str, prompts: Sequence[str], method: Method, tag: str) -
       # Not inside a longer word or number: the prompt "3" is not echoed by "13".
       text = re.sub(rf'(?<![\w.]){re.escape(echo)}(?!\w)', '\n', text)
   return text
+
+
+def said(text: str) -> str:
+  """What follows the model's thoughts, `<think>…</think>`; all of a text without them, or with nothing else."""
+  after = text.partition('</think>')[2]
+  return after if after.strip() else text
 
 
 def extract(
@@ -134,23 +250,38 @@ def extract(
     key: answers with equal keys are the same answer; a key that is text says that it could not be read as a value.
   """
   methods, found = (method,) if isinstance(method, str) else method, []
+  text = said(text)
   for method in methods:
+    if method == 'whole' and method != methods[-1] and _PROSE.search(text):
+      continue
     told = text if method == 'whole' else _without_echo(text, prompts, method, tag)
     found = candidates(told, method, tag)
     if found:
       break
   else:
-    return Extraction(None, 'no answer')
-  answer = found[-1]
+    return Extraction(None, NO_ANSWER)
   if max(map(len, found)) > MAX_LENGTH:
     return Extraction(None, f'answer longer than {MAX_LENGTH} characters')
-  nested = {'boxed': r'\boxed', 'tags': f'<{tag}>'}
-  if method in nested and any(nested[method] in a for a in found):
+  if method == 'boxed':
+    found = [_joined(group, key) for group in _boxed(told)]
+  answer = found[-1]
+  if method == 'tags' and any(f'<{tag}>' in a for a in found):
     return Extraction(None, 'answer inside an answer')
-  keys = {key(a) for a in found}
+  keys = {key(a) for a in set(found)}
   for other in (m for m in methods if m in EXPLICIT and m != method):
-    also = map(key, candidates(_without_echo(text, prompts, other, tag), other, tag))
-    keys |= {value for value in also if not isinstance(value, str)}
+    also = set(candidates(_without_echo(text, prompts, other, tag), other, tag))
+    keys |= {value for value in map(key, (a for a in also if len(a) <= MAX_LENGTH)) if not isinstance(value, str)}
   if len(keys) > 1:
     return Extraction(None, f'{len(keys)} answers that differ')
   return Extraction(answer)
+
+
+def reference(truth: str) -> str:
+  """The reference answer inside a dataset's truth: after the last `####`, else in the last box or the boxes beside it,
+  else after "the final answer is" in a text of several sentences, else all of it."""
+  if hashes := candidates(truth, 'hashes'):
+    return hashes[-1]
+  if boxes := boxed_lists(truth):
+    return boxes[-1]
+  phrases = candidates(truth, 'phrase') if len(truth) > MAX_TRUTH else []
+  return phrases[-1] if phrases else truth.strip()

@@ -7,6 +7,7 @@ Invariant: two sets of real numbers agree if they hold the same numbers, so open
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from fractions import Fraction
@@ -14,21 +15,23 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.rewards.answers.effort import explodes
 from jaxrl_llm.rewards.answers.expressions import latex_agree, parse_latex
+from jaxrl_llm.rewards.answers.latex import canonical
 from jaxrl_llm.rewards.answers.lists import MAX_ELEMENTS, inside, mathematical, named, split
 from jaxrl_llm.rewards.answers.numbers import parse_number
+from jaxrl_llm.rewards.answers.values import real_less, real_value
 
 
 class End(NamedTuple):
   text: str
   value: Any
-  """A real number of sympy's or ±inf; None for an expression with names in it."""
+  """A Fraction, a real number of mpmath's or ±inf; None for an expression with names in it."""
 
   def precedes(self, other: End) -> bool:
     if math.inf in (other.value, -self.value):
       return self.value != other.value
     if math.inf in (self.value, -other.value):
       return False
-    return bool(self.value < other.value)
+    return real_less(self.value, other.value)
 
   def equals(self, other: End) -> bool:
     if isinstance(self.value, Fraction) and isinstance(other.value, Fraction):
@@ -44,7 +47,8 @@ class Interval(NamedTuple):
 
 
 _NEGATIVE, _POSITIVE = End('-∞', -math.inf), End('∞', math.inf)
-_VARIABLE = re.compile(r'\\?[a-zA-Z]+(?:_\{?\w+\}?)?')
+_ZERO = End('0', Fraction(0))
+_VARIABLE = re.compile(r'\\?[a-zA-Z]+(?:_\{?\w+\}?)?(?:\([a-zA-Z]\))?')
 _RELATION = re.compile(r'[<>≤≥≠=]')
 _BUILDER = re.compile(r'\s*\\?[a-zA-Z]+\s*(?:∈\s*ℝ\s*)?[|:]\s*(?P<condition>.*)', re.DOTALL)
 
@@ -62,11 +66,8 @@ def _end(text: str) -> End | None:
     return End(str(value), value)
   if not bare or explodes(text) or _RELATION.search(text) or split(text) != [text]:
     return None
-  parsed = parse_latex(text)
-  if not parsed:
-    return None
-  real = getattr(parsed[0], 'is_real', None) and getattr(parsed[0], 'is_number', None)
-  return End(text, parsed[0] if real else None)
+  value = real_value(canonical(text))
+  return End(text, value) if value is not None or parse_latex(text) else None
 
 
 def _bracketed(text: str) -> Interval | None:
@@ -108,10 +109,25 @@ def _inequality(text: str) -> list[Interval] | None:
   return [Interval(end, sign == '≥', _POSITIVE, False)]
 
 
+def _without(text: str) -> list[Interval] | None:
+  """The real numbers but for those that are listed, as in `{1, 2}`."""
+  inner = inside(text.strip(), (r'\{', '{'), (r'\}', '}'))
+  ends = [None] if inner is None else [_end(part) for part in split(inner)]
+  if any(end is None or end.value is None for end in ends):
+    return None
+  ends = [_NEGATIVE, *sorted(ends, key=functools.cmp_to_key(lambda a, b: -1 if a.precedes(b) else 1)), _POSITIVE]
+  return [Interval(low, False, high, False) for low, high in itertools.pairwise(ends)]
+
+
 def _part(text: str) -> list[Interval] | None:
   _, text = named(text) if '∈' in text else ('', text.strip())
+  whole, without, listed = text.partition('∖')
+  if without:
+    return _without(listed) if whole.strip() == 'ℝ' else None
   if text == 'ℝ':
     return [Interval(_NEGATIVE, False, _POSITIVE, False)]
+  if sign := re.fullmatch(r'ℝ\s*[_^]\s*\{?([-+])\}?', text):
+    return [Interval(_NEGATIVE, False, _ZERO, False) if sign[1] == '-' else Interval(_ZERO, False, _POSITIVE, False)]
   if text == '∅':
     return []
   inner = inside(text, (r'\{', '{'), (r'\}', '}'))

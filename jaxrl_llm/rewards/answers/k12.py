@@ -7,7 +7,8 @@ import functools
 import typing
 from typing import Any
 
-from jaxrl_llm.rewards.answers.answer import ANYWHERE, AnswerOptions, Mode, field_of, score_answer
+from jaxrl_llm.rewards.answers.answer import AnswerOptions, field_of, score_answer
+from jaxrl_llm.rewards.answers.choosing import ANYWHERE, Mode
 from jaxrl_llm.rewards.answers.extraction import Methods
 from jaxrl_llm.rewards.answers.units import Units
 from jaxrl_llm.rewards.api import Attempt, OverrunIsZero, Scorer, Verdict, read_options

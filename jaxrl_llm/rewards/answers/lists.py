@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from jaxrl_llm.rewards.answers.expressions import latex_agree, unboxed
+from jaxrl_llm.rewards.answers.latex import canonical
 from jaxrl_llm.rewards.answers.numbers import plain
 
 MAX_ELEMENTS = 64
@@ -14,20 +15,25 @@ _SIGNS = (
   (r'\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle|limits)(?![a-zA-Z])', ''),
   (r'\\lbrace(?![a-zA-Z])', r'\\{'), (r'\\rbrace(?![a-zA-Z])', r'\\}'),
   (r'\\langle(?![a-zA-Z])', '⟨'), (r'\\rangle(?![a-zA-Z])', '⟩'),
-  (r'\\cup(?![a-zA-Z])', '∪'), (r'\\infty(?![a-zA-Z])', '∞'), (r'\\in(?![a-zA-Z])', '∈'),
+  (r'\\cup(?![a-zA-Z])', '∪'), (r'\\setminus(?![a-zA-Z])', '∖'), (r'\\pm(?![a-zA-Z])', '±'), (r'\\mp(?![a-zA-Z])', '∓'),
+  (r'\\infty(?![a-zA-Z])', '∞'), (r'\\in(?![a-zA-Z])', '∈'),
   (r'\\(?:le|leq|leqslant)(?![a-zA-Z])|<=', '≤'), (r'\\(?:ge|geq|geqslant)(?![a-zA-Z])|>=', '≥'),
   (r'\\(?:ne|neq)(?![a-zA-Z])|!=', '≠'), (r'\\lt(?![a-zA-Z])', '<'), (r'\\gt(?![a-zA-Z])', '>'),
   (r'\\(?:emptyset|varnothing)(?![a-zA-Z])', '∅'), (r'\\(?:mathbb|mathbf|Bbb)\s*\{?R\}?|\\R(?![a-zA-Z])', 'ℝ'),
   (r'\\mid(?![a-zA-Z])', '|'), (r'\\(?:vee|lor)(?![a-zA-Z])', ' or '), (r'\\q?quad(?![a-zA-Z])', ' '),
 )  # fmt: skip
 _SIGNS = tuple((re.compile(pattern), sign) for pattern, sign in _SIGNS)
-_NAME = re.compile(r'\s*(?P<name>\\?[a-zA-Z]+(?:_\{?\w+\}?)?|\([a-zA-Z]\s*(?:,\s*[a-zA-Z]\s*)+\))\s*[=∈]\s*(?![=])')
+_NAME = re.compile(
+  r"\s*(?P<name>\\?[a-zA-Z]+'*(?:_\{?\w+\}?)?(?:\^\{?-1\}?)?(?:\s*\([\w\s,]*\))?|\([a-zA-Z]\s*(?:,\s*[a-zA-Z]\s*)+\)|\|[A-Za-z]+\||"
+  r'\\(?:overline|angle|vec|hat|text)\s*\{?\s*[A-Za-z]+\s*\}?)\s*[=∈]\s*(?![=])'
+)
+_BOTH = str.maketrans('±∓', '+-'), str.maketrans('±∓', '-+')
 _OPEN, _CLOSE = '([{⟨', ')]}⟩'
 
 
 def mathematical(text: str) -> str:
   """LaTeX's commands for brackets, relations and signs as the signs themselves."""
-  text = plain(unboxed(text))
+  text = plain(canonical(unboxed(text)))
   for pattern, sign in _SIGNS:
     text = pattern.sub(sign, text)
   return text.strip()
@@ -63,11 +69,16 @@ def split(text: str, *, words: bool = False) -> list[str]:
 
 
 def inside(text: str, left: tuple[str, ...], right: tuple[str, ...]) -> str | None:
-  """What one pair of brackets round the whole text holds; None if there is none such."""
-  opening = next((sign for sign in left if text.startswith(sign)), None)
-  closing = next((sign for sign in right if text.endswith(sign)), None)
-  if opening is None or closing is None or len(text) < len(opening + closing):
+  """What one pair of brackets round the whole text holds; None if there is none such.
+
+  Args:
+    left: opening brackets.
+    right: their closing ones, in the same order.
+  """
+  pairs = [(opening, closing) for opening, closing in zip(left, right) if text.startswith(opening)]
+  if not pairs or not text.endswith(pairs[0][1]) or len(text) < len(''.join(pairs[0])):
     return None
+  opening, closing = pairs[0]
   depth = 0
   for match in re.finditer(r'\\[{}]|[(\[{⟨)\]}⟩]', text):
     depth += 1 if match.group()[-1] in _OPEN else -1
@@ -79,7 +90,7 @@ def inside(text: str, left: tuple[str, ...], right: tuple[str, ...]) -> str | No
 def parse_set(text: str) -> list[str] | None:
   """The elements of a set as written, with or without braces (`x = 1 or x = 2` too); None for what is none."""
   text = mathematical(text)
-  if named(text)[0] and len(split(text, words=True)) == 1:
+  if named(text)[0] and (len(split(text, words=True)) == 1 or named(text)[0].startswith('(')):
     text = named(text)[1]
   inner = inside(text, (r'\{', '{'), (r'\}', '}'))
   text = text if inner is None else inner
@@ -91,12 +102,12 @@ def parse_set(text: str) -> list[str] | None:
     parts = [part for i, part in enumerate(parts) if part or i != len(parts) - 2]
   found = [named(part) for part in parts]
   names = {name for name, _ in found}
-  if '' in [value for _, value in found] or len(names) > 1 or len(parts) > MAX_ELEMENTS:
+  letters = {re.sub(r'_(?:\{\w+\}|\w)$', '', name) for name in names}
+  if '' in [value for _, value in found] or len(letters - {''}) > 1 or len(parts) > MAX_ELEMENTS:
     return None
   elements = []
   for _, value in found:
-    before, *after = re.split(r'\s*(?:\\pm(?![a-zA-Z])|±)\s*', value)
-    elements += [f'{before}+{after[0]}' if before else after[0], f'{before}-{after[0]}'] if len(after) == 1 else [value]
+    elements += [value.translate(signs) for signs in _BOTH] if '±' in value or '∓' in value else [value]
   return elements
 
 
@@ -104,19 +115,21 @@ def parse_tuple(text: str) -> list[str] | None:
   """The entries of a tuple as written, in round, square, angle or no brackets; None for what is none."""
   text = mathematical(text)
   name, value = named(text)
-  text = value if name else text
+  text = (
+    value if name and (inside(value, ('(', '[', '⟨'), (')', ']', '⟩')) is not None or name.startswith('(')) else text
+  )
   inner = inside(text, ('(', '[', '⟨'), (')', ']', '⟩'))
-  parts = split(text if inner is None else inner)
+  parts = split(text, words=bool(name)) if inner is None else split(inner)
   return None if '' in parts or len(parts) > MAX_ELEMENTS or (inner is None and len(parts) == 1) else parts
 
 
-def _names(text: str) -> list[str]:
+def names(text: str) -> list[str]:
   """What the entries of a tuple are called, `(x, y) = …` or `x = …, y = …`; empty where not all of them have names."""
   text = mathematical(text)
   name, _ = named(text)
   if name.startswith('('):
     return [letter.strip() for letter in name[1:-1].split(',')]
-  found = [named(part)[0] for part in split(inside(text, ('(', '[', '⟨'), (')', ']', '⟩')) or text)]
+  found = [named(part)[0] for part in split(inside(text, ('(', '[', '⟨'), (')', ']', '⟩')) or text, words=True)]
   return found if all(found) and len(found) > 1 else []
 
 
@@ -135,11 +148,19 @@ def _is_set(text: str) -> bool:
   return inside(text, (r'\{',), (r'\}',)) is not None or (grouped is not None and len(split(grouped)) > 1)
 
 
-def sets_agree(truth: str, answer: str) -> bool | None:
-  """Whether the sets have the same elements, in any order and however often named; None if the truth is no set."""
+def sets_agree(truth: str, answer: str, *, each: bool = False) -> bool | None:
+  """Whether the sets have the same elements, in any order; None if the truth is no set.
+
+  Args:
+    each: an element counts as often as it is named, as in `3, 3, 5`; else once.
+  """
   wanted, got = parse_set(truth), parse_set(answer)
   if wanted is None or got is None:
     return None if wanted is None else False
+  if each:
+    return len(wanted) == len(got) and all(
+      sum(_elements_agree(w, g) for g in got) == sum(_elements_agree(w, other) for other in wanted) > 0 for w in wanted
+    )
   return all(any(_elements_agree(w, g) for g in got) for w in wanted) and all(
     any(_elements_agree(w, g) for w in wanted) for g in got
   )
@@ -150,7 +171,7 @@ def tuples_agree(truth: str, answer: str) -> bool | None:
   wanted, got = parse_tuple(truth), parse_tuple(answer)
   if wanted is None or got is None:
     return None if wanted is None else False
-  order = _names(answer)
-  if order and order != (_names(truth) or sorted(order)):  # `y = 1, x = 2` is not (1, 2).
+  order = names(answer)
+  if order and order != (names(truth) or sorted(order)):  # `y = 1, x = 2` is not (1, 2).
     return False
   return len(wanted) == len(got) and all(_elements_agree(w, g) for w, g in zip(wanted, got))

@@ -36,7 +36,8 @@ _NUMBER = re.compile(
     {_POWER.format('tens', 'tens_bare')}
   | (?P<mixed>\d+(?=\s|\\))?\s* (?: (?P<a>\d+)\s*/\s*(?P<b>\d+)
       | \\[dt]?frac\s* (?: \{{\s*(?P<c>-?\d+)\s*\}}\s*\{{\s*(?P<d>\d+)\s*\}} | (?P<e>\d)\s*(?P<f>\d) ) )
-  | (?P<whole>\d{{1,3}}(?:,\d{{3}})+|\d*) (?:\.(?P<part>\d*))? (?:[eE](?P<exponent>[-+]?\d{{1,3}}))?
+  | (?P<whole>[1-9]\d{{0,2}}(?:,\d{{3}})+|\d{{1,3}}(?:\ \d{{3}})+(?!\d)|\d*) (?:\.(?P<part>\d*))?
+    (?:[eE](?P<exponent>[-+]?\d{{1,3}}))?
     (?:\s*(?:\\times|\\cdot|[×·*x])\s*{_POWER.format('times', 'times_bare')})?
   )
   (?:\s*(?P<magnitude>{'|'.join(_MAGNITUDES)})\b)?
@@ -80,7 +81,7 @@ def split_number(text: str) -> tuple[Number, str] | None:
     return Number(scale * (int(match['mixed'] or 0) + fraction), percent), text[match.end() :]
   if not (match['whole'] or match['part']):
     return None
-  digits = match['whole'].replace(',', '') + (match['part'] or '')
+  digits = re.sub('[ ,]', '', match['whole']) + (match['part'] or '')
   exponent = int(match['exponent'] or 0) - len(match['part'] or '')
   exponent += int(match['times'] or match['times_bare'] or 0)
   return Number(scale * int(digits) * Fraction(10) ** exponent, percent), text[match.end() :]
@@ -89,9 +90,9 @@ def split_number(text: str) -> tuple[Number, str] | None:
 def parse_number(text: str) -> Number | None:
   """The one number that the whole text is, exactly; None if it is anything else (two numbers, a word, a NaN).
 
-  Reads signs, thousands separators in groups of three, decimals, exponents of up to three digits (`1e3`, `10^3`,
-  `2 \\times 10^{3}`), fractions and mixed numbers (plain or LaTeX), magnitudes (`3 million`), percent, a currency sign;
-  math delimiters, LaTeX's text commands and spaces, bold marks and a final stop are ignored.
+  Reads signs, thousands in groups of three behind commas or spaces, decimals, exponents of up to three digits (`1e3`,
+  `10^3`, `2 \\times 10^{3}`), fractions and mixed numbers (plain or LaTeX), magnitudes (`3 million`), percent, a
+  currency sign; math delimiters, LaTeX's text commands and spaces, bold marks and a final stop are ignored.
   """
   found = split_number(plain(text))
   return found[0] if found and not found[1] else None
@@ -101,10 +102,11 @@ def numbers_agree(truth: Number, answer: Number, *, absolute: float = 0.0, relat
   """Whether the numbers are equal within the tolerance.
 
   p% is p/100. Where only one of the two carries the sign, the numbers as written may agree as well: references to
-  questions like "what percentage …" often leave it out.
+  questions like "what percentage …" often leave it out. A truth below 1 is taken for a share: 0.35 is not 0.35%.
   """
   close = lambda t, a: abs(t - a) <= max(Fraction(absolute), Fraction(relative) * abs(t))
   if truth.percent == answer.percent:
     return close(truth.value, answer.value)
   scaled = [number.value / 100 if number.percent else number.value for number in (truth, answer)]
-  return close(truth.value, answer.value) or close(*scaled)
+  as_written = truth.percent or abs(truth.value) >= 1
+  return (as_written and close(truth.value, answer.value)) or close(*scaled)
