@@ -74,6 +74,10 @@ def test_a_schedule_counts_the_updates_that_are_taken():
     (changed('quickstart.py', algorithm=AlgorithmConfig(name='mix')), 'mix learns from expert rows'),
     (changed('quickstart.py', algorithm=AlgorithmConfig(name='reward_model')), 'learns from pairs'),
     (changed('quickstart.py', algorithm=AlgorithmConfig(name='grpo', options=REFERENCE)), 'its own reference'),
+    (
+      changed('quickstart.py', algorithm=AlgorithmConfig(name='math:pi')),
+      "algorithm 'math:pi': wanted a pair of an options dataclass and a function",
+    ),
     (changed('mix.py', minibatches=64), 'experts.ratio gives 32'),
     (changed('mix.py', selection=SelectionConfig(kind='shortest_correct')), 'use sft|beside experts'),
     (changed('dpo.py:online', minibatches=32), 'groups_per_batch gives 16'),

@@ -123,7 +123,7 @@ def test_a_changed_configuration_is_refused_with_the_keys_that_differ_and_nothin
   assert (tmp_path / 'config.json').read_text() == written
 
 
-@pytest.mark.parametrize('content', [b'', b'{"name": ', b'\xff\xfe\x00', b'[]', b'3'])
+@pytest.mark.parametrize('content', [b'', b'{"name": ', b'\xff\xfe\x00', b'[]', b'3', b'[' * 9999])
 def test_a_file_that_is_no_configuration_is_one_line(tmp_path, config, content):
   workdir = Workdir(tmp_path)
   (tmp_path / 'config.json').write_bytes(content)

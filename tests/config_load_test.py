@@ -180,6 +180,7 @@ def test_text_becomes_the_value_that_the_annotation_wants(key, text, read, wante
     ('stages.grpo.steps', '1.5', "--config.stages.grpo.steps: got '1.5', wanted an integer"),
     ('stages.grpo.steps', '15e-1', "--config.stages.grpo.steps: got '15e-1', wanted an integer"),
     ('stages.grpo.steps', '1e999999999', "--config.stages.grpo.steps: got '1e999999999', wanted an integer"),
+    ('stages.grpo.steps', f'1e{"9" * 30}', f"--config.stages.grpo.steps: got '1e{'9' * 30}', wanted an integer"),
     ('stages.grpo.steps', '', "--config.stages.grpo.steps: got '', wanted an integer"),
     ('shuffle', '1', "--config.shuffle: got '1', wanted true or false"),
     ('limit', 'nan', "--config.limit: got 'nan', wanted a number"),
@@ -209,6 +210,18 @@ def test_text_becomes_the_value_that_the_annotation_wants(key, text, read, wante
 )
 def test_each_bad_override_is_one_line(key, text, line):
   assert refusal(key, text) == line
+
+
+@pytest.mark.parametrize(
+  ('key', 'text', 'ending'),
+  [
+    ('stages.grpo.steps', '1' * 5000, "', wanted an integer"),
+    (f'stages.{"9" * 5000}.steps', '1', ': no such element; there are: sft, grpo'),
+  ],
+)
+def test_a_number_that_python_does_not_read_is_one_line(key, text, ending):
+  line = refusal(key, text)
+  assert line.startswith('--config.stages.') and line.endswith(ending) and len(line) <= 4000
 
 
 def test_an_absent_optional_part_starts_from_its_own_defaults():
@@ -483,6 +496,14 @@ def test_json_that_does_not_fit_is_named():
   assert message(from_json, tree, Root) == "config.stages.1.steps: got 'many' (str), wanted an integer"
   del tree['stages'][1]['steps']
   assert message(from_json, tree, Root) == 'config.stages.1: Stage needs a value for steps'
+
+
+def test_an_integer_beyond_the_range_of_floats_is_no_number():
+  tree = to_json(root())
+  tree['limit'] = 10**400
+  assert message(from_json, tree, Root) == f'config.limit: got {10**400} (int), wanted a number'
+  tree['limit'] = 10**300
+  assert from_json(tree, Root).limit == 1e300
 
 
 JSON = st.recursive(

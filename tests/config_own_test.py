@@ -27,5 +27,26 @@ def test_what_is_not_there_is_one_line(write):
 
 def test_a_fault_of_the_modules_own_is_not_said_to_be_a_missing_name(write):
   write('own_part_faulty', 'import os\nos.no_such_thing\ndef score(attempt): return 1')
-  with pytest.raises(AttributeError, match='no_such_thing'):
+  with pytest.raises(UserError, match=r'cannot be imported: .*own_part_faulty\.py:2: AttributeError: .*no_such_thing'):
     own_part('own_part_faulty:score', 'scorer')
+
+
+@pytest.mark.parametrize(
+  ('text', 'line'),
+  [
+    ('x = 1\nthis is no Python', r'own_part_\d\.py:2: SyntaxError: invalid syntax$'),
+    ('raise ImportError("a\\nb")', r'own_part_\d\.py:1: ImportError: a b$'),
+    ('import own_part_nowhere', "no module 'own_part_nowhere'; is its directory in PYTHONPATH"),
+  ],
+)
+def test_a_module_that_cannot_be_imported_is_one_line(write, request, text, line):
+  name = f'own_part_{request.node.callspec.indices["text"]}'
+  write(name, text)
+  with pytest.raises(UserError, match=line):
+    own_part(f'{name}:score', 'scorer')
+
+
+@pytest.mark.parametrize('name', ['', ':score', '.x:score', 'a..b:score', 'a b:score', '\0:score', '../x:score'])
+def test_what_is_no_name_of_a_module_is_one_line(name):
+  with pytest.raises(UserError, match="is no module's name; wanted 'module:attribute'"):
+    own_part(name, 'scorer')

@@ -507,6 +507,13 @@ def test_answers_have_the_recorded_form(tmp_path):
     ([5], {'n': 200}, "n must be at most the server's max_num_seqs (128), got 200."),
     ([5], {'stop_token_ids': [99]}, 'token_id(s) [99] in stop_token_ids contain out-of-vocab token ids'),
     ([5], {'logprobs': 3}, 'logprobs of the tokens alone'),
+    ([5], {'max_tokens': '8'}, 'body.sampling_params.max_tokens'),
+    ([5], {'temperature': [1]}, 'body.sampling_params.temperature'),
+    ([5], {'temperature': math.nan}, 'temperature must be non-negative, got nan.'),
+    ([5], {'seed': 1 << 64}, 'seed must have 64 bits'),
+    ([5], {'n': True}, 'body.sampling_params.n'),
+    ([5], {'stop_token_ids': ['5']}, 'body.sampling_params.stop_token_ids'),
+    ([5], {'stop_token_ids': 5}, 'body.sampling_params.stop_token_ids'),
     ([5], {'min_p': 0.1}, "knows no sampling parameter 'min_p'"),
   ],
 )
@@ -519,6 +526,49 @@ def test_requests_that_a_server_refuses(tmp_path, prompt, params, message):
       assert (await client.generate([5]))['choices'][0]['finish_reason'] == 'length'
 
   asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+  ('path', 'body'),
+  [
+    (GENERATE, b'[' * 9999),
+    (GENERATE, b'\xff'),
+    (GENERATE, {'token_ids': 5, 'sampling_params': {}}),
+    ('/abort_requests', []),
+    ('/abort_requests', {'request_ids': 7}),
+    ('/update_weights', {'update_info': True}),
+    ('/update_weight_version', {'new_version': [1]}),
+    ('/finish_weight_update', {'weight_version': 7}),
+  ],
+)
+def test_a_body_of_another_form_is_refused_without_a_traceback(tmp_path, caplog, path, body):
+  async def main():
+    async with scripted(tmp_path) as (_, client):
+      await client.post('/start_weight_update', {})
+      data = body if isinstance(body, bytes) else json.dumps(body).encode()
+      how = {'data': data, 'headers': {'Content-Type': 'application/json'}}
+      async with client.session.post(f'http://server{path}', **how) as response:
+        assert response.status == 400, await response.text()
+      assert (await client.generate([5]))['choices'][0]['finish_reason'] == 'length'
+
+  asyncio.run(main())
+  assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_files_that_are_none_are_the_workers_error(tmp_path, caplog):
+  async def main():
+    async with scripted(tmp_path) as (_, client):
+      for info in (
+        {'files': [], 'directory': 'x'},
+        {'files': {'a': 3}, 'directory': 'x'},
+        {'files': {}, 'directory': 7},
+      ):
+        await client.post('/start_weight_update', {})
+        status, answer = await client.ask('POST', '/update_weights', {'update_info': info})
+        assert status == 500 and 'update_info: wanted directory as text' in answer['error']['message']
+
+  asyncio.run(main())
+  assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_other_things_that_a_server_refuses(tmp_path):

@@ -331,3 +331,9 @@ def test_each_sample_is_handed_in_once_and_only_what_was_asked_for():
     with pytest.raises(ValueError, match='wanted sample s/1 of group s'):
       wanted.hand_in(dataclasses.replace(one, **change), '')
   assert [wanted.handed_in.get_nowait() for _ in range(wanted.handed_in.qsize())] == [(one, 'one'), (zero, 'zero')]
+
+
+@pytest.mark.parametrize('lease', ['99', '\r\nforged: line', '\x1b[2J', '\u2028' * 9, ''])
+def test_a_lease_that_nobody_holds_is_told_on_one_line(lease):
+  line = str(Gone(lease))
+  assert line.isprintable() and line.startswith('lease ') and line.endswith(' is not held any more')

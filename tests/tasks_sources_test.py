@@ -120,3 +120,50 @@ def test_bad_source_is_one_line_that_says_what_to_do(tmp_path, source, kwargs, m
     options = {key: str(value).format(dir=tmp_path) for key, value in kwargs.get('options', {}).items()}
     read(source.format(dir=tmp_path), **kwargs | ({'options': options} if source == 'datasets:json' else {}))
   assert '\n' not in str(error.value)
+
+
+@pytest.fixture
+def saved(tmp_path):
+  import datasets
+
+  datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / 'saved'))
+  return tmp_path / 'saved'
+
+
+@pytest.mark.parametrize(
+  ('state', 'message'),
+  [
+    ('""', 'has no list _data_files'),
+    ('{"_data_files": [{"filename": "../outside.arrow"}]}', 'leads out of'),
+    ('{"_data_files": [{"filename": "/dev/zero"}]}', 'is absolute'),
+    ('{"_data_files": [{"filename": "fifo"}]}', 'is a FIFO, wanted a regular file'),
+    ('{"_data_files": [7]}', '_data_files has 7, wanted'),
+    ('[' * 9999, 'nested in more than 100 levels'),
+  ],
+)
+def test_a_saved_dataset_names_only_files_of_its_own(saved, state, message):
+  (saved.parent / 'outside.arrow').write_bytes((saved / 'data-00000-of-00001.arrow').read_bytes())
+  os.mkfifo(saved / 'fifo')
+  (saved / 'state.json').write_text(state)
+  with pytest.raises(UserError, match=rf'^datasets:[^\n]*: cannot be loaded: [^\n]*{message}[^\n]*$'):
+    read(f'datasets:{saved}')
+
+
+@pytest.mark.parametrize('split', ['..', '/etc', 7])
+def test_a_saved_dataset_has_its_splits_inside(saved, split):
+  (saved.parent / 'dict').mkdir()
+  (saved.parent / 'dict' / 'dataset_dict.json').write_text(json.dumps({'splits': [split]}))
+  with pytest.raises(UserError, match=r'leads out of|is absolute|has no list splits'):
+    read(f'datasets:{saved.parent / "dict"}')
+
+
+def test_a_saved_dataset_whose_texts_end_before_they_begin_is_refused(saved):
+  """The offsets of a column are 32-bit numbers; a negative length would be read as it is."""
+  path = saved / 'data-00000-of-00001.arrow'
+  data = bytearray(path.read_bytes())
+  # Texts 'a', 'ü', 'c' begin at 0, 1, 3 and end at 4.
+  offsets = data.index(b''.join(number.to_bytes(4, 'little') for number in (0, 1, 3, 4)))
+  data[offsets + 4 : offsets + 8] = (1 << 30).to_bytes(4, 'little')
+  path.write_bytes(data)
+  with pytest.raises(UserError, match='cannot be loaded: ArrowInvalid'):
+    read(f'datasets:{saved}')

@@ -287,12 +287,11 @@ def _take_over(
   if (workdir / file).exists():
     return
   run = pathlib.Path(of.run).expanduser()
-  theirs = _recorded_config(stage.name, run)
-  checkpoint = theirs['policy']['init_from']
+  checkpoint, theirs = _recorded_config(stage.name, run)
   _check_same_tokenizer(
     stage.name, run, run / TOKENIZER if checkpoint is None else model_directory(checkpoint), tokenizer
   )
-  rewards = from_json(theirs['rewards'], RewardsConfig, f'{run / "config.json"}: rewards')
+  rewards = from_json(theirs, RewardsConfig, f'{run / "config.json"}: rewards')
   tasks = {task.uid: task for name in stage.tasksets for task in tasksets[name].tasks}
   text = lambda sample: completion_text(tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason)
   taken, counts = [], collections.Counter()
@@ -338,11 +337,17 @@ def _take_over(
   write_recorded(workdir, file, taken)
 
 
-def _recorded_config(stage: str, run: pathlib.Path) -> Any:
+def _recorded_config(stage: str, run: pathlib.Path) -> tuple[str | None, Any]:
+  """What the policy of a run began with, and its rewards as JSON."""
   try:
-    return parse_json((run / 'config.json').read_text())
-  except (OSError, ValueError) as error:
-    raise UserError(f'stages.{stage}.recorded.run: {run} is not the directory of a run ({error})') from None
+    config = parse_json((run / 'config.json').read_text())
+    checkpoint, rewards = config['policy']['init_from'], config['rewards']
+    if not isinstance(checkpoint, str | None):
+      raise ValueError('policy.init_from is no text')
+    return checkpoint, rewards
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    reason = f'lacks {error}' if isinstance(error, KeyError) else error
+    raise UserError(f'stages.{stage}.recorded.run: {run} is not the directory of a run ({reason})') from None
 
 
 def _check_same_tokenizer(stage: str, run: pathlib.Path, directory: pathlib.Path, tokenizer: Tokenizer) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 import shutil
@@ -25,6 +24,7 @@ from jaxrl_llm.config.load import apply_overrides
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core import disk
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.files import parse_json
 from jaxrl_llm.core.types import Params, Version
 from jaxrl_llm.master.loop import LoopState
 from jaxrl_llm.master.trainer import Stage
@@ -42,7 +42,7 @@ def config_of_run(run: pathlib.Path) -> Config:
   """As the run wrote it down."""
   file = run / 'config.json'
   try:
-    return from_json(json.loads(file.read_text()), Config)
+    return from_json(parse_json(file.read_text()), Config)
   except FileNotFoundError:
     raise UserError(f'--workdir={run}: no run is there ({file.name} is missing); name the directory of a run') from None
   except ValueError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from absl import logging
 from jax.sharding import Mesh
@@ -34,7 +35,10 @@ def build_algorithm(config: AlgorithmConfig, setting: Setting) -> Algorithm:
   name = config.name
   if ':' not in name and name not in ALGORITHMS:
     raise UserError(f"algorithm {name!r}: unknown; {nearest(name, ALGORITHMS)}; one of your own is 'module:attribute'")
-  options, make = own_part(name, 'algorithm') if ':' in name else ALGORITHMS[name]
+  pair = own_part(name, 'algorithm') if ':' in name else ALGORITHMS[name]
+  if not _is_pair(pair):
+    raise UserError(f'algorithm {name!r}: wanted a pair of an options dataclass and a function of it, got {pair!r}')
+  options, make = pair
   return make(from_json(dict(config.options), options, f'options of algorithm {name}'), setting)
 
 
@@ -44,11 +48,16 @@ def build_processors(configs: Sequence[ProcessorConfig]) -> tuple[tuple[str, Pro
   for config in configs:
     kind = config.implementation
     pair = own_part(kind, 'processor') if ':' in kind else PROCESSORS[kind]
-    if not (isinstance(pair, tuple) and len(pair) == 2 and dataclasses.is_dataclass(pair[0]) and callable(pair[1])):
+    if not _is_pair(pair):
       raise UserError(f'processor {kind!r}: wanted a pair of an options dataclass and a function of it, got {pair!r}')
     options, make = pair
     built.append((config.name, make(from_json(dict(config.options), options, f'options of processor {config.name}'))))
   return tuple(built)
+
+
+def _is_pair(part: Any) -> bool:
+  """Whether it is an options dataclass and a function of it."""
+  return isinstance(part, tuple) and len(part) == 2 and dataclasses.is_dataclass(part[0]) and callable(part[1])
 
 
 def build_stages(

@@ -225,7 +225,7 @@ def _index(items: list, name: str, where: str) -> int:
     raise UserError(f'{where}.{name}: {names.count(name)} elements have this name; address one by position')
   if name in names:
     return names.index(name)
-  if name.isdecimal() and int(name) < len(items):
+  if name.isdecimal() and len(name) < 10 and int(name) < len(items):
     return int(name)
   positions = f'0 ... {len(items) - 1}' if items else 'none, it is empty'
   known = nearest(name, names) if names else f'wanted a position: {positions}'

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import importlib
+import traceback
 from typing import Any
 
-from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.errors import UserError, one_line
 
 
 def own_part(name: str, what: str) -> Any:
   """A user's own part, named 'module:attribute'; the module is looked for as Python looks for any."""
   module, _, attribute = name.partition(':')
+  if not all(part.isidentifier() for part in module.split('.')):
+    raise UserError(f"{what} {name!r}: {module!r} is no module's name; wanted 'module:attribute'")
   try:
     found = importlib.import_module(module)
   except ModuleNotFoundError as error:
     raise UserError(f'{what} {name!r}: no module {error.name!r}; is its directory in PYTHONPATH?') from None
+  except Exception as error:
+    if isinstance(error, SyntaxError):
+      place, text = f'{error.filename}:{error.lineno}', error.msg
+    else:
+      frame, text = traceback.extract_tb(error.__traceback__)[-1], error
+      place = f'{frame.filename}:{frame.lineno}'
+    reason = f'{place}: {type(error).__name__}: {one_line(text)}'
+    raise UserError(f'{what} {name!r}: cannot be imported: {reason}') from error
   try:
     return getattr(found, attribute)
   except AttributeError:

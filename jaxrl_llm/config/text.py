@@ -31,6 +31,7 @@ from jaxrl_llm.core.files import parse_json
 
 _NONE_WORDS = ('none', 'None', 'null')
 _BOOL_WORDS = {'true': True, 'True': True, 'false': False, 'False': False}
+_LONGEST_NUMBER = 1000  # Characters; Python itself refuses to read numbers several times as long.
 _INT_DIGITS_LIMIT = 18  # A longer exponent is a slip, and expanding it could take all memory.
 
 
@@ -90,9 +91,11 @@ def _choices(kind: Any) -> dict[str, Any]:
 
 
 def _parse_int(text: str) -> Any:
+  if len(text) > _LONGEST_NUMBER:
+    return _UNREAD
   if re.fullmatch(r'[+-]?\d+(_\d+)*', text):
     return int(text)
-  if re.fullmatch(r'[+-]?\d+(\.\d+)?[eE]\+?\d+', text):
+  if re.fullmatch(r'[+-]?\d+(\.\d+)?[eE]\+?\d{1,4}', text):
     number = decimal.Decimal(text)
     if number.adjusted() <= _INT_DIGITS_LIMIT and number == number.to_integral_value():
       return int(number)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import sys
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -63,7 +64,7 @@ def _member_of(value: Any, annotation: Any, where: str) -> Any:
 
 def _has_type(value: Any, member: Any) -> bool:
   if member is float:  # As Python's own typing has it, an int will do; a bool will not.
-    return type(value) in (int, float) and not math.isnan(value)
+    return abs(value) <= sys.float_info.max if type(value) is int else type(value) is float and not math.isnan(value)
   if member in SCALARS:
     return type(value) is member
   if typing.get_origin(member) is typing.Literal:

@@ -34,7 +34,7 @@ class Gone(Exception):
   """The lease is somebody else's by now, or its group has ended."""
 
   def __init__(self, lease: str):
-    super().__init__(f'lease {lease[:8]} is not held any more')
+    super().__init__(f'lease {ascii(lease[:8])[1:-1]} is not held any more')
 
 
 class Misbehaved(Exception):
@@ -218,11 +218,13 @@ class Leases:
         group.spoiled_by.add(_label(name))
     await self.give_up(name, f'was evicted: {why}')
 
-  async def give_up_silent(self) -> None:
-    """Those that have said nothing for too long."""
+  async def give_up_silent(self) -> list[str]:
+    """Gives up the explorers that have said nothing for too long; their names."""
     now = time.monotonic()
-    for name in [name for name, heard in self._heard.items() if now - heard > self._silent_s]:
+    silent = [name for name, heard in self._heard.items() if now - heard > self._silent_s]
+    for name in silent:
       await self.give_up(name, f'was silent for {self._silent_s:g} s')
+    return silent
 
   async def _lend_again(self, lost: list[Group], why: str) -> None:
     async with self._work:

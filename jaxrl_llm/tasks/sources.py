@@ -20,7 +20,7 @@ import pyarrow
 import pyarrow.parquet
 
 from jaxrl_llm.core.errors import UserError, one_line
-from jaxrl_llm.core.files import check_depth, check_regular, parse_json
+from jaxrl_llm.core.files import check_depth, check_regular, parse_json, path_inside, read_bytes
 from jaxrl_llm.core.types import Json
 
 SOURCES: Mapping[str, str] = {
@@ -223,16 +223,17 @@ def _dataset_rows(target: str, options: Mapping[str, Any]) -> Iterator[Row | Cor
   name, _, split = target.partition('#')
   where = f'datasets:{target}'
   try:
+    _check_saved(pathlib.Path(name))
     if (pathlib.Path(name) / 'dataset_dict.json').is_file():
-      loaded = datasets.load_from_disk(name, **options)
+      loaded = _load_saved(name, options)
       loaded = loaded[split] if split else loaded
     elif (pathlib.Path(name) / 'state.json').is_file():
       if split:
         raise ValueError(f'it was saved without splits, so {split!r} names nothing')
-      loaded = datasets.load_from_disk(name, **options)
+      loaded = _load_saved(name, options)
     else:
       loaded = datasets.load_dataset(name, split=split or None, **options)
-  except (OSError, ValueError, KeyError, TypeError, datasets.exceptions.DatasetsError) as error:
+  except Exception as error:  # Whatever a damaged file leads the library to.
     # Which says no more than that there was an error.
     cause = (isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__) or error
     reason = (str(cause).splitlines() or [''])[0]
@@ -242,6 +243,36 @@ def _dataset_rows(target: str, options: Mapping[str, Any]) -> Iterator[Row | Cor
       raise UserError(f'{where}: has splits {sorted(loaded)}; name one as datasets:{name}#<split>')
     loaded = next(iter(loaded.values()))
   return _loaded_rows(where, loaded)
+
+
+def _load_saved(name: str, options: Mapping[str, Any]) -> Any:
+  """Raises whatever the library does; and ArrowInvalid where a damaged file would lead reads out of its memory."""
+  import datasets
+
+  loaded = datasets.load_from_disk(name, **options)
+  for part in loaded.values() if isinstance(loaded, Mapping) else (loaded,):
+    part.data.table.validate(full=True)
+  return loaded
+
+
+def _check_saved(directory: pathlib.Path) -> None:
+  """Raises ValueError for a saved dataset that names other files than regular ones inside its directory."""
+  parts = [directory]
+  if (directory / 'dataset_dict.json').is_file():
+    parts = [path_inside(directory, split) for split in _read_listed(directory / 'dataset_dict.json', 'splits')]
+  for part in parts:
+    for file in _read_listed(part / 'state.json', '_data_files') if (part / 'state.json').is_file() else ():
+      if not isinstance(file, dict) or not isinstance(file.get('filename'), str):
+        raise ValueError(f'{part / "state.json"}: _data_files has {one_line(file, 100)}, wanted {{filename}}')
+      check_regular(path_inside(part, file['filename']))
+
+
+def _read_listed(path: pathlib.Path, name: str) -> list[Json]:
+  value = parse_json(read_bytes(path, MAX_ROW_BYTES).decode())
+  listed = value.get(name) if isinstance(value, dict) else None
+  if not isinstance(listed, list) or (name == 'splits' and not all(isinstance(one, str) for one in listed)):
+    raise ValueError(f'{path}: has no list {name}')
+  return listed
 
 
 def _loaded_rows(where: str, loaded: Any) -> Iterator[Row | Corrupt]:

@@ -14,6 +14,9 @@ from aiohttp import web
 from jaxrl_llm.rollout.fake.core import Call, Core, Sample
 from jaxrl_llm.rollout.fake.requests import MODEL, Params
 
+_MESSAGE = 4000
+"""Characters of an error's text that are told."""
+
 
 def to_json(answer: Any, *, status: int = 200) -> web.Response:
   return web.Response(body=json.dumps(answer).encode(), status=status, content_type='application/json')
@@ -82,6 +85,7 @@ def metrics(core: Core) -> str:
 def failure(
   message: str, *, status: int = 500, kind: str = 'InternalServerError', param: str | None = None
 ) -> web.Response:
+  message = message[:_MESSAGE]
   # As vLLM does, so that no client comes to rely on a path in a message.
   message = re.sub(r'/(?:home|usr|opt|var|tmp|root|lib|mnt|srv)(?:/[\w.\-]+)+', '<path>', message)
   message = re.sub(r'(?:/[\w\-]+)+/[\w\-]+\.\w+', '<path>', message)

@@ -92,10 +92,10 @@ class Core:
       if call.params.prompt_logprobs is not None:
         call.tasks.append(asyncio.create_task(self._score(call)))
       call.tasks += [asyncio.create_task(self._complete(call, sample)) for sample in call.samples]
-      await asyncio.wait(call.tasks)
+      await asyncio.wait(call.tasks)  # wait client: its hang-up cancels this
     finally:
       call.abort()
-      await asyncio.wait(call.tasks)
+      await asyncio.wait(call.tasks)  # wait cancelled: they have just been cancelled
       self.calls.discard(call)
       self.finished.update(sample.finish for sample in call.samples)
       self._notify()
@@ -146,13 +146,14 @@ class Core:
     params, finish = call.params, None
     slowness = self._latency.seconds(params.seed, sample.index)
     async with contextlib.aclosing(self.backend.draw(call.prompt, params, sample.index)) as pieces:
-      while finish is None:
+      while finish is None:  # wait client: its hang-up cancels this
         async with self._turn(call):
           drawn = await anext(pieces, None)
         if drawn is None:
           raise ValueError(f'the script ended after {len(sample.tokens)} of {params.max_tokens} tokens, without a stop')
         before = len(sample.tokens)
         finish = self._take(sample, drawn, params)
+        # wait client: its hang-up cancels this
         while finish is None and self.faults.stall_at is not None and len(sample.tokens) >= self.faults.stall_at:
           await asyncio.sleep(_POLL_S)
         await asyncio.sleep(slowness * (len(sample.tokens) - before) / params.max_tokens)
@@ -190,4 +191,4 @@ class Core:
 
   async def _until(self, reached: Callable[[], bool]) -> None:
     while not reached():
-      await self._changed.wait()
+      await self._changed.wait()  # wait client: its hang-up cancels this

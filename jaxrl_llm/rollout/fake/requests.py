@@ -6,11 +6,14 @@ Invariant: parameters that were parsed are complete and in range, so nothing beh
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
 from aiohttp import web
+
+from jaxrl_llm.core.errors import one_line
+from jaxrl_llm.core.files import parse_json
 
 MODEL = 'policy'
 """What the model is called."""
@@ -55,18 +58,24 @@ def invalid(where: str, message: str) -> Refusal:
   return Refusal(f"1 validation error:\n  {{'loc': '{where}', 'msg': '{message}'}}", kind='Bad Request', param=where)
 
 
-async def read_json(request: web.Request, *needed: str) -> dict[str, Any]:
-  """A JSON object with the needed fields; an empty body is an empty object."""
-  text = await request.text()
+async def read_json(request: web.Request, **kinds: type) -> dict[str, Any]:
+  """A JSON object; an empty body is an empty object.
+
+  Args:
+    kinds: the fields that are needed, with their types.
+  """
+  data = await request.read()
   try:
-    body = json.loads(text) if text else {}
-  except ValueError as error:
+    body = parse_json(data.decode()) if data else {}
+  except ValueError as error:  # Also what is not UTF-8.
     raise invalid('body', f'JSON decode error: {error}') from None
   if not isinstance(body, dict):
     raise invalid('body', 'Input should be a valid dictionary')
-  for name in needed:
+  for name, kind in kinds.items():
     if name not in body:
       raise invalid(f'body.{name}', 'Field required')
+    if type(body[name]) is not kind:
+      raise invalid(f'body.{name}', f'Input should be a valid {kind.__name__}')
   return body
 
 
@@ -83,16 +92,14 @@ def parse(
     eos_ids: the model's own stop tokens.
   """
   prompt, given = body['token_ids'], body['sampling_params']
-  if not isinstance(prompt, list) or not prompt or not all(type(token) is int and token >= 0 for token in prompt):
+  if not prompt or not all(type(token) is int and token >= 0 for token in prompt):
     raise invalid('body.token_ids', 'Input should be a non-empty list of non-negative integers')
-  if not isinstance(given, dict):
-    raise invalid('body.sampling_params', 'Input should be an instance of SamplingParams')
   if body.get('model') not in (None, MODEL):
-    message = f'The model `{body["model"]}` does not exist. Valid aliases: {MODEL}.'
+    message = f'The model `{one_line(body["model"])}` does not exist. Valid aliases: {MODEL}.'
     raise Refusal(message, status=404, kind='NotFoundError', param='model')
   params = _params(given, vocab_size, eos_ids, room=max_model_len - len(prompt), spare_seed=-1 - number)
   _check_length(len(prompt), max_model_len)
-  return f'generate-tokens-{body.get("request_id") or number}', prompt, params
+  return f'generate-tokens-{one_line(body.get("request_id") or number)}', prompt, params
 
 
 def _check_length(length: int, longest: int) -> None:
@@ -121,6 +128,20 @@ _DEFAULTS = {
   'prompt_logprobs': None,
 }
 """The sampling parameters that are known, and what they are where a request does not say."""
+_KINDS: Mapping[str, tuple[type, ...]] = {
+  'max_tokens': (int, NoneType),
+  'temperature': (float, int),
+  'top_p': (float, int),
+  'top_k': (int,),
+  'seed': (int, NoneType),
+  'n': (int,),
+  'stop_token_ids': (list, tuple),
+  'ignore_eos': (bool,),
+  'logprobs': (int, NoneType),
+  'prompt_logprobs': (int, NoneType),
+}
+"""Their types."""
+_INT64 = 1 << 63
 
 
 def _params(
@@ -136,8 +157,12 @@ def _params(
   """
   unknown = sorted(set(given) - set(_DEFAULTS) - _HARMLESS)
   if unknown:
-    raise Refusal(f'the fake knows no sampling parameter {unknown[0]!r}', param=unknown[0])
+    name = one_line(unknown[0])
+    raise Refusal(f'the fake knows no sampling parameter {name!r}', param=name)
   got = {name: given.get(name, default) for name, default in _DEFAULTS.items()}
+  for name, kinds in _KINDS.items():
+    if type(got[name]) not in kinds:
+      raise invalid(f'body.sampling_params.{name}', f'Expected {" | ".join(kind.__name__ for kind in kinds)}')
   room = max(1, room)
   if got['max_tokens'] is None:
     got['max_tokens'] = room
@@ -160,22 +185,23 @@ def _check_params(got: Mapping[str, Any], vocab_size: int) -> None:
   # In vLLM's order: of several faults the first is told.
   for refused, name, wanted in (
     (got['max_tokens'] < 1, 'max_tokens', 'must be at least 1'),
-    (got['temperature'] < 0, 'temperature', 'must be non-negative'),
+    (not got['temperature'] >= 0, 'temperature', 'must be non-negative'),
     (got['temperature'] > 2, 'temperature', 'must be in [0, 2]'),
     (not 0 < got['top_p'] <= 1, 'top_p', 'must be in (0, 1]'),
     (got['top_k'] < -1, 'top_k', 'must be 0 (disable), or at least 1'),
     (got['n'] < 1, 'n', 'must be at least 1'),
     (got['n'] > MAX_SAMPLES, 'sampling_params.n', f"must be at most the server's max_num_seqs ({MAX_SAMPLES})"),
     (got['temperature'] == 0 and got['n'] > 1, 'n', 'must be 1 when using greedy sampling'),
+    (not -_INT64 <= (got['seed'] or 0) < _INT64, 'seed', 'must have 64 bits'),
   ):
     if refused:
-      raise Refusal(f'{name} {wanted}, got {got[name.removeprefix("sampling_params.")]}.', param=name)
-  strange = [token for token in got['stop_token_ids'] if not 0 <= token < vocab_size]
-  if strange:
-    raise Refusal(
-      f'token_id(s) {strange} in stop_token_ids contain out-of-vocab token ids. Vocabulary size: {vocab_size}',
-      param='stop_token_ids',
-    )
+      raise Refusal(f'{name} {wanted}, got {one_line(got[name.removeprefix("sampling_params.")])}.', param=name)
+  stops = got['stop_token_ids']
+  if not all(type(token) is int for token in stops):
+    raise invalid('body.sampling_params.stop_token_ids', 'Expected a list of int')
+  if strange := [token for token in stops if not 0 <= token < vocab_size]:
+    outside = f'token_id(s) {one_line(strange)} in stop_token_ids contain out-of-vocab token ids.'
+    raise Refusal(f'{outside} Vocabulary size: {vocab_size}', param='stop_token_ids')
   for name in ('logprobs', 'prompt_logprobs'):
     if got[name]:
       raise Refusal(f'the fake gives logprobs of the tokens alone: {name} is {got[name]}, wanted 0', param=name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import json
 import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -134,7 +133,7 @@ class FakeServer:
     for task in self._background:
       task.cancel()
     if self._background:
-      await asyncio.wait(self._background)
+      await asyncio.wait(self._background)  # wait cancelled: they have just been cancelled
     await self._core.backend.close()
     if alive and self._uds is not None:
       with contextlib.suppress(FileNotFoundError):
@@ -198,7 +197,7 @@ class FakeServer:
     if fault is Fault.DIE:
       await self.die()
     if fault in (Fault.HANG, Fault.DIE):
-      await asyncio.Event().wait()  # Until the client goes.
+      await asyncio.Event().wait()  # wait client: its hang-up cancels this
     if fault is Fault.DELAY:
       await asyncio.sleep(self.faults.delay_s)
     if fault is Fault.CORE:
@@ -261,14 +260,13 @@ class FakeServer:
     return to_json({'status': 'resumed'})
 
   async def _abort_requests(self, request: web.Request) -> web.Response:
-    try:
-      body = json.loads(await request.text())
-    except ValueError:
-      raise Refusal('Invalid JSON format', kind='Bad Request') from None
-    return to_json({'status': 'aborted', 'aborted': self._core.abort(body.get('request_ids') or ())})
+    names = (await read_json(request)).get('request_ids') or []
+    if type(names) is not list:
+      raise invalid('body.request_ids', 'Input should be a valid list')
+    return to_json({'status': 'aborted', 'aborted': self._core.abort(names)})
 
   async def _init_transfer(self, request: web.Request) -> web.Response:
-    await read_json(request, 'init_info')
+    await read_json(request, init_info=dict)
     return to_json({'message': 'Weight transfer initialized'})
 
   async def _start_update(self, request: web.Request) -> web.Response:
@@ -276,20 +274,22 @@ class FakeServer:
     return to_json({'message': 'Weight update started'})
 
   async def _update(self, request: web.Request) -> web.Response:
-    await self._worker.update((await read_json(request, 'update_info'))['update_info'])
+    await self._worker.update((await read_json(request, update_info=dict))['update_info'])
     if self.faults.die_in_update:
       await self.die()
     return to_json({'message': 'Weights updated'})
 
   async def _finish_update(self, request: web.Request) -> web.Response:
     label = (await read_json(request)).get('weight_version')
+    if not isinstance(label, str | None):
+      raise invalid('body.weight_version', 'Input should be a valid string')
     self._worker.finish()
     if label is not None:
       self._core.name_version(label)
     return to_json({'message': 'Weight update finished'})
 
   async def _set_label(self, request: web.Request) -> web.Response:
-    label = (await read_json(request, 'new_version'))['new_version']
+    label = (await read_json(request, new_version=str))['new_version']
     self._core.name_version(label)
     return to_json({'success': True, 'new_version': label})
 
@@ -304,7 +304,7 @@ class FakeServer:
       raise Refusal(
         "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed", kind='Bad Request'
       )
-    body = await read_json(request, 'token_ids', 'sampling_params')
+    body = await read_json(request, token_ids=list, sampling_params=dict)
     name, prompt, params = parse(
       body,
       number=self.requests[GENERATE],

@@ -72,7 +72,11 @@ def _read(info: Mapping[str, Any], held: Mapping[str, np.ndarray]) -> dict[str, 
       'Invalid update_info for FileTransfer: _install.<locals>.UpdateInfo.__init__() got an unexpected keyword '
       f"argument '{unknown[0]}'"
     )
-  tensors = read_checked(info.get('files', {}), info.get('directory', ''))
+  files, directory = info.get('files', {}), info.get('directory', '')
+  listed = isinstance(files, dict) and all(isinstance(digests, dict) for digests in files.values())
+  if not listed or not isinstance(directory, str):
+    raise ValueError('update_info: wanted directory as text, and files as digests of tensors by file')
+  tensors = read_checked(files, directory)
   if set(tensors) != set(held):
     missing, more = sorted(set(held) - set(tensors)), sorted(set(tensors) - set(held))
     raise ValueError(f'publication and model differ: tensors missing {missing[:4]}, unknown {more[:4]}')
