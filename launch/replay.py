@@ -6,7 +6,6 @@ began with, the recorded plans are gone through; for each step on the way a line
 kept. Exit code 0: all of it is equal. Nothing in the run directory changes.
 """
 
-import asyncio
 import contextlib
 import pathlib
 import sys
@@ -39,7 +38,7 @@ def main(argv: list[str]) -> None:
     raise UserError('--workdir is missing; usage: launch/replay.py --workdir=DIR [--step=N]')
   check_alone()
   logging.set_verbosity(-1)
-  sys.exit(asyncio.run(_replay(pathlib.Path(WORKDIR.value), STEP.value)))
+  sys.exit(script.run_async(_replay(pathlib.Path(WORKDIR.value), STEP.value)))
 
 
 async def _replay(run: pathlib.Path, step: int | None) -> int:

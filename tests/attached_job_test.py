@@ -2,11 +2,13 @@
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import time
 
 import job
+import psutil
 import pytest
 import serving
 
@@ -77,3 +79,23 @@ def test_after_three_kills_at_a_bound_of_two_every_task_was_trained_once(tmp_pat
     run = tmp_path / 'run'
     job.kill_at_random(run, *flags, *job.ASYNCHRONOUS, '--config.stages.grpo.steps=21', kills=3, seed=1)
   job.check_accounts(run, steps=21, processed=False)
+
+
+def test_a_run_whose_only_server_is_stopped_ends_with_a_line_in_time_and_goes_on_once_it_is_back(tmp_path):
+  run = tmp_path / 'run'
+  with fakes(tmp_path, count=1) as flags:
+    (server,) = [child for child in psutil.Process().children() if f'--uds={tmp_path / "0.sock"}' in child.cmdline()]
+    limits = {'latency_s': 2, 'min_tokens_per_s': 20, 'start_deadline_s': 4}
+    process = job.start(run, *flags, *(f'--config.rollout.vllm.{name}={value}' for name, value in limits.items()))
+    job.wait_for_rows(run, 12 + 3, process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    server.suspend()
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 1
+    last = said.splitlines()[-1]
+    assert re.match(r'run stopped: .*no engine left: none served for \S+=4 s; the last: engine vllm-0: ', last), last
+    assert 'Traceback' not in said
+    assert children and psutil.wait_procs(children, timeout=30)[1] == []
+    server.resume()
+    job.train(run, *flags)
+  check(run)

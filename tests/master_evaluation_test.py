@@ -6,8 +6,10 @@ import math
 
 import exploring
 import pytest
+from clocks import simulated
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.waits import WaitExpired
 from jaxrl_llm.master.evaluation import (
   Evaluator,
   SuiteConfig,
@@ -172,3 +174,14 @@ def test_greedy_only_asks_for_nothing_else(tokenizer):
   assert len(engine.requests) == len(rows) == 3
   assert metrics['val-core/eval/acc/greedy'] == 1.0
   assert not any('@' in key for key in metrics)
+
+
+def test_a_suite_that_makes_no_progress_any_more_ends_with_a_line(tokenizer):
+  engine = exploring.FakeEngine(tokenizer)
+  engine.hold = lambda request: len(engine.requests) > 2
+  scorers = exploring.FakeScorers(lambda attempt: 1.0)
+  workflow = SingleTurn(engine, tokenizer, max_tokens=4)
+  evaluator = Evaluator(workflow=workflow, scorers=scorers, rewards=exploring.REWARDS, deadline_s=5.0)
+  with pytest.raises(WaitExpired, match=r'^wait suite: evaluation held_out waited 5 s for another of its tasks to end'):
+    simulated(evaluator.run(suite(), exploring.make_tasks(4, 'eval')))
+  assert engine.cancelled

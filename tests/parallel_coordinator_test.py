@@ -21,6 +21,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 PROCESS = """
 import asyncio, hashlib, json, os, signal, sys
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
@@ -29,8 +31,9 @@ scenario, rank, port = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 jax.config.update('jax_enable_recoverability', True)
 jax.distributed.initialize(f'127.0.0.1:{port}', 2, rank)
 signals = []
+device = DeviceThread(deadline_s=3.0 if scenario == 'computing' else 600.0)
 coordinator = Coordinator(
-  DeviceThread(), on_signal=signals.append, beat_s=0.02, silence_s=3.0 if scenario == 'silent' else 600.0
+  device, on_signal=signals.append, beat_s=0.02, silence_s=3.0 if scenario == 'silent' else 600.0
 )
 
 def say(**what):
@@ -96,9 +99,15 @@ async def silent():
     await asyncio.sleep(3600)  # nothing is decided, and no beat is sent
   await agree(None)
 
+async def computing():
+  await agree(decided('hello'))
+  say(ready=True)
+  while True:
+    await device.run(multihost_utils.process_allgather, np.zeros(1))
+
 async def main():
   try:
-    await {'agreeing': agreeing, 'busy': busy_for_ever, 'silent': silent}[scenario]()
+    await {'agreeing': agreeing, 'busy': busy_for_ever, 'silent': silent, 'computing': computing}[scenario]()
   except Exception as error:
     say(left=[type(error).__name__, str(error)])
 
@@ -227,6 +236,17 @@ def test_a_stuck_process_is_named_at_the_deadline_by_the_one_that_waits(tmp_path
     assert kind == 'WaitExpired'
     assert 'process 1 waited 3 s for process 0' in message
     assert 'process_allgather' in pair.errors(1)  # stacks
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('victim', [0, 1])
+def test_a_process_that_is_stopped_in_a_collective_is_named_by_the_other_at_the_deadline_of_its_work(victim, tmp_path):
+  with Pair('computing', tmp_path) as pair:
+    pair.wait_ready()
+    pair.processes[victim].send_signal(signal.SIGSTOP)
+    kind, message = pair.end(1 - victim)['left']
+    assert kind == 'WaitExpired'
+    assert message.startswith(f'wait device: process {1 - victim} waited 3 s for its device work')
 
 
 def test_alone_a_decision_is_its_own_value():

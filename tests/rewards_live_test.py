@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import threading
 import time
 from collections import Counter
@@ -202,6 +203,30 @@ def test_a_file_that_is_none_changes_nothing_and_is_one_line(tmp_path, caplog, t
   using(pool(scorers(), live=file), use)
   (told,) = [record.getMessage() for record in caplog.records if record.levelname == 'WARNING']
   assert told.startswith(f'{file}: ') and told.endswith('; nothing is changed') and line in told and '\n' not in told
+
+
+def test_what_is_no_file_of_text_or_too_large_changes_nothing_and_is_one_line(tmp_path, caplog):
+  file, applied = tmp_path / FILE, []
+
+  async def use():
+    live = LiveFile(file, lambda live: applied.append(live))
+    for make in (
+      lambda: os.mkfifo(file),
+      file.mkdir,
+      lambda: file.write_bytes(b'\xff'),
+      lambda: file.write_text('1' * (1 << 21)),
+    ):
+      make()
+      await live.check()
+      file.rmdir() if file.is_dir() else file.unlink()
+
+  asyncio.run(asyncio.wait_for(use(), 60))
+  lines = [record.getMessage() for record in caplog.records if record.levelname == 'WARNING']
+  assert len(lines) == 4 and not applied
+  for line, told in zip(
+    lines, ('is a FIFO, wanted a regular file', 'Is a directory', "codec can't decode", 'wanted at most')
+  ):
+    assert told in line and line.endswith('; nothing is changed') and '\n' not in line
 
 
 def test_a_file_of_which_a_part_is_refused_says_what_has_changed_all_the_same(tmp_path, caplog):

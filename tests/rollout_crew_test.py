@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 from clocks import LOOP_CLOCK, simulated
 from exploring import FakeEngine, make_tasks, make_tokenizer
+from serving import children_of
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.types import Version
+from jaxrl_llm.core.waits import WaitExpired
 from jaxrl_llm.experience.sample import encode
 from jaxrl_llm.experience.task import Media
 from jaxrl_llm.rewards.api import Attempt, Reward
-from jaxrl_llm.rollout import exploring, wire
+from jaxrl_llm.rollout import crew, exploring, wire
 from jaxrl_llm.rollout.api import Request, Sampling
 from jaxrl_llm.rollout.arrivals import Bounds
 from jaxrl_llm.rollout.crew import Crew, ExplorersConfig
@@ -631,14 +633,37 @@ def test_texts_are_decoded_from_the_tokens_outside_the_event_loop(tmp_path):
   assert len(threads) == 3 and threading.get_ident() not in threads
 
 
-def test_without_explorers_the_run_ends_with_a_line(tmp_path):
+def test_a_run_to_which_no_explorer_comes_ends_with_a_line(tmp_path):
   async def check():
-    setting = Setting(tmp_path, nobody_s=0.1)
-    with pytest.raises(RunError, match='none has been there for'):
+    setting = Setting(tmp_path, nobody_s=4 * crew._CHECK_S)
+    with pytest.raises(WaitExpired, match='wait first_explorer: the run waited 1 s for an explorer to come'):
       async with setting.running():
         pass
 
   simulated(check())
+
+
+def test_a_run_that_all_explorers_have_left_ends_with_a_line(tmp_path):
+  async def check():
+    async with Setting(tmp_path, nobody_s=1.0).running('a') as setting:
+      await setting.dismiss('a')
+      with pytest.raises(RunError, match='none has been there for 1 s'):
+        await setting.samples(setting.crew, make_tasks(1)[0])
+
+  simulated(check())
+
+
+@pytest.mark.full
+def test_an_explorer_that_is_stopped_is_killed_and_the_one_started_in_its_place_does_its_groups(tmp_path):
+  async def check():
+    async with Setting(tmp_path, processes=1, listen=None).running() as setting:
+      (first,) = setting.crew._leases.explorers
+      (explorer,) = children_of(setting.crew._processes[0]._process.pid)
+      explorer.suspend()
+      assert len(await setting.samples(setting.crew, make_tasks(1)[0])) == 3
+      assert not explorer.is_running() and first not in setting.crew._leases.explorers
+
+  asyncio.run(check())
 
 
 def test_an_explorer_ends_when_the_master_stays_away(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -396,11 +397,14 @@ def test_a_sender_that_dies_hangs_or_fails_in_a_send_is_lost_and_leaves_no_proce
       cases = [
         ('die', 60, 'exit code 9'),
         ('hang with a child', 1.5, 'did not send within 1.5 s'),
+        ('be stopped', 1.5, 'did not send within 1.5 s'),
         ('raise', 60, 'NCCL error'),
       ]
       for step, (fault, deadline_s, reason) in enumerate(cases):
         server.fault.write_text(fault)
         group = transfer.pid
+        if fault == 'be stopped':
+          os.killpg(group, signal.SIGSTOP)
         with pytest.raises(Lost, match=reason):
           await transfer.send(client, publish(folder, step), deadline_s=deadline_s)
         assert FINISH not in paths(server) and transfer.pid is None

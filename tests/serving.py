@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import job
 import numpy as np
+import psutil
 import times
 
 from jaxrl_llm.app.engines import PUBLISHED
@@ -204,6 +205,14 @@ def descendants(pid: int) -> dict[int, str]:
         found[child] = pathlib.Path(f'/proc/{child}/cmdline').read_bytes().replace(b'\0', b' ').decode()
         left.append(child)
   return found
+
+
+def children_of(pid: int) -> list[psutil.Process]:
+  """Those of a process that is about to start some."""
+  deadline = time.monotonic() + 60
+  while not (children := psutil.Process(pid).children()) and time.monotonic() < deadline:
+    time.sleep(0.01)
+  return children
 
 
 def kill(pid: int) -> None:

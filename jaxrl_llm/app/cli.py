@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import faulthandler
 import os
 import pathlib
@@ -10,7 +9,6 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
 
 import jax
 from absl import flags, logging
@@ -19,8 +17,9 @@ from jaxrl_llm.app.preflight import print_list, print_plan
 from jaxrl_llm.app.run import run
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import apply_overrides, load_file, parse_flags, split_argv
+from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import RunError, UserError, first_cause
-from jaxrl_llm.core.waits import WaitExpired
+from jaxrl_llm.core.waits import watched
 from jaxrl_llm.parallel.mesh import available_devices
 from jaxrl_llm.parallel.topology import has_compiler, parse_topology
 from jaxrl_llm.runtime.machine import use_compilation_cache
@@ -43,6 +42,8 @@ flags.DEFINE_integer('verbosity', 0, 'absl log level: -1 warning, 0 info, 1 debu
 
 AOT_ENVIRONMENT = pathlib.Path(__file__).parents[2] / '.venv-aot'
 """Made by launch/install_aot.sh."""
+_JOIN_DEADLINE_S = 300.0
+"""Longest that the processes of a job wait for each other to come."""
 _LEAVE_DEADLINE_S = 30.0
 """Longest that process 0 waits at the end for the others to leave."""
 
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
       return _fail(cause)
     if jax.distributed.is_initialized():
       traceback.print_exc()
-      _leave_at_once(1)
+      script.leave_at_once(1)
     raise
 
 
@@ -84,7 +85,7 @@ def _main(argv: Sequence[str]) -> int:
   if FLAGS.dry_run:
     print_plan(config, workdir, FLAGS.topology)
     return 0
-  code = asyncio.run(run(config, workdir))
+  code = script.run_async(run(config, workdir))
   _leave_job(workdir)
   return code
 
@@ -115,12 +116,17 @@ def _join_job() -> None:
     return
   # A peer's death then raises in the next collective instead of ending this process without a word.
   jax.config.update('jax_enable_recoverability', True)
-  jax.distributed.initialize(
-    address,
-    num_processes=int(os.environ['JAX_NUM_PROCESSES']),
-    process_id=int(os.environ['JAX_PROCESS_ID']),
-    heartbeat_timeout_seconds=20,
-  )
+  process, count = int(os.environ['JAX_PROCESS_ID']), int(os.environ['JAX_NUM_PROCESSES'])
+  waits_for = f'the {count} processes of the job to meet at {address} (JAX_COORDINATOR_ADDRESS)'
+  # JAX's own timeout, which is later, aborts with a stack of its internals.
+  with watched(name='join', owner=f'process {process}', waits_for=waits_for, deadline_s=_JOIN_DEADLINE_S):
+    jax.distributed.initialize(
+      address,
+      num_processes=count,
+      process_id=process,
+      initialization_timeout=int(2 * _JOIN_DEADLINE_S),
+      heartbeat_timeout_seconds=20,
+    )
 
 
 def _leave_job(workdir: pathlib.Path) -> None:
@@ -131,7 +137,7 @@ def _leave_job(workdir: pathlib.Path) -> None:
   port = os.environ['JAX_COORDINATOR_ADDRESS'].rpartition(':')[2]
   marker = lambda i: workdir / f'left-{port}-{i}'
   if index > 0:
-    jax.distributed.shutdown()
+    jax.distributed.shutdown()  # wait leave: its own timeout of 300 s
     marker(index).touch()
     return
   deadline = time.monotonic() + _LEAVE_DEADLINE_S
@@ -139,19 +145,12 @@ def _leave_job(workdir: pathlib.Path) -> None:
     time.sleep(0.02)
   for i in range(1, count):
     marker(i).unlink(missing_ok=True)
-  jax.distributed.shutdown()
+  jax.distributed.shutdown()  # wait leave: see above
 
 
 def _fail(error: UserError) -> int:
   kind = 'run stopped' if isinstance(error, RunError) else 'error'
   sys.stderr.write(f'{kind}: {error}\n')
-  if jax.distributed.is_initialized() or isinstance(error, WaitExpired):
-    _leave_at_once(error.exit_code)
+  if jax.distributed.is_initialized():
+    script.leave_at_once(error.exit_code)
   return error.exit_code
-
-
-def _leave_at_once(code: int) -> NoReturn:
-  """A normal exit would wait: for the other processes in the shutdown barrier, for a thread that is stuck."""
-  sys.stdout.flush()
-  sys.stderr.flush()
-  os._exit(code)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import pathlib
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from jaxrl_llm.app.reopen import Serving, reopen, serving
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
+from jaxrl_llm.core.waits import gathered
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.master.judging import judged
 from jaxrl_llm.rollout.api import Sampling
@@ -111,9 +111,14 @@ async def _outcomes(
     said = [one.reward.correct for one in await judged(runs, task, served.scorers, rewards)]
     return Outcomes(correct=said.count(True), attempts=len(said) - said.count(None))
 
-  async with asyncio.TaskGroup() as group:
-    pending = {uid: group.create_task(attempt(task)) for uid, task in tasks.items()}
-  return {uid: one.result() for uid, one in pending.items()}
+  outcomes = await gathered(
+    map(attempt, tasks.values()),
+    name='curated_tasks',
+    owner=stage,
+    waits_for='another task to end, by the engine and the scorers (rollout.collect_deadline_s)',
+    deadline_s=served.past.config.rollout.collect_deadline_s,
+  )
+  return dict(zip(tasks, outcomes, strict=True))
 
 
 def _row(task: Task, attempts: dict[str, Outcomes], guesses: dict[str, Outcomes]) -> dict[str, Json]:

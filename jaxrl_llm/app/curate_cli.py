@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import os
 import pathlib
@@ -57,7 +56,7 @@ def _main(argv: Sequence[str]) -> int:
   config = config_to_serve(run, spec, overrides)
   _check_out(out, [taskset.source for taskset in config.tasksets])
   (step,) = chosen_steps(run, config, None if FLAGS.step is None else [FLAGS.step])[-1:]
-  rows, told = asyncio.run(curate(config, run, step, FLAGS.taskset, how))
+  rows, told = script.run_async(curate(config, run, step, FLAGS.taskset, how))
   for passed in told:
     print(f'taskset {FLAGS.taskset}, step {step}, {passed}')
   if not rows:

@@ -35,7 +35,12 @@ async def evaluate(config: Config, run: pathlib.Path, steps: Sequence[int]) -> A
   if not config.evaluation:
     raise UserError('evaluation: the configuration of the run has no suite, so there is nothing that could be measured')
   async with reopen(config, run) as past, serving(past) as served:
-    evaluator = Evaluator(workflow=served.workflow, scorers=served.scorers, rewards=config.rewards)
+    evaluator = Evaluator(
+      workflow=served.workflow,
+      scorers=served.scorers,
+      rewards=config.rewards,
+      deadline_s=config.rollout.collect_deadline_s,
+    )
     for step in steps:
       try:
         await served.serve(step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import pathlib
@@ -38,7 +37,7 @@ def _main(argv: Sequence[str]) -> int:
   run = pathlib.Path(FLAGS.workdir)
   config = config_to_serve(run, spec, overrides)
   steps = chosen_steps(run, config, _numbers(FLAGS.steps))
-  asyncio.run(_print(config, run, steps))
+  script.run_async(_print(config, run, steps))
   return 0
 
 

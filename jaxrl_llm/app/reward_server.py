@@ -134,10 +134,11 @@ async def serve(model: RewardModel, tokenizer: Tokenizer, front: Any, say: Calla
     async with where as (address, public):
       running = asyncio.create_task(batcher.run())
       say(public or address)
-      await asyncio.wait({running, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
+      stopped = asyncio.create_task(stop.wait())  # wait signal: none, a service runs until then
+      await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)  # wait signal: none, see above
       running.cancel()
       with contextlib.suppress(asyncio.CancelledError):
-        await running
+        await running  # wait cancelled: it has just been cancelled
   finally:
     device.close()
 

@@ -36,7 +36,7 @@ async def serve(server: SandboxServer, front: FrontConfig | None) -> None:
   async with listening(server.application(), name='sandbox', front=front, routes=ROUTES) as (address, public):
     print(f'sandboxes ({server.isolation}) serve at {public or address}', flush=True)
     write_addresses(FLAGS.addresses_file, [public or address])
-    await stop.wait()
+    await stop.wait()  # wait signal: none, a service runs until then
 
 
 def run(argv: Sequence[str]) -> int:

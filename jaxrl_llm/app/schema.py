@@ -301,7 +301,7 @@ class RolloutConfig:
   embedded: EmbeddedConfig = EmbeddedConfig()
   vllm: VllmConfig = VllmConfig()
   collect_deadline_s: float = 3600.0
-  """Longest wait for a batch of rollouts, seconds."""
+  """Longest wait for a batch of rollouts, and in an evaluation for another task to end, seconds."""
   mismatch: MismatchConfig = MismatchConfig()
   """From which difference between the trainer's logprobs and the sampler's on a step is warned about."""
   workflow: WorkflowConfig = WorkflowConfig()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import pathlib
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from jaxrl_llm.app.score import Summary, read_attempts, score_file
-from jaxrl_llm.app.scorers import build_scorer
+from jaxrl_llm.app.scorers import CHOOSERS, build_scorer, choose
 from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError, one_line
@@ -68,14 +69,24 @@ def _main(argv: Sequence[str]) -> int:
   _check_out(out, rows)
   scorer = build_scorer(config, '--scorer')
   attempts = read_attempts(rows)
+  chosen = choose(config, lambda: [attempt.task.truth for attempt in attempts])
+  if chosen.why:
+    config = chosen.scorer
+    scorer, rewards = build_scorer(config, '--scorer'), dataclasses.replace(rewards, scorers=(config,))
   check_verifiers([attempt.task for attempt in attempts], (config,))
   with _Progress(len(attempts)) as progress:
-    summary, stopped_by = asyncio.run(_stoppable(lambda: score_file(scorer, rewards, attempts, out, progress.done)))
+    summary, stopped_by = script.run_async(
+      _stoppable(lambda: score_file(scorer, rewards, attempts, out, progress.done))
+    )
   if summary is None:
     sys.stderr.write('stopped: nothing was written\n')
     return 128 + stopped_by
   print(summary.line(config.name))
+  if config.implementation in CHOOSERS:
+    print(chosen.line())
   print(f'scores written: {out}')
+  if warning := summary.warning(config, attempts):
+    sys.stderr.write(f'{one_line(warning)}\n')
   return 0
 
 

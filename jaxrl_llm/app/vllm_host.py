@@ -65,11 +65,11 @@ async def serve(servers: list[Server], fronts: list[FrontConfig | None]) -> None
       addresses.append(front.address if front else server.address)
     for server in servers:
       server.start()
-    stopped = asyncio.create_task(stop.wait())
+    stopped = asyncio.create_task(stop.wait())  # wait signal: none, a service runs until then
     async with asyncio.TaskGroup() as group:
       keepers = [group.create_task(keep_up(server)) for server in servers]
       announcer = group.create_task(announce(servers, addresses))
-      await asyncio.wait({stopped, *keepers}, return_when=asyncio.FIRST_COMPLETED)
+      await asyncio.wait({stopped, *keepers}, return_when=asyncio.FIRST_COMPLETED)  # wait signal: none, see above
       for task in (announcer, *keepers):
         task.cancel()
 
@@ -88,7 +88,7 @@ async def keep_up(server: Server) -> None:
   await server.ready(deadline_s=_START_DEADLINE_S)
   while True:
     since = loop.time()
-    while server.is_running():
+    while server.is_running():  # wait server: none, it is started again when it ends
       await asyncio.sleep(0.5)
     failures = 1 if loop.time() - since > _STEADY_S else failures + 1
     logging.error('%s ended: %s', server.name, server.last_lines())

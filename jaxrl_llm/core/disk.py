@@ -55,7 +55,7 @@ def scratch(prefix: str) -> Iterator[pathlib.Path]:
     unlocked = folder / f'{_OWNER}.tmp'
     with unlocked.open('w') as owner:
       # Under its final name the file is locked from the start: a look in between would take it for an orphan's.
-      fcntl.flock(owner, fcntl.LOCK_EX)
+      fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Nobody else has it open.
       unlocked.rename(folder / _OWNER)
       yield folder
 

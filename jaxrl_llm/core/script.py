@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from absl import app, flags
 
 from jaxrl_llm.core.errors import UserError, first_cause
+from jaxrl_llm.core.waits import WaitExpired
+
+T = TypeVar('T')
 
 
 def parse(argv: Sequence[str]) -> list[str]:
@@ -28,6 +34,43 @@ def exit_code(main: Callable[[], int]) -> int:
       raise
     sys.stderr.write(f'error: {cause}\n')
     return cause.exit_code
+
+
+def run_async(main: Coroutine[Any, Any, T]) -> T:
+  """As `asyncio.run`; but an expired wait ends the process with a line, as threads may be stuck in what it waited for.
+
+  `main` has cleaned up by then.
+  """
+
+  async def guarded() -> T:
+    try:
+      return await main  # wait main: its own waits
+    except Exception as error:
+      if isinstance(first_cause(error), WaitExpired):
+        cause = _earliest(error)
+        sys.stderr.write(f'run stopped: {cause}\n')
+        leave_at_once(cause.exit_code)
+      raise
+
+  return asyncio.run(guarded())
+
+
+def _earliest(error: BaseException) -> UserError:
+  """What the user is told of an error of the clean-up and of those that led to it: the first of these."""
+  cause, seen = error, set()
+  while error is not None and error not in seen:  # What a group was raised for has the group as its context.
+    seen |= {error, found := first_cause(error)}
+    if isinstance(found, UserError):
+      cause = found
+    error = found.__context__
+  return cause
+
+
+def leave_at_once(code: int) -> NoReturn:
+  """Ends this process. A normal exit would wait for its threads, and in a job for the other processes."""
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(code)
 
 
 def run(main: Callable[[list[str]], None], parser: Callable[[Sequence[str]], list[str]] = parse) -> None:

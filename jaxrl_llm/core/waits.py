@@ -1,14 +1,21 @@
-"""Waits that end: each blocking one has a name, a deadline and an owner, and some are cut short by a stop."""
+"""Waits that end: each has a name, an owner and a bound, and some are cut short by a stop.
+
+`docs/waits.md` has all of them. A wait is under `bounded` or `limit`, has a timeout of its own whose expiry its caller
+handles, or bears a comment `# wait NAME: BOUND` that says what else ends it; `tests/waits_test.py` rejects any other.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import faulthandler
+import os
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Awaitable, Iterator
-from typing import TypeVar
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Iterator
+from typing import Any, TypeVar
 
 from jaxrl_llm.core.errors import RunError
 
@@ -20,28 +27,83 @@ class WaitExpired(RunError):
 
 
 async def bounded(awaitable: Awaitable[T], *, name: str, owner: str, waits_for: str, deadline_s: float) -> T:
-  """Awaits, at most `deadline_s` seconds; at the deadline dumps all stacks to stderr and raises WaitExpired.
+  """The value of `awaitable`, which is cancelled at the deadline; see `limit`."""
+  async with limit(name=name, owner=owner, waits_for=waits_for, deadline_s=deadline_s):
+    return await awaitable
 
-  A TimeoutError of what is awaited is its own affair and goes through unchanged.
+
+async def gathered(
+  work: Iterable[Coroutine[Any, Any, T]], *, name: str, owner: str, waits_for: str, deadline_s: float
+) -> list[T]:
+  """The values of all, in their order. WaitExpired when none of them ends for `deadline_s` seconds; see `limit`."""
+  async with limit(name=name, owner=owner, waits_for=waits_for, deadline_s=deadline_s) as running:
+
+    def extend(_: asyncio.Task) -> None:
+      if not running.expired():
+        running.reschedule(asyncio.get_running_loop().time() + deadline_s)
+
+    async with asyncio.TaskGroup() as group:
+      tasks = [group.create_task(coroutine) for coroutine in work]
+      for task in tasks:
+        task.add_done_callback(extend)
+  return [task.result() for task in tasks]
+
+
+@contextlib.asynccontextmanager
+async def limit(*, name: str, owner: str, waits_for: str, deadline_s: float) -> AsyncIterator[asyncio.Timeout]:
+  """Ends the block at the deadline: dumps all stacks to stderr and raises WaitExpired.
+
+  A TimeoutError of the block is its own affair and goes through unchanged.
 
   Args:
-    awaitable: what to wait for; it is cancelled at the deadline.
-    name: what the wait is called in the message and in the documentation.
+    name: of the wait, in the message and in the documentation.
     owner: who waits.
     waits_for: whom it waits for, and what to look at.
     deadline_s: seconds.
   """
   try:
-    async with asyncio.timeout(deadline_s) as limit:
-      return await awaitable
+    async with asyncio.timeout(deadline_s) as running:
+      yield running
   except TimeoutError:
-    if not limit.expired():
+    if not running.expired():
       raise
     _dump_stacks()
     raise WaitExpired(
-      f'wait {name}: {owner} waited {deadline_s:g} s for {waits_for}; stacks are above, '
-      'raise the deadline in the configuration if the work is merely slow'
+      f'{_line(name, owner, waits_for, deadline_s)}; stacks are above, raise the deadline in the configuration if the '
+      'work is merely slow'
     ) from None
+
+
+@contextlib.contextmanager
+def watched(*, name: str, owner: str, waits_for: str, deadline_s: float) -> Iterator[None]:
+  """As `limit`, for a block that nothing can interrupt: at the deadline the process ends with the line, at once."""
+
+  def leave() -> None:
+    faulthandler.dump_traceback(file=sys.stderr)
+    sys.stderr.write(f'run stopped: {_line(name, owner, waits_for, deadline_s)}; stacks are above\n')
+    sys.stderr.flush()
+    os._exit(WaitExpired.exit_code)
+
+  timer = threading.Timer(deadline_s, leave)
+  timer.daemon = True
+  timer.start()
+  try:
+    yield
+  finally:
+    timer.cancel()
+
+
+async def ended(process: subprocess.Popen, *, name: str, owner: str, waits_for: str, deadline_s: float) -> int:
+  """Exit code of a process that was asked to end. At the deadline it is killed, and WaitExpired raised; see `limit`."""
+  try:
+    return await asyncio.to_thread(process.wait, deadline_s)
+  except subprocess.TimeoutExpired:
+    process.kill()
+    raise WaitExpired(f'{_line(name, owner, waits_for, deadline_s)}, and has killed it') from None
+
+
+def _line(name: str, owner: str, waits_for: str, deadline_s: float) -> str:
+  return f'wait {name}: {owner} waited {deadline_s:g} s for {waits_for}'
 
 
 async def unless(stop: asyncio.Future, work: Awaitable[T]) -> T | None:
@@ -53,7 +115,7 @@ async def unless(stop: asyncio.Future, work: Awaitable[T]) -> T | None:
   """
   task = asyncio.ensure_future(work)
   try:
-    await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)  # wait work: the deadlines of `work`
     return None if stop.done() else task.result()
   finally:
     task.cancel()  # without effect on one that is done

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ import numpy as np
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
+from jaxrl_llm.core.waits import gathered
 from jaxrl_llm.experience.sample import Finish
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.master.judging import judged
@@ -113,8 +113,21 @@ def response_metrics(suite: SuiteConfig, rows: Sequence[Row]) -> dict[str, float
 class Evaluator:
   """Runs suites on whatever version the engine serves."""
 
-  def __init__(self, *, workflow: Workflow, scorers: ScorerPool, rewards: RewardsConfig, events: Events = SILENT):
+  def __init__(
+    self,
+    *,
+    workflow: Workflow,
+    scorers: ScorerPool,
+    rewards: RewardsConfig,
+    deadline_s: float = 3600.0,
+    events: Events = SILENT,
+  ):
+    """
+    Args:
+      deadline_s: longest wait for another task of a suite to end.
+    """
     self._workflow, self._scorers, self._rewards, self._events = workflow, scorers, rewards, events
+    self._deadline_s = deadline_s
 
   async def run(self, suite: SuiteConfig, tasks: Sequence[Task]) -> tuple[dict[str, float], list[Row]]:
     """(metrics, rows): metrics by their field names, rows as they are written to `evals/`."""
@@ -130,9 +143,13 @@ class Evaluator:
     return metrics | response_metrics(suite, rows), rows
 
   async def _attempts(self, suite, tasks, *, samples: int, sampling: Sampling, mode: str) -> list[list[Row]]:
-    async with asyncio.TaskGroup() as group:
-      pending = [group.create_task(self._task(suite, task, samples, sampling, mode)) for task in tasks]
-    return [p.result() for p in pending]
+    return await gathered(
+      (self._task(suite, task, samples, sampling, mode) for task in tasks),
+      name='suite',
+      owner=f'evaluation {suite.name}',
+      waits_for='another of its tasks to end, by the engine and the scorers (rollout.collect_deadline_s)',
+      deadline_s=self._deadline_s,
+    )
 
   async def _task(self, suite: SuiteConfig, task: Task, samples: int, sampling: Sampling, mode: str) -> list[Row]:
     stage = f'evaluation-{suite.name}'

@@ -177,8 +177,9 @@ class Explorer:
       )
     )
     try:
+      # wait collect: that of `ready`
       await asyncio.wait({ready, self._running}, return_when=asyncio.FIRST_COMPLETED)
-      await (ready if ready.done() else self._running)
+      await (ready if ready.done() else self._running)  # wait collect: it is there
     finally:
       ready.cancel()  # without effect on one that is done
     first = self._first()
@@ -208,7 +209,7 @@ class Explorer:
     ended = lambda number: self._groups[number].chosen is not None
     while len(first := self._first()) < self._config.groups_per_batch or not all(map(ended, first)):
       self._progress.clear()
-      await self._progress.wait()
+      await self._progress.wait()  # wait collect: from outside
 
   async def _explore(self) -> None:
     try:

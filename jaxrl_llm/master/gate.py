@@ -43,13 +43,13 @@ class Gate:
     """Waits for the first version to be served."""
     while self._served < 0:
       self._changed.clear()
-      await self._changed.wait()
+      await self._changed.wait()  # wait gate: the trainer's waits; it is left with the stage
 
   async def admit(self) -> int:
     """Waits until groups may start, takes all of that capacity and says how many."""
     while self.capacity <= 0:
       self._changed.clear()
-      await self._changed.wait()
+      await self._changed.wait()  # wait gate: the trainer's waits; it is left with the stage
     groups = self.capacity
     self._started += groups
     return groups

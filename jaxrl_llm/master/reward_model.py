@@ -87,12 +87,12 @@ class Batcher:
     future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
     self._waiting.append((sequence, future))
     self._work.set()
-    return await future
+    return await future  # wait pass: the client's deadline, whose end cancels this
 
   async def run(self) -> None:
     """Serves until it is cancelled."""
     while True:
-      await self._work.wait()
+      await self._work.wait()  # wait request: none, a service waits for its next
       batch, self._waiting = self._waiting[: self._model.sequences], self._waiting[self._model.sequences :]
       if not self._waiting:
         self._work.clear()

@@ -67,8 +67,8 @@ class Coordinator:
       WaitExpired: when another process stays away longer than `silence_s`.
     """
     if jax.process_count() == 1:
-      return await decision
-    return await (self._lead(decision) if self.leads else self._follow())
+      return await decision  # wait decision: its own waits; for the other processes `exchange`
+    return await (self._lead(decision) if self.leads else self._follow())  # wait decision: see above
 
   async def _lead(self, decision: Awaitable[Json]) -> Json:
     task = asyncio.ensure_future(_encoded(decision))
@@ -111,7 +111,7 @@ class Coordinator:
 
 
 async def _encoded(decision: Awaitable[Json]) -> bytes:
-  return json.dumps(await decision).encode()
+  return json.dumps(await decision).encode()  # wait decision: its own waits; the others get beats meanwhile
 
 
 def _broadcast_bytes(payload: bytes, length: int) -> bytes:
@@ -119,5 +119,6 @@ def _broadcast_bytes(payload: bytes, length: int) -> bytes:
   blocks = -(-length // _BLOCK)
   buffer = np.zeros(blocks * _BLOCK, np.uint8)
   buffer[: len(payload)] = np.frombuffer(payload, np.uint8)
+  # wait exchange: `silence_s`, from outside
   received = [multihost_utils.broadcast_one_to_all(block) for block in buffer.reshape(blocks, _BLOCK)]
   return np.concatenate(received).astype(np.uint8).tobytes()[:length]

@@ -14,9 +14,14 @@ from typing import Any
 import jax
 
 from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.core.waits import bounded
 
 _TRANSPORT = ('Gloo', 'NCCL', 'UNAVAILABLE', 'closed by peer', 'reset by peer', 'heartbeat')
 """What the runtime's errors say when another process is gone; their type is not the same everywhere."""
+
+
+DEADLINE_S = 3600.0
+"""Seconds that device work may take in a job of several processes: more than the coordinator's `silence_s`."""
 
 
 class PeerFailed(RunError):
@@ -29,14 +34,33 @@ class PeerFailed(RunError):
 class DeviceThread:
   """Runs device work in the order of submission; collectives of several processes meet because all keep this order."""
 
-  def __init__(self):
+  def __init__(self, *, deadline_s: float = DEADLINE_S):
+    """
+    Args:
+      deadline_s: the longest that a piece of work may take in a job of several processes.
+    """
+    self._deadline_s = deadline_s
     self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='device')
 
   async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Awaits `function(*args, **kwargs)` on the device thread."""
+    """Awaits `function(*args, **kwargs)` on the device thread.
+
+    Raises:
+      PeerFailed: another process of the job is gone.
+      WaitExpired: another one is stuck.
+    """
     work = functools.partial(function, *args, **kwargs)
+    call = asyncio.get_running_loop().run_in_executor(self._executor, work)
     try:
-      return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+      if jax.process_count() == 1:
+        return await call  # wait device: alone, the computation itself
+      return await bounded(
+        call,
+        name='device',
+        owner=f'process {jax.process_index()}',
+        waits_for='its device work, and with it for the other processes of the job to come to the same collective',
+        deadline_s=self._deadline_s,
+      )
     except (ValueError, jax.errors.JaxRuntimeError) as error:
       if jax.process_count() == 1 or not any(sign in str(error) for sign in _TRANSPORT):
         raise
@@ -46,4 +70,5 @@ class DeviceThread:
       ) from error
 
   def close(self) -> None:
-    self._executor.shutdown(wait=True, cancel_futures=True)
+    """Returns when the work under way has ended."""
+    self._executor.shutdown(wait=True, cancel_futures=True)  # wait device: alone, the computation itself

@@ -92,7 +92,7 @@ class UserFunction:
 
 
 async def _result(awaitable: Awaitable[Any]) -> Any:
-  return await awaitable
+  return await awaitable  # wait score: the deadline of the call, which kills this process
 
 
 def _file_module(path: pathlib.Path, where: str) -> ModuleType:

@@ -62,7 +62,7 @@ class AwaitedScorer:
       async with self._scorer.open() as call:
         if not ready.done():  # Else nobody waits for it any more.
           ready.set_result(call)
-        await self._closing.wait()
+        await self._closing.wait()  # wait scorer_closed: none, it is open until it is closed
     except (KeyboardInterrupt, GeneratorExit):
       raise
     except BaseException as error:

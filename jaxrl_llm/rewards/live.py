@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import pathlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -16,11 +15,14 @@ from typing import Any
 from absl import logging
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.files import parse_json, read_bytes
 
 FILE = 'scorers.json'
 """In the run directory."""
 CHECK_S = 1.0
 """Seconds between two looks at it."""
+_MAX_BYTES = 1 << 20
+"""Size of the largest such file."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,8 +38,8 @@ class Live:
 def parse(text: str) -> Live:
   """Raises UserError for anything that is not such a file."""
   try:
-    said = json.loads(text)
-  except (ValueError, RecursionError) as error:
+    said = parse_json(text)
+  except ValueError as error:
     raise UserError(f'no JSON ({error})') from None
   example = '{"workers": 4, "addresses": {"judge": ["http://127.0.0.1:8000"]}}'
   if not isinstance(said, dict) or not set(said) <= {'workers', 'addresses'}:
@@ -79,7 +81,7 @@ class LiveFile:
     """Returns when a change that is under way has been made."""
     self._closing.set()
     if self._following is not None:
-      await self._following
+      await self._following  # wait live_file: `scorers_start` of a change that is under way
 
   async def _follow(self) -> None:
     while True:
@@ -98,7 +100,7 @@ class LiveFile:
         logging.info('%s: applied', self._path)
     except Partly as error:
       logging.warning('%s: %s', self._path, error)
-    except (UserError, OSError, UnicodeDecodeError) as error:
+    except (UserError, OSError, ValueError) as error:  # ValueError: no text, no regular file, or too large.
       logging.warning('%s: %s; nothing is changed', self._path, error)
 
   def _changed(self) -> str | None:
@@ -110,4 +112,4 @@ class LiveFile:
     if seen == self._seen:
       return None
     self._seen = seen
-    return self._path.read_text()
+    return read_bytes(self._path, _MAX_BYTES).decode()

@@ -49,7 +49,7 @@ class PipeLock:
           return False
         poll = select.poll()
         poll.register(self._reader.fileno(), select.POLLIN)
-        poll.poll(None if left is None else 1000 * left)
+        poll.poll(None if left is None else 1000 * left)  # wait turn: `timeout`, which pebble gives
       self._holder = threading.get_ident()
     self._depth += 1
     return True

@@ -26,6 +26,7 @@ from absl import logging
 from aiohttp import web
 
 from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.waits import bounded
 from jaxrl_llm.experience.sample import Sample
 from jaxrl_llm.experience.task import Task
 from jaxrl_llm.rollout import wire
@@ -142,7 +143,8 @@ class Crew:
 
     Raises:
       UserError: where it cannot listen.
-      RunError: when an explorer ends at once, or none comes in time.
+      RunError: when an explorer ends at once.
+      WaitExpired: when none comes within `nobody_s`.
     """
     listener = listening(self._application(), name='crew', front=self._config.listen, routes=ROUTES)
     self.address, self.front = await self._opened.enter_async_context(listener)
@@ -155,9 +157,19 @@ class Crew:
     self._opened.push_async_callback(self._stop_processes)
     watch = asyncio.create_task(self._watch())
     self._opened.push_async_callback(_cancelled, watch)
-    self._nobody_since = time.monotonic()
-    while not self._leases.explorers:
-      self._check()
+    await bounded(
+      self._first_explorer(),
+      name='first_explorer',
+      owner='the run',
+      waits_for='an explorer to come (start one with launch/serve.py --role=explorer, or raise '
+      'rollout.explorers.processes; the deadline is rollout.explorers.nobody_s)',
+      deadline_s=self._config.nobody_s,
+    )
+
+  async def _first_explorer(self) -> None:
+    while not self._leases.explorers:  # wait first_explorer: from outside
+      if self._failure is not None:
+        raise self._failure
       await asyncio.sleep(_CHECK_S / 5)
 
   async def close(self) -> None:
@@ -179,7 +191,7 @@ class Crew:
     try:
       for _ in range(samples):
         self._check()
-        found = await group.handed_in.get()
+        found = await group.handed_in.get()  # wait sample: `limits`; `collect`, `suite`; `_check` fails all groups
         if isinstance(found, Exception):
           raise found
         yield found
@@ -337,12 +349,14 @@ class Crew:
     return frames()
 
   async def _watch(self) -> None:
-    """Misses explorers that fall silent, and starts those of this machine again."""
+    """Gives up explorers that fall silent, and starts those of this machine again."""
     try:
       while True:
         await asyncio.sleep(_CHECK_S)
-        await self._leases.give_up_silent()
+        silent = await self._leases.give_up_silent()
         for explorer in self._processes:
+          if any(name.startswith(f'{explorer.name}/') for name in silent):
+            explorer.terminate()  # It is started again once it has ended.
           if not explorer.is_running():
             for name in self._leases.explorers:
               if name.startswith(f'{explorer.name}/'):

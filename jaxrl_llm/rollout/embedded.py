@@ -136,7 +136,7 @@ class EmbeddedEngine:
   async def close(self) -> None:
     if self._driver is not None:
       self._driver.cancel()
-      await asyncio.wait({self._driver})
+      await asyncio.wait({self._driver})  # wait cancelled: it has just been cancelled
     self._fail(RunError(f'engine {self.name}: closed'))
 
   async def load(self, weights: Weights) -> None:
@@ -170,7 +170,7 @@ class EmbeddedEngine:
     self._wake.set()
     try:
       for _ in range(request.samples):
-        result = await job.results.get()
+        result = await job.results.get()  # wait completion: the driver answers or fails all; `collect`, `suite`
         if isinstance(result, Exception):
           raise result
         yield result
@@ -219,7 +219,7 @@ class EmbeddedEngine:
             decoded = await self._run(self._execute, turn)
             self.counts['completions'] += self._scheduler.harvest(decoded)
         if turn is None:
-          await self._wake.wait()
+          await self._wake.wait()  # wait request: none, an engine waits for its next
     except Exception as error:
       logging.exception('engine %s: a device call failed; %d requests with it', self.name, len(self._scheduler.jobs()))
       self._fail(error)

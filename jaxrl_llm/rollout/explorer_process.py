@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import pathlib
 import subprocess
@@ -10,13 +9,12 @@ import sys
 import time
 
 from jaxrl_llm.core.errors import RunError
-from jaxrl_llm.rollout.server import GUARD
+from jaxrl_llm.rollout.server import GUARD, stopped
 
 _MAX_FAILURES = 3
 _AGAIN_WITHIN_S = 60.0
 _LAST_LINE = 400
 _TAIL_BYTES = 8192
-_STOP_S = 30.0
 
 
 class ExplorerProcess:
@@ -66,6 +64,10 @@ class ExplorerProcess:
   def is_running(self) -> bool:
     return self._process.poll() is None
 
+  def terminate(self) -> None:
+    """Asks the guard to end it, which kills what SIGTERM does not end."""
+    self._process.terminate()
+
   def last_line(self) -> str:
     """Of what it has said since it was started."""
     if not self._log.exists():
@@ -77,14 +79,11 @@ class ExplorerProcess:
     return told[-1][-_LAST_LINE:] if told else 'it said nothing'
 
   async def stop(self) -> None:
-    """Ends it; the guard kills what does not end by itself. Raises RunError where even that does not help."""
+    """Ends it; the guard kills what does not end by itself. Raises WaitExpired where the guard itself is stuck."""
     if self._process is None:
       return
     self._process.terminate()
     try:
-      await asyncio.to_thread(self._process.wait, _STOP_S)
-    except subprocess.TimeoutExpired:
-      self._process.kill()
-      raise RunError(f'explorers: {self.name} did not end within {_STOP_S:g} s; see {self._log}') from None
+      await stopped(self._process, owner='the run', what=f'explorer {self.name}', log=self._log)
     finally:
       self._process.stdin.close()

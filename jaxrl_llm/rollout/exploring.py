@@ -211,7 +211,7 @@ async def _take_groups(link: Link, make: Callable[[str], Workflow], under_way: d
     task = asyncio.create_task(_run(link, lease, make(lease), order))
     under_way[lease] = task
     try:
-      await asyncio.wait({task})
+      await asyncio.wait({task})  # wait explored: the master's limits, which take the lease away
       if not task.cancelled():
         task.result()
     finally:

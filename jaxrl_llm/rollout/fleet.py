@@ -131,8 +131,10 @@ class Fleet:
     for task in tasks:
       task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.gather(*(self._end(replica) for replica in self.replicas))
+    ends = await asyncio.gather(*(self._end(replica) for replica in self.replicas), return_exceptions=True)
     await asyncio.to_thread(self._folder.close)
+    if errors := [end for end in ends if end is not None]:
+      raise errors[0]
 
   async def _end(self, replica: Replica) -> None:
     replica.state = State.GONE
@@ -249,7 +251,7 @@ class Fleet:
     self._check_alive()
     while not self._is_served(version):
       self._changed.clear()
-      await self._changed.wait()
+      await self._changed.wait()  # wait served: `start_deadline_s`, by the watcher
       self._check_alive()
     for replica in self.replicas:
       replica.assigned = 0
@@ -389,7 +391,7 @@ class Fleet:
     samples = [asyncio.create_task(self._sample(request, i, results)) for i in range(request.samples)]
     try:
       for _ in samples:
-        result = await results.get()
+        result = await results.get()  # wait completion: deadlines of requests, times `max_retries`
         if isinstance(result, Exception):
           raise result
         yield result
@@ -430,7 +432,7 @@ class Fleet:
       replica, life = await self._acquire()
       try:
         completion = await replica.generate(request, index, seed=self._seed, deadline_s=deadline_s)
-        await replica.settled.wait()
+        await replica.settled.wait()  # wait settled: deadlines of the calls that bring a version
         if replica.life == life and all(segment.version in replica.proven for segment in completion.segments):
           replica.failures = 0
           self.counts['completions'] += 1
@@ -461,7 +463,7 @@ class Fleet:
     self._waiting.append(future)
     self._deal()
     try:
-      return await future
+      return await future  # wait place: deadlines of requests before it; `start_deadline_s`, by the watcher
     except asyncio.CancelledError:
       if future.done() and not future.cancelled() and future.exception() is None:
         future.result()[0].in_flight -= 1

@@ -120,7 +120,7 @@ class Replica:
         self.paused_s = time.monotonic() - before
         if probe is not None:
           if publication.adapter is not None and self._on_cpu:
-            await self._drained.wait()
+            await self._drained.wait()  # wait drained: deadlines of the requests in flight
             self.paused_s = time.monotonic() - before
           await self._check_probe(probe, tolerance, deadline_s)
       except Refused as error:  # After it was written.

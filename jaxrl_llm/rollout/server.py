@@ -23,6 +23,7 @@ from typing import Any, Literal
 from absl import logging
 
 from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.waits import ended
 from jaxrl_llm.rollout.client import MODEL, VllmClient
 
 GUARD = pathlib.Path(__file__).with_name('guard.py')
@@ -31,6 +32,8 @@ WORKER_MODULE = 'jaxrl_llm_worker'
 """What the worker file is called where vLLM imports it."""
 _LAST_LINES = 12
 """Of a server's log, shown when it dies at start."""
+_STOP_S = 45.0
+"""Seconds for a guard to end; its own limits are shorter: 5 s of grace and 30 s after SIGKILL."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM's max_lora_rank may be."""
 _OURS = (
@@ -321,6 +324,12 @@ def lora_rank(rank: int) -> int:
   return next(r for r in _LORA_RANKS if r >= rank)
 
 
+async def stopped(guard: subprocess.Popen, *, owner: str, what: str, log: pathlib.Path) -> None:
+  """Returns when a guard that was asked to end has ended what it guards. Raises WaitExpired where it is stuck."""
+  waits_for = f'the guard of {what} to end it (see {log})'
+  await ended(guard, name='guarded_stop', owner=owner, waits_for=waits_for, deadline_s=_STOP_S)
+
+
 class Server:
   """One server of this process: started under a guard, watched, ended. Its address stays the same all its life."""
 
@@ -425,18 +434,26 @@ class Server:
     return ' | '.join((errors or lines)[-_LAST_LINES:])[-1500:]
 
   async def stop(self) -> None:
-    """Ends the server and all that it started; returns when nothing of it is left. It can be started again."""
+    """Ends the server and all that it started; returns when nothing of it is left. It can be started again.
+
+    Raises:
+      WaitExpired: the guard is stuck.
+    """
     if self._process is not None:
       # Not by closing the pipe: that is what this process's death looks like.
-      self._process.terminate()
-      await asyncio.to_thread(self._process.wait)
-      self._process.stdin.close()
-      self._process = None
+      process, self._process = self._process, None
+      process.terminate()
+      try:
+        await stopped(process, owner='the fleet', what=f'engine {self.name}', log=self.log)
+      finally:
+        process.stdin.close()
 
   async def close(self) -> None:
     """Ends it for good."""
-    await self.stop()
-    shutil.rmtree(self._folder, ignore_errors=True)
+    try:
+      await self.stop()
+    finally:
+      shutil.rmtree(self._folder, ignore_errors=True)
 
   def _check_folder(self) -> None:
     """It lies where all may make folders, and what is imported from it runs as this user."""

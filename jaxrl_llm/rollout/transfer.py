@@ -216,13 +216,13 @@ class SenderTransfer:
     try:
       process.stdin.write(json.dumps(message).encode() + b'\n')
       await process.stdin.drain()
-      if line := await process.stdout.readline():
+      if line := await process.stdout.readline():  # wait sender: `transfer_deadline_s`, of the order
         return dict(json.loads(line))
     except ConnectionError:
       pass  # It does not read any more.
     except ValueError as error:
       raise Lost(f'{client.name}: its sender: {error}') from None
-    code = await process.wait()
+    code = await process.wait()  # wait sender: `transfer_deadline_s`, of the order
     raise Lost(f'{client.name}: its sender ended with exit code {code}; of {self._log}: {self._last_lines()}')
 
   def _last_lines(self) -> str:

@@ -80,7 +80,7 @@ class Trainer:
     os._exit(0)
 
   def read(self) -> dict[str, Any]:
-    return json.loads(self._lines.get())
+    return json.loads(self._lines.get())  # wait order: none, the end of stdin ends this process
 
   def write(self, message: Mapping[str, Any]) -> None:
     self._answers.write(json.dumps(message).encode() + b'\n')

@@ -124,7 +124,7 @@ class Checkpoints:
     if self._leads:
       self._retire(best)
     if jax.process_count() > 1:
-      multihost_utils.sync_global_devices(f'commit {step}')
+      multihost_utils.sync_global_devices(f'commit {step}')  # wait device: that of the device thread
 
   def restore(self, step: int, like: Any) -> Any:
     """The arrays of a committed step, on the shardings of `like` (arrays or ShapeDtypeStructs with shardings)."""

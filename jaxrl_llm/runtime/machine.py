@@ -88,7 +88,7 @@ class Heartbeat:
       yield
     finally:
       task.cancel()
-      await asyncio.wait({task})
+      await asyncio.wait({task})  # wait cancelled: it has just been cancelled
 
   async def _beat(self) -> None:
     while True:

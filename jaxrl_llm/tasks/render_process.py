@@ -21,7 +21,7 @@ def main() -> None:
 
   from transformers.utils.chat_template_utils import render_jinja_template
 
-  limits = json.loads(orders.readline())
+  limits = json.loads(orders.readline())  # wait order: none, the owner's end closes the pipe
   _limit_memory(limits['memory_bytes'])
   _write(answers, {})
   for line in orders:

@@ -206,7 +206,7 @@ class _Layout:
     _write_all(file, memoryview(self._header))
     digests: dict[str, str] = {}
     staging = np.empty(_BLOCK // self._dtype.itemsize, self._dtype)
-    with ThreadPoolExecutor(1, thread_name_prefix='digest') as helper:
+    with ThreadPoolExecutor(1, thread_name_prefix='digest') as helper:  # wait digest: computation
       for name, leaf in leaves:
         stacked = self._check(name, leaf)
         for entry in self._by_leaf[name]:
@@ -238,7 +238,7 @@ def _write_tensor(file: BinaryIO, tensor: np.ndarray, staging: np.ndarray, helpe
     # Digesting and writing both let other threads run.
     hashed = helper.submit(digest, flat)
     _write_all(file, memoryview(flat.view(np.uint8)))
-    return hashed.result()
+    return hashed.result()  # wait digest: computation
   hasher = xxhash.xxh3_128()
   for start in range(0, flat.size, staging.size):
     block = flat[start : start + staging.size]

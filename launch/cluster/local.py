@@ -164,12 +164,13 @@ class Supervisor:
       threading.Thread(target=self._wait_for, args=(process_id, process), daemon=True).start()
 
   def _wait_for(self, process_id: int, process: subprocess.Popen) -> None:
-    self._ends.put(End(process_id=process_id, code=process.wait()))
+    code = process.wait()  # wait process: none, its life is the job's; the supervisor's deadlines end it
+    self._ends.put(End(process_id=process_id, code=code))
 
-  def _next_end(self, deadline: float | None) -> End | None:
+  def _next_end(self, deadline: float) -> End | None:
     """The next process to end; None when the deadline has passed."""
     try:
-      end = self._ends.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+      end = self._ends.get(timeout=max(0.0, deadline - time.monotonic()))
     except queue.Empty:
       return None
     self._ended[end.process_id] = end
