@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import inspect
 import json
+import os
 import pathlib
 import re
 import sys
@@ -352,6 +353,8 @@ def test_a_plain_verifier_that_evaluates_is_stopped_first(monkeypatch, tmp_path)
     lambda path: __import__('os').system(f'touch {path}'),
     lambda path: __import__('subprocess').Popen(['touch', str(path)]),
     lambda path: exec('1'),
+    lambda path: pathlib.Path('/proc/self/environ').read_bytes(),
+    lambda path: pathlib.Path(f'/proc/self/../{os.getppid()}/environ').read_bytes(),
   ],
 )
 def test_what_a_plain_verifier_never_does_is_refused(tmp_path, act):

@@ -95,7 +95,7 @@ def test_scorer_processes_have_no_semaphores_that_a_kill_would_leave():
   async def check():
     before = in_dev_shm()
     counts = collections.Counter()
-    workers = Workers({'length': length}, count=2, memory_limit_bytes=0, longest_s=60.0, counts=counts)
+    workers = Workers({'length': length}, count=2, memory_limit_bytes=0, environment=(), longest_s=60.0, counts=counts)
     try:
       await workers.start()
       assert set(in_dev_shm()) <= set(before)

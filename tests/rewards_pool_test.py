@@ -58,6 +58,29 @@ def score_then_length(scorers, domain, completion='x', **options):
   return with_pool(scorers, use, **options)
 
 
+SECRETS = """
+import sys
+import rewards_pool_test as test
+if __name__ == '__main__':
+  names = sys.argv[1:]
+  scorers = {'named': test.rewards_scorers.named_variables}
+  score = test.score_then_length(scorers, 'named', ' '.join(names), environment=('OPENAI_API_KEY',))
+  print(*(name for name in names if score.evidence[name] == 'false'))
+"""
+
+
+def test_workers_get_no_secret_of_the_environment_but_those_that_are_named(tmp_path):
+  """In a process of its own: a fork server keeps the environment in which it was started."""
+  script, tests = tmp_path / 'script.py', Path(__file__).parent
+  script.write_text(SECRETS)
+  kept = ['OPENAI_API_KEY', 'TOKENIZERS_PARALLELISM', 'MONKEY']
+  names = ['HF_TOKEN', 'aws_secret_access_key', *kept]
+  env = {**os.environ, **dict.fromkeys(names, 'false')}
+  env['PYTHONPATH'] = os.pathsep.join(map(str, (tests / 'fixtures', tests.parent, tests)))
+  done = subprocess.run([sys.executable, script, *names], env=env, capture_output=True, text=True, timeout=300)
+  assert done.stdout.split() == kept, done.stderr
+
+
 def test_200_concurrent_calls_are_each_answered_once(tmp_path):
   log = tmp_path / 'log'
 
@@ -121,7 +144,7 @@ def test_a_scorer_that_never_ends_is_killed_at_its_deadline(spin):
 
 
 def test_an_overrun_that_the_completion_caused_is_zero():
-  bomb = r'\boxed{9^{9 \cdot 9^{9}}}'
+  bomb = r'\boxed{\max(1, 9^{9 \cdot 9^{9}})}'  # What only math-verify reads.
   latex = answer_scorer(mode='latex', extraction='boxed')
   score = score_then_length({'latex': latex}, 'latex', bomb, deadline_s=1.0)
   assert (score.status, score.value, score.evidence['caused_by']) == (Status.TIMEOUT, 0.0, 'completion')
@@ -133,7 +156,7 @@ def test_the_deadline_kills_also_where_the_owner_is_not_the_main_thread():
   """math-verify's own timeouts are signals, which only a main thread gets; what hangs here is killed as a process."""
   latex = answer_scorer(mode='latex', extraction='boxed')
   with concurrent.futures.ThreadPoolExecutor(1) as threads:
-    bomb = r'\boxed{\binom{9999999}{4999999}}'
+    bomb = r'\boxed{\max(1, \binom{9999999}{4999999})}'
     score = threads.submit(score_then_length, {'latex': latex}, 'latex', bomb, deadline_s=1.0).result()
   assert (score.status, score.value, score.evidence['caused_by']) == (Status.TIMEOUT, 0.0, 'completion')
 

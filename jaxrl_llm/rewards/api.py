@@ -149,6 +149,8 @@ class RewardsConfig:
   """Scorer whose value of at least 1 says that an attempt is correct; None: the first that judges its domain."""
   memory_limit_mib: int = 4096
   """Address space of one worker: a completion that makes a scorer allocate without end meets it. 0: no limit."""
+  environment: tuple[str, ...] = ()
+  """Environment variables that workers keep although their names say that they hold a secret, as OPENAI_API_KEY."""
 
   def __post_init__(self):
     names = [s.name for s in self.scorers]

@@ -63,6 +63,7 @@ class ScorerPool:
       count=config.workers,
       counts=self.counts,
       memory_limit_bytes=config.memory_limit_mib << 20,
+      environment=config.environment,
       longest_s=max((s.deadline_s for s in config.scorers), default=0.0),
     )
     self._live = None if live is None else LiveFile(live, self._apply)

@@ -14,9 +14,12 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
+import contextlib
+import os
 import pickle
 import signal
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
@@ -24,7 +27,7 @@ import pebble
 from absl import logging
 
 from jaxrl_llm.core.errors import RunError, UserError
-from jaxrl_llm.core.waits import bounded
+from jaxrl_llm.core.waits import WaitExpired, bounded
 from jaxrl_llm.experience.score import Score, Status
 from jaxrl_llm.rewards import worker
 from jaxrl_llm.rewards.api import Attempt, PerGroup, Scorer, ScorerConfig
@@ -32,7 +35,8 @@ from jaxrl_llm.rewards.locks import NamelessLocks
 from jaxrl_llm.rewards.outcome import Outcome, timed_out
 
 START_DEADLINE_S = 120.0
-"""Of the fork server with its imports, and of a worker, on a busy machine."""
+"""Of the fork server with its imports, and of a worker, on a busy machine; and of their end."""
+_TO_START = 'scorer workers to start (do their modules import?)'
 
 CHECK_S = 1.0
 """Seconds between looks at whether the pool still lives while a call is out."""
@@ -54,15 +58,18 @@ class Workers:
     *,
     count: int,
     memory_limit_bytes: int,
+    environment: Sequence[str],
     longest_s: float,
     counts: collections.Counter[str],
   ):
     """
     Args:
+      environment: variables that processes keep although they hold secrets.
       longest_s: the longest deadline of a call.
       counts: its `breaks` are how often all processes had to be started again.
     """
     self._scorers, self._memory_limit_bytes, self._longest_s = dict(scorers), memory_limit_bytes, longest_s
+    self._withheld = tuple(name for name in worker.secrets(os.environ) if name not in environment)
     self.count, self._counts = count, counts
     # Twice the workers: each has its next call waiting while the event loop is busy elsewhere.
     self._slots = asyncio.Semaphore(2 * count)
@@ -78,20 +85,17 @@ class Workers:
       return
     for name, scorer in self._scorers.items():
       _check_travels(name, scorer)
+    if self._withheld:
+      logging.info('Scorer workers do not get %s; rewards.environment names what they keep', ', '.join(self._withheld))
     self._pool = self._new_pool(self.count)
-    waits_for = 'scorer workers to start (do their modules import?)'
     try:
-      future = await asyncio.to_thread(_first_call, self._pool)
-      heavy = await bounded(
-        self._answer(self._pool, future),
-        name='scorers_start',
-        owner='scorer pool',
-        waits_for=waits_for,
-        deadline_s=START_DEADLINE_S,
-      )
+      heavy = await _started(self._pool)
+    except WaitExpired:
+      self._pool = None
+      raise
     except BrokenProcessPool:
       await self.close()
-      raise RunError(f'scorer pool: waited for {waits_for}, but they died; their errors are in the log above') from None
+      raise RunError(f'scorer pool: waited for {_TO_START}, but they died; their errors are in the log above') from None
     if heavy:
       logging.warning(
         'Scorer workers import %s: each new one costs that time and memory. Keep the heavy imports of the launch '
@@ -100,13 +104,17 @@ class Workers:
       )
 
   async def close(self) -> None:
-    """Kills them; a call that is still out raises RunError."""
+    """Kills them; a call that is still out raises RunError.
+
+    Raises:
+      WaitExpired: they do not end, or the fork server does not say so.
+    """
     for pool in self._old.values():
       pool.stop()
+    pool, self._pool = self._pool, None
     await asyncio.gather(*self._old)
-    if self._pool is not None:
-      pool, self._pool = self._pool, None
-      await asyncio.to_thread(_stop, pool)
+    if pool is not None:
+      await _stopped(pool)
 
   async def resize(self, count: int) -> None:
     """From the next call on there are `count`; calls that are out end on the processes that they are on.
@@ -120,12 +128,12 @@ class Workers:
       if self._pool is not None:
         new = self._new_pool(count)
         try:
-          await asyncio.to_thread(_first_call, new)
+          await _started(new)
         except BrokenProcessPool as error:
-          await asyncio.to_thread(_stop, new)
+          await _stopped(new)
           raise RunError(f'scorer pool: {count} workers do not start ({error}); it keeps {self.count}') from None
         old, self._pool = self._pool, new
-        ending = asyncio.create_task(asyncio.to_thread(_end, old))
+        ending = asyncio.create_task(_stopped(old, START_DEADLINE_S + 2 * self._longest_s))
         self._old[ending] = old
         ending.add_done_callback(self._old.pop)
       full, self._slots, self.count = self._slots, asyncio.Semaphore(2 * count), count
@@ -151,7 +159,7 @@ class Workers:
       raise RunError('scorer pool: score() was called before start() or after close()')
     try:
       return await bounded(
-        self._answer(pool, _schedule(pool, config, attempts, scores)),
+        _answer(pool, _schedule(pool, config, attempts, scores)),
         name='score',
         owner=f'sample {attempts[0].uid}',
         waits_for=f'scorer {config.name}',
@@ -166,20 +174,6 @@ class Workers:
       await self._mend(pool, error)
       return None
 
-  async def _answer(self, pool: pebble.ProcessPool, answer: concurrent.futures.Future) -> Any:
-    """What a call gives. Raises BrokenProcessPool if the pool died and forgot it."""
-    future = asyncio.wrap_future(answer)
-    try:
-      while True:
-        await asyncio.wait({future}, timeout=CHECK_S)
-        alive = pool.active
-        if answer.done():  # `future` may not be yet: it follows when the loop comes to it.
-          return await future
-        if not alive:
-          raise BrokenProcessPool('the pool ended without an answer')
-    finally:
-      future.cancel()  # without effect on one that is done
-
   async def _mend(self, broken: pebble.ProcessPool, error: BrokenProcessPool) -> None:
     """Replaces a broken pool, once however many calls met the break."""
     async with self._changing:
@@ -193,8 +187,11 @@ class Workers:
           'are workers killed from outside, or is memory short? Lower rewards.workers'
         )
       logging.warning('Scorer pool broke (%s): starting new workers', error)
-      self._pool = self._new_pool(self.count)
-      await asyncio.to_thread(_stop, broken)
+      new = self._new_pool(self.count)
+      with contextlib.suppress(BrokenProcessPool):  # The next call meets it, and counts it.
+        await _started(new)
+      self._pool = new
+      await _stopped(broken)
 
   def _new_pool(self, count: int) -> pebble.ProcessPool:
     context = NamelessLocks()
@@ -202,7 +199,7 @@ class Workers:
     return pebble.ProcessPool(
       max_workers=count,
       initializer=worker.initialise,
-      initargs=(self._scorers, self._memory_limit_bytes),
+      initargs=(self._scorers, self._memory_limit_bytes, self._withheld),
       context=context,
     )
 
@@ -239,12 +236,56 @@ def _schedule(
     raise BrokenProcessPool(str(error)) from error
 
 
-def _end(pool: pebble.ProcessPool) -> None:
-  """Lets it answer what it was asked."""
-  pool.close()
-  pool.join()
+async def _started(pool: pebble.ProcessPool) -> list[str]:
+  """Starts its workers; heavy modules that they import. Raises BrokenProcessPool, and WaitExpired for a stuck one."""
+
+  async def start() -> list[str]:
+    return await _answer(pool, await asyncio.to_thread(_first_call, pool))
+
+  names = {'owner': 'scorer pool', 'waits_for': _TO_START}
+  try:
+    return await bounded(start(), name='scorers_start', **names, deadline_s=START_DEADLINE_S)
+  except WaitExpired:
+    # It may be held up in the start, and then come to life after all.
+    threading.Thread(target=_stop, args=(pool, 0.0), daemon=True).start()
+    raise
 
 
-def _stop(pool: pebble.ProcessPool) -> None:
+async def _answer(pool: pebble.ProcessPool, answer: concurrent.futures.Future) -> Any:
+  """What a call gives. Raises BrokenProcessPool if the pool died and forgot it."""
+  future = asyncio.wrap_future(answer)
+  try:
+    while True:
+      await asyncio.wait({future}, timeout=CHECK_S)
+      alive = pool.active
+      if answer.done():  # `future` may not be yet: it follows when the loop comes to it.
+        return await future  # wait score: it is there
+      if not alive:
+        raise BrokenProcessPool('the pool ended without an answer')
+  finally:
+    future.cancel()  # without effect on one that is done
+
+
+async def _stopped(pool: pebble.ProcessPool, answers_s: float = 0.0) -> None:
+  """Ends its workers, after `answers_s` seconds at most in which it may answer what it was asked.
+
+  Raises:
+    WaitExpired: they do not end.
+  """
+  await bounded(
+    asyncio.to_thread(_stop, pool, answers_s),
+    name='scorers_stop',
+    owner='scorer pool',
+    waits_for='its workers to end after SIGKILL',
+    deadline_s=answers_s + START_DEADLINE_S,
+  )
+
+
+def _stop(pool: pebble.ProcessPool, answers_s: float) -> None:
+  if answers_s:
+    pool.close()
+    with contextlib.suppress(TimeoutError):
+      pool.join(answers_s)
+      return
   pool.stop()
-  pool.join()
+  pool.join()  # wait scorers_stop: from outside

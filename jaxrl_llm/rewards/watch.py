@@ -46,9 +46,15 @@ def _is_suspicious(event: str, args: tuple[Any, ...]) -> bool:
       library = args[0].partition('.')[0]
       return library not in sys.stdlib_module_names and library not in sys.modules
     case 'open':
-      mode, flags = args[1], args[2]
-      return bool(set(mode) & set('wax+')) if isinstance(mode, str) else bool((flags or 0) & _WRITES)
+      path, mode, flags = args
+      writes = set(mode) & set('wax+') if isinstance(mode, str) else (flags or 0) & _WRITES
+      return bool(writes) or _tells_of_processes(path)
   return event in _REFUSED
+
+
+def _tells_of_processes(path: Any) -> bool:
+  """Whether a file may hold another process's environment or memory."""
+  return isinstance(path, str | bytes) and os.fsdecode(os.path.realpath(path)).startswith('/proc/')
 
 
 def _hook(event: str, args: tuple[Any, ...]) -> None:
@@ -59,7 +65,8 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def watched(name: str, literal: str | None = None) -> Iterator[None]:
-  """In the block, this thread compiles no text, imports no new library, writes no file and starts no process.
+  """In the block, this thread compiles no text, imports no new library, writes no file, looks at no other process and
+  starts none.
 
   Args:
     literal: a harmless text that may be compiled nevertheless.

@@ -9,6 +9,7 @@ import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import resource
 import signal
 import sys
@@ -39,6 +40,8 @@ _LIBRARIES: Mapping[str, str] = {
 _PLAIN_MODES = ('exact', 'numeric', 'choice', 'text')
 """Modes of `answer` that read no expressions, so need no library."""
 
+_SECRET = re.compile(r'(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|AUTH|CREDENTIALS?)(?:_|$)', re.IGNORECASE)
+
 _scorers: dict[str, Scorer | PerGroup] = {}
 """By name."""
 
@@ -59,7 +62,7 @@ def _die_with_owner() -> None:
   else:
 
     def watch() -> None:
-      parent.join()
+      parent.join()  # wait owner: none, a worker ends with its owner
       os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -107,13 +110,20 @@ def _import_libraries(scorers: Iterable[Scorer | PerGroup]) -> None:
       importlib.import_module(name)
 
 
-def initialise(scorers: Mapping[str, Scorer | PerGroup], memory_limit_bytes: int) -> None:
-  """Makes this process a scorer process."""
+def secrets(environment: Iterable[str]) -> list[str]:
+  """Names of variables that hold secrets, by the words in them."""
+  return sorted(name for name in environment if _SECRET.search(name))
+
+
+def initialise(scorers: Mapping[str, Scorer | PerGroup], memory_limit_bytes: int, withheld: Iterable[str] = ()) -> None:
+  """Makes this process a scorer process, without the environment variables in `withheld`."""
   _die_with_owner()
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the owner decides.
   # A Python handler would wait for C code to return, with all workers held up meanwhile.
   signal.signal(signal.SIGTERM, signal.SIG_DFL)
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+  for name in withheld:
+    os.environ.pop(name, None)
   _import_libraries(scorers.values())
   if memory_limit_bytes:
     resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))
