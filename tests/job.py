@@ -104,9 +104,9 @@ def own_programs(workdir: pathlib.Path) -> str:
 def start(
   workdir: pathlib.Path, *flags: str, environ: Mapping[str, str] | None = None, **options
 ) -> subprocess.Popen | warm.Process:
-  """Starts a job without importing (`warm`), or the supervisor of a job of several processes."""
+  """Starts a job without importing (`warm`), or one that compiles otherwise, or the supervisor of several processes."""
   train, env = command(workdir, *flags, **options), environment() if environ is None else environ
-  if options.get('processes', 1) == 1:
+  if options.get('processes', 1) == 1 and env['XLA_FLAGS'] == programs.CHEAP:
     return warm.start(train[1:], cwd=ROOT, env=env)
   pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
   return subprocess.Popen(train, cwd=ROOT, env=env, start_new_session=True, **pipes)
