@@ -26,7 +26,10 @@ def write(path, truths, ability='math'):
 
 def configured(tasksets, *scorers):
   config = load_file(str(ROOT / 'configs' / 'quickstart.py'), Config)
-  return dataclasses.replace(config, tasksets=tuple(tasksets), rewards=RewardsConfig(scorers=scorers))
+  names = tuple(taskset.name for taskset in tasksets)
+  stages = tuple(dataclasses.replace(stage, tasksets=names) if stage.explores else stage for stage in config.stages)
+  rewards = RewardsConfig(scorers=scorers)
+  return dataclasses.replace(config, tasksets=tuple(tasksets), stages=stages, evaluation=(), rewards=rewards)
 
 
 def options(config):
@@ -69,7 +72,6 @@ def test_a_run_that_goes_on_keeps_its_choice_though_the_data_changed(tmp_path):
   told = []
   again = settle(config, run, told.append)
   assert told == [] and again.rewards.scorers[0].options['mode'] == 'choice'
-  Workdir(tmp_path / 'other').adopt(again)
   workdir = Workdir.__new__(Workdir)  # Of the same directory, whose lock this process holds.
   workdir.path = run
   workdir.adopt(again)
@@ -84,3 +86,28 @@ def test_a_run_without_a_readable_configuration_is_left_to_the_one_who_reports_i
   for content in ('', '[]', '{"rewards": {"scorers": [{"name": "answer"}]}}'):
     (tmp_path / 'config.json').write_text(content)
     assert options(settle(config, tmp_path, lambda line: None))['answer']['mode'] == 'choice'
+
+
+def test_tasks_that_no_stage_or_suite_scores_decide_nothing(tmp_path):
+  letters, prose = write(tmp_path / 'letters.jsonl', 'ABC'), write(tmp_path / 'prose.jsonl', ['$x^2$', 'y'])
+  config = configured((letters,), ScorerConfig(name='answer'))
+  config = dataclasses.replace(config, tasksets=(letters, prose))
+  assert options(settle(config, None, lambda line: None))['answer']['mode'] == 'choice'
+
+
+def test_a_null_is_chosen_and_kept(tmp_path):
+  config = configured(
+    (write(tmp_path / 'tasks.jsonl', 'ABC'),), ScorerConfig(name='answer', options={'mode': None, 'extraction': None})
+  )
+  first = settle(config, None, lambda line: None)
+  assert options(first)['answer'] == {'mode': 'choice', 'extraction': ANYWHERE}
+  Workdir(tmp_path / 'run').adopt(first)
+  again = settle(config, tmp_path / 'run', lambda line: None)
+  assert options(again)['answer'] == {'mode': 'choice', 'extraction': list(ANYWHERE)}
+
+
+def test_a_run_begun_before_options_were_chosen_is_not_resumed_with_other_rewards(tmp_path):
+  config = configured((write(tmp_path / 'tasks.jsonl', 'ABC'),), ScorerConfig(name='answer'))
+  Workdir(tmp_path / 'run').adopt(config)
+  with pytest.raises(UserError, match=r'scorers\.answer\.options: extraction and mode of the run are unknown'):
+    settle(config, tmp_path / 'run', lambda line: None)

@@ -285,6 +285,8 @@ def test_boxes_in_boxes_take_no_more_memory_than_their_text():
 
 def test_a_very_long_answer_is_none():
   assert extract('9' * (MAX_LENGTH + 1), method='whole').reason.startswith('answer longer than')
+  many = ', '.join(rf'\boxed{{{number}}}' for number in range(9999))
+  assert extract(many, method='boxed').reason.startswith('answer longer than')
 
 
 FORMS = {

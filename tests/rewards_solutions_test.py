@@ -10,6 +10,7 @@ from jaxrl_llm.rewards.answers.latex import canonical
 from jaxrl_llm.rewards.answers.solutions import solutions_agree
 
 SAME = [
+  ('2^{2023}', r'2^{2023} \approx 9.6 \times 10^{608}'),
   ('3', r'x=\frac{9}{3}'), ('(3,-2)', r'x=3,\ y=-2'), ('x=3, y=-2', '(x,y)=(3,-2)'), ('-3, 7', r'-3 \text{ and } 7'),
   ('42', r'\boxed{42}'), (r'2\sqrt{3}', '2√3'), (r'\sqrt[3]{2}', r'\sqrt[3]2'), (r'\sqrt[3]{2}', r'2^{\frac13}'),
   ('3-4i', r'3-4\mathrm{i}'), ('3-4i', '3+(-4)i'), (r'\ln 2', r'\log_e 2'), ('18', r'18~\mathrm{cm^2}'),
@@ -49,6 +50,9 @@ SAME = [
   '1000,99'),
 ]  # fmt: skip
 OTHER = [
+  ('y=x', 'y=|x|'), ('y=2x+3', 'y=|2x+3|'), ('x<3', '|x|<3'), ('1011_2', '11_{10}'),
+  ('1,2', '1.2'), ('1:2:3', r'\frac16'),
+  (r'\text{no solution}', '-'), (r'\emptyset', '()'), ('x+5', '|x+5|'), ('4-x', '|x-4|'),
   ('3', '-3'), ('2,3', '(3,2)'), ('x=3', 'y=3'), ('(2,5)', '[2,5]'), ('1/3', '0.33'), (r'\pi', '3.14159'), ('14',
   '13.99999999'),
   ('3/4', '0.7500001'), ('2', '2,3'), ('2', r'2\text{ or }3'), ('2', r'\pm2'), ('5', '5i'), (r'5 \text{ cm}',
@@ -85,6 +89,8 @@ def test_one_spelling_has_one_spelling(truth, answer):
 
 
 HOSTILE = [
+  r'\begin{pmatrix}\end{pmatrix}', r'41 \approx 1e999', '+'.join(['997^{-2000}'] * 160),
+  r'2^{9999}\cdot2^{9000}+(\frac13)!',
   '9^{9^{9^9}}', 'e^{e^{e^{e^{e^e}}}}', '(x+1)^{9999}', 'x^{9999}', r'\sin(10^{4000})', r'\binom{9999}{4999}',
   '9999!', '1e999',
   '(' * 300, r'\frac{' * 200, '{' * 1_900, '$' * 1_500, r'\sin ' * 40, '!' * 1_000, 'x=' * 600 + '42',

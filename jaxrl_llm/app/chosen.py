@@ -12,27 +12,27 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxrl_llm.app.schema import Config
+from jaxrl_llm.app.schema import Config, scored_tasksets
 from jaxrl_llm.app.scorers import CHOOSERS, CHOSEN, choose
+from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rewards.api import ScorerConfig
 from jaxrl_llm.tasks.taskset import load_taskset
 
 
 def settle(config: Config, run: pathlib.Path | None, tell: Callable[[str], None]) -> Config:
-  """The configuration with all that is chosen at a run's start.
+  """The configuration with every open option of its scorers chosen.
 
-  Loads the tasks where an option is open, which the run does once more.
+  Loads the tasksets if an option is open; `prepare` loads them again.
 
   Args:
-    run: directory of the run that goes on; None for a new one.
-    tell: gets a line for each scorer with a choice.
+    run: directory of the run to resume; None for a new run.
+    tell: called with one line for each scorer whose options were chosen.
   """
   kept = {} if run is None else _kept(run)
   scorers = []
   for scorer in config.rewards.scorers:
     if scorer.name in kept:
-      options = {**kept[scorer.name], **scorer.options} if scorer.implementation in CHOOSERS else scorer.options
-      scorers.append(dataclasses.replace(scorer, options=options))
+      scorers.append(_resumed(scorer, kept[scorer.name]))
       continue
     chosen = choose(scorer, lambda scorer=scorer: _truths(config, scorer))
     if chosen.why:
@@ -41,8 +41,21 @@ def settle(config: Config, run: pathlib.Path | None, tell: Callable[[str], None]
   return dataclasses.replace(config, rewards=dataclasses.replace(config.rewards, scorers=tuple(scorers)))
 
 
+def _resumed(scorer: ScorerConfig, kept: Mapping[str, Any]) -> ScorerConfig:
+  """The scorer with the options that the run chose, where they are open."""
+  if scorer.implementation not in CHOOSERS:
+    return scorer
+  given = {name: value for name, value in scorer.options.items() if value is not None}
+  if missing := sorted({'mode', 'extraction'} - {*kept, *given}):
+    raise UserError(
+      f'rewards.scorers.{scorer.name}.options: {" and ".join(missing)} of the run are unknown: it began with a version '
+      "whose defaults were mode 'exact' and extraction 'whole'; resume it with that version, or begin another run"
+    )
+  return dataclasses.replace(scorer, options={**scorer.options, **kept, **given})
+
+
 def _kept(run: pathlib.Path) -> dict[str, Mapping[str, Any]]:
-  """The options that a run has chosen, by scorer; nothing of a file that is no configuration (`Workdir.adopt`)."""
+  """The options that a run chose, by scorer; empty if config.json cannot be read, which `Workdir.adopt` reports."""
   with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
     written = json.loads((run / 'config.json').read_text())
     return {
@@ -53,9 +66,10 @@ def _kept(run: pathlib.Path) -> dict[str, Mapping[str, Any]]:
 
 
 def _truths(config: Config, scorer: ScorerConfig) -> Iterable[str | None]:
-  """Of the tasks that the scorer judges."""
+  """The truths of the tasks that the scorer judges."""
+  drawn = scored_tasksets(config)
   for taskset in config.tasksets:
-    if not scorer.tasksets or taskset.name in scorer.tasksets:
+    if taskset.name in drawn and (not scorer.tasksets or taskset.name in scorer.tasksets):
       for task in load_taskset(taskset).tasks:
         if not scorer.domains or task.domain in scorer.domains:
           yield task.truth

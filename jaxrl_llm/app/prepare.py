@@ -13,7 +13,7 @@ from typing import Any
 
 from absl import logging
 
-from jaxrl_llm.app.schema import Config, PreferenceSource, StageConfig
+from jaxrl_llm.app.schema import Config, PreferenceSource, StageConfig, scored_tasksets
 from jaxrl_llm.app.workdir import DATA, TOKENIZER
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
@@ -86,9 +86,7 @@ def prepare(config: Config, workdir: pathlib.Path) -> Prepared:
   tasksets = {c.name: load_taskset(c) for c in config.tasksets}
   suites = [(suite, _suite_tasks(suite, tasksets)) for suite in config.evaluation]
   _check_names(config, tasksets)
-  scored = {suite.taskset for suite in config.evaluation}
-  scored |= {name for stage in config.stages if stage.explores for name in stage.tasksets}
-  for name in sorted(scored):
+  for name in sorted(scored_tasksets(config)):
     check_judged(tasksets[name], config.rewards)
     check_verifiers(tasksets[name].tasks, config.rewards.scorers)
   preferences = {source.name: _preferences(source, config, tasksets) for source in config.preferences}
@@ -338,7 +336,7 @@ def _take_over(
 
 
 def _recorded_config(stage: str, run: pathlib.Path) -> tuple[str | None, Any]:
-  """What the policy of a run began with, and its rewards as JSON."""
+  """The checkpoint that a run's policy started from, and its rewards as JSON."""
   try:
     config = parse_json((run / 'config.json').read_text())
     checkpoint, rewards = config['policy']['init_from'], config['rewards']

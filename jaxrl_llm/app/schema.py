@@ -388,3 +388,9 @@ class Config:
       embedded = self.rollout.engine == 'embedded'
       if embedded and suite.samples and suite.sampling.filtered and not self.rollout.embedded.filters:
         raise UserError(f'evaluation.{suite.name}: top_p or top_k wants rollout.embedded.filters, which is off')
+
+
+def scored_tasksets(config: Config) -> set[str]:
+  """Names of the tasksets that rollouts or evaluations draw from."""
+  names = {suite.taskset for suite in config.evaluation}
+  return names | {name for stage in config.stages if stage.explores for name in stage.tasksets}

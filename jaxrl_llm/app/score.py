@@ -16,7 +16,7 @@ import pathlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.experience.score import Score, Status
 from jaxrl_llm.experience.task import Task
@@ -90,28 +90,28 @@ def _attempt(fields: Mapping[str, Json], taskset: str, uid: str) -> Attempt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-  """Of the scores that were written."""
+  """Statistics of the scores that were written."""
 
   statuses: Mapping[str, int]
   mean: float | None
-  """Of the values that there are."""
+  """Mean of the scores that have a value; None if none has one."""
   unscorable: int
   passed: int
   """Values above 0."""
   evidence: Sequence[Mapping[str, Any]]
-  """Of all scores, in their order."""
+  """Evidence of each score, in the order of the rows."""
 
   def line(self, scorer: str) -> str:
     count = sum(self.statuses.values())
     told = ', '.join(f'{name} {number}' for name, number in self.statuses.items())
     mean = 'no value' if self.mean is None else f'mean value {self.mean:.6g} of {count - self.unscorable}'
-    reasons = collections.Counter(str(each['reason']) for each in self.evidence if 'reason' in each)
+    reasons = collections.Counter(one_line(each['reason'], 100) for each in self.evidence if 'reason' in each)
     why = ''.join(f'; {reason}: {number}' for reason, number in reasons.most_common(_REASONS))
     return f'scorer {scorer}: {count} rows: {told}; {mean}, {self.unscorable} unscorable{why}'
 
   def warning(self, scorer: ScorerConfig, attempts: Sequence[Attempt]) -> str:
     """Why nothing passes and what to do about it, in one line; empty where something does."""
-    if self.passed:
+    if self.passed or scorer.implementation in _PENALTIES:
       return ''
     if scorer.implementation == 'answer' and set(self.statuses) == {Status.OK.value}:
       why = diagnose(attempts, self.evidence, scorer.options)
@@ -122,6 +122,8 @@ class Summary:
 
 _REASONS = 3
 """Most frequent reasons that a summary names."""
+_PENALTIES = ('overlong', 'repetition')
+"""Scorers whose best value is 0."""
 
 
 async def score_file(

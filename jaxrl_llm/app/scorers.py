@@ -58,14 +58,14 @@ def build_scorers(config: RewardsConfig) -> dict[str, AnyScorer]:
 
 
 CHOOSERS = {'answer': choose_options}
-"""By implementation: a function of the options given and of all truths, which gives further options and the reason."""
+"""Functions from the given options and all truths to further options and the reason, by implementation."""
 CHOSEN = ('mode', 'extraction', 'units')
-"""Options that are chosen."""
+"""Names of the options that may be chosen."""
 
 
 class ChosenScorer(NamedTuple):
   scorer: ScorerConfig
-  """With the options that its configuration leaves open."""
+  """The scorer with its open options filled in."""
   why: str
   """Empty where nothing was open."""
 
@@ -76,10 +76,10 @@ class ChosenScorer(NamedTuple):
 
 
 def choose(scorer: ScorerConfig, truths: Callable[[], Iterable[str | None]]) -> ChosenScorer:
-  """The scorer with the options that its configuration leaves open and that follow from the tasks.
+  """The scorer, with the options that its configuration leaves open chosen from the truths.
 
   Args:
-    truths: of all tasks that the scorer judges; is asked only where something is open.
+    truths: returns the truths of all tasks that the scorer judges; called only if an option is open.
   """
   chooser = CHOOSERS.get(scorer.implementation)
   chosen = chooser(scorer.options, truths) if chooser else None

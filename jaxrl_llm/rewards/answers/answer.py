@@ -178,7 +178,7 @@ def found_answer(attempt: Attempt, options: AnswerOptions) -> Extraction:
 
 
 def _left_open(options: AnswerOptions, chosen: Mapping[str, Any]) -> dict[str, Any]:
-  """Of chosen options those that are open: the extraction, and the mode with what belongs to it."""
+  """The chosen options that are still open: the extraction, and the mode with its units."""
   if options.mode is None:
     return {name: value for name, value in chosen.items() if name != 'extraction' or options.extraction is None}
   return {'extraction': chosen['extraction']}
@@ -190,12 +190,12 @@ def choose_options(given: Mapping[str, Any], truths: Callable[[], Iterable[str |
   if options.mode is not None and options.extraction is not None:
     return None
   chosen = choose(truths())
-  further = {name: value for name, value in _left_open(options, chosen.options).items() if name not in given}
+  further = {name: value for name, value in _left_open(options, chosen.options).items() if given.get(name) is None}
   return chosen._replace(options=further)
 
 
 def _settled(options: AnswerOptions, truth: str) -> AnswerOptions:
-  """The options, and where they are open those for this truth alone."""
+  """The options, with those left open chosen from this truth alone."""
   if options.mode is not None and options.extraction is not None:
     return options
   return dataclasses.replace(options, **_left_open(options, choose([truth]).options))

@@ -28,7 +28,7 @@ _MATHEMATICAL = re.compile(r'[\d\\=^+*/<>${}()\[\]|_]')
 
 class Chosen(NamedTuple):
   options: Mapping[str, Any]
-  """Of `answer`."""
+  """Options of the scorer `answer`."""
   why: str
 
 

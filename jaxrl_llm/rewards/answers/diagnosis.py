@@ -13,7 +13,7 @@ from jaxrl_llm.rewards.answers.extraction import NO_ANSWER, Method, candidates, 
 from jaxrl_llm.rewards.api import Attempt, read_options
 
 _SAMPLE = 200
-"""Completions that are looked at."""
+"""The most completions that are examined."""
 
 
 def diagnose(attempts: Sequence[Attempt], evidence: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
@@ -49,8 +49,8 @@ def _told(options: AnswerOptions) -> str:
 
 
 def _elsewhere(attempts: Sequence[Attempt], options: AnswerOptions) -> str:
-  """Where most completions do have something."""
-  step = max(1, len(attempts) // _SAMPLE)
+  """Advice: the extraction method that finds an answer in the most completions."""
+  step = -(-len(attempts) // _SAMPLE)
   texts = [said(attempt.completion) for attempt in attempts[::step]]
   hits = {
     method: sum(bool(candidates(text, method, options.tag)) for text in texts)

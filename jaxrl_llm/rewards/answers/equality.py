@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from jaxrl_llm.rewards.answers.formula import Formula
-from jaxrl_llm.rewards.answers.values import DIGITS, Undefined, Value, evaluate
+from jaxrl_llm.rewards.answers.values import DIGITS, Undefined, Value, as_float, evaluate
 
 
 def _close(a: Value, b: Value, relative: float) -> bool:
@@ -20,10 +20,7 @@ def _close(a: Value, b: Value, relative: float) -> bool:
   import mpmath
 
   with mpmath.workdps(DIGITS):
-    left, right = (
-      mpmath.mpf(v.number.numerator) / v.number.denominator if isinstance(v.number, Fraction) else v.number
-      for v in (a, b)
-    )
+    left, right = as_float(a.number), as_float(b.number)
     difference, size = abs(left - right), max(abs(left), abs(right))
     return bool(difference <= size * relative or size <= max(a.tiny, b.tiny))
 
@@ -33,7 +30,7 @@ def _points(names: Sequence[str], seed: str) -> list[tuple[dict[str, Fraction], 
 
   def coordinate(name: str, index: int) -> Fraction:
     drawn = zlib.crc32(f'{seed}|{name}|{index}'.encode())
-    value = Fraction(drawn % 99_991 + 1_000, 101_111 if index % 2 else 29_989)
+    value = Fraction(drawn % 99_991 + 1_000, 331 if index >= 6 else 101_111 if index % 2 else 29_989)
     return -value if index >= 5 and drawn >> 17 & 1 else value
 
   points = [{name: coordinate(name, index) for name in names} for index in range(8)]
@@ -84,10 +81,7 @@ def formulas_equal(truth: Formula, answer: Formula, seed: str) -> bool | None:
     if isinstance(whole, Fraction) and (whole * 10 ** decimals[0]).denominator == 1:
       return False  # It has that many digits itself.
     with mpmath.workdps(DIGITS):
-      left, right = (
-        mpmath.mpf(v.number.numerator) / v.number.denominator if isinstance(v.number, Fraction) else v.number
-        for v in (a, b)
-      )
+      left, right = as_float(a.number), as_float(b.number)
       return bool(abs(left - right) < mpmath.mpf(10) ** -decimals[0] and abs(left - right) <= abs(left) * 1e-3)
 
   return _compared(truth, answer, seed, rounded)
@@ -97,7 +91,7 @@ Sides = tuple[Formula, Formula]
 
 
 def _proportion(truth: Sides, answer: Sides, seed: str) -> Any:
-  """The factor between the differences of both pairs of sides; 0 where there is none, None where it is not known."""
+  """The constant ratio of the truth's left − right to the answer's; 0 if it is not constant, None if unknown."""
   names = sorted(frozenset().union(*(side.symbols for side in (*truth, *answer))))
   if not names or frozenset().union(*(s.symbols for s in truth)) != frozenset().union(*(s.symbols for s in answer)):
     return 0
@@ -106,14 +100,15 @@ def _proportion(truth: Sides, answer: Sides, seed: str) -> Any:
   ratios = []
   with mpmath.workdps(DIGITS):
     for point, positive in _points(names, seed):
-      if not positive:
-        continue
       try:
-        values = [evaluate(side, point).number for side in (*truth, *answer)]
+        evaluated = [evaluate(side, point) for side in (*truth, *answer)]
       except Undefined:
         continue
+      if not positive and any(value.complex for value in evaluated):
+        continue
+      values = [value.number for value in evaluated]
       if not all(isinstance(value, Fraction) for value in values):
-        values = [mpmath.mpf(v.numerator) / v.denominator if isinstance(v, Fraction) else v for v in values]
+        values = [as_float(value) for value in values]
       left, right = values[0] - values[1], values[2] - values[3]
       if abs(left) < 1e-40 or abs(right) < 1e-40:
         return 0

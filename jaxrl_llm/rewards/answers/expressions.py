@@ -16,7 +16,7 @@ from jaxrl_llm.rewards.answers.formula import Formula, read_formula
 from jaxrl_llm.rewards.answers.latex import canonical
 from jaxrl_llm.rewards.answers.numbers import MAGNITUDE, numbers_agree, parse_number, plain
 from jaxrl_llm.rewards.answers.units import Unit, parse_quantity, parse_unit, quantities_agree
-from jaxrl_llm.rewards.answers.values import real_value
+from jaxrl_llm.rewards.answers.values import as_float, real_value
 
 
 @functools.cache
@@ -187,7 +187,7 @@ def _bases_agree(truth: Formula, answer: Formula, wanted: str, got: str) -> bool
   """Whether numbers are in the truth's bases; digits without a base are taken to be in the truth's."""
   if truth.bases and not answer.bases:
     return re.sub(r'\s*_\s*(?:\{\w+\}|\d+)', '', wanted) == got
-  return answer.bases == truth.bases or answer.bases == {10}
+  return answer.bases == truth.bases or (not truth.bases and answer.bases == {10})
 
 
 def _sides_agree(truth: str, answer: str) -> bool | None:
@@ -220,12 +220,13 @@ def _sides_agree(truth: str, answer: str) -> bool | None:
 
 
 def _exact_part(truth: str, answer: str) -> str:
-  """What stands before `\\approx` and a decimal that is near the truth; the whole answer otherwise."""
+  """The part before `\\approx` if the decimals after it are near the truth; otherwise the whole answer."""
   exact, *near = re.split(r'\s*\\approx(?![a-zA-Z])\s*', answer)
   wanted, numbers = real_value(truth.rpartition('=')[2].strip()), [parse_number(text) for text in near]
   if not near or not exact or wanted is None or None in numbers:
     return answer
-  close = all(abs(float(number.value) - float(wanted)) <= _NEAR * abs(float(wanted)) for number in numbers)
+  wanted = as_float(wanted)
+  close = all(abs(as_float(number.value) - wanted) <= _NEAR * abs(wanted) for number in numbers)
   return exact if close else answer
 
 

@@ -260,10 +260,10 @@ def extract(
       break
   else:
     return Extraction(None, NO_ANSWER)
+  if method == 'boxed' and max(map(len, found)) <= MAX_LENGTH:
+    found = [_joined(group, key) for group in _boxed(told)]
   if max(map(len, found)) > MAX_LENGTH:
     return Extraction(None, f'answer longer than {MAX_LENGTH} characters')
-  if method == 'boxed':
-    found = [_joined(group, key) for group in _boxed(told)]
   answer = found[-1]
   if method == 'tags' and any(f'<{tag}>' in a for a in found):
     return Extraction(None, 'answer inside an answer')

@@ -112,7 +112,7 @@ def _rows(text: str) -> list[list[str]] | None:
   if not match or r'\begin' in match['rows']:
     return None
   rows = [row.strip() for row in re.split(r'\\\\|\\cr(?![a-z])', match['rows'].replace(r'\hline', ''))]
-  return [[cell.strip() for cell in row.split('&')] for row in rows if row]
+  return [[cell.strip() for cell in row.split('&')] for row in rows if row] or None
 
 
 def _matrices(truth: str, answer: str) -> bool | None:
@@ -147,16 +147,18 @@ def _ratios(truth: str, answer: str) -> bool | None:
       part == other or (not re.match(r'0\d', part + other) and latex_agree(part, other))
       for part, other in zip(wanted, got)
     )
+  if len(wanted) != 2:
+    return False
   quotient = read_formula('/'.join(f'({part})' for part in wanted))
   written = read_formula(got[0]) if len(got) == 1 and re.search(r'\\frac|/', got[0]) else None
   return bool(quotient and written and formulas_equal(quotient, written, seed=truth + answer))
 
 
-def _words(text: str) -> str:
-  """What two answers in words have to have in common; a plural is its singular."""
-  words = [word[:-1] if len(word) > 3 and word.endswith('s') else word for word in normalise(text).split()]
+def _words(answer: str) -> str:
+  """The form in which answers in words are compared: normalised, plurals as singulars; 'none' for no solution."""
+  words = [word[:-1] if len(word) > 3 and word.endswith('s') else word for word in normalise(answer).split()]
   text = ' '.join(words)
-  return '' if text in _NOTHING or tight(text) in (r'\emptyset', r'\{\}') else text
+  return 'none' if text in _NOTHING or tight(answer) == r'\{\}' else text
 
 
 def _texts(truth: str, answer: str) -> bool | None:
@@ -164,10 +166,10 @@ def _texts(truth: str, answer: str) -> bool | None:
   formula = re.sub(r'\\text\s*\{[^{}]*\}', '', truth)
   if not (_TEXT.fullmatch(truth) or _WORDS.search(formula)):
     if truth == r'\emptyset':
-      return not _words(answer) or None
+      return _words(answer) == 'none' or None
     clock = r'\text' in truth and _CLOCK.fullmatch(formula) and _words(truth) == _words(answer)
     return True if clock else None
-  if _words(truth) == _words(answer):
+  if _words(truth) and _words(truth) == _words(answer):
     return True
   # With digits, or as a list, it may still be a quantity, or several answers.
   return None if re.search(r'[\d=,;\\]|\b(?:and|or)\b', bare) else False
@@ -261,8 +263,6 @@ def _lists(truth: str, answer: str) -> bool | None:
       many = listed is not None and len(split(listed)) > 1 and not _single(got)
       return False if many or '±' in got or r'\pm' in got else None
     return _decimal(got) == wanted
-  if _decimal(wanted) and _decimal(wanted) == got:
-    return True
   called = names(wanted)
   if len(set(called)) == len(called) > 1 and all(map(is_name, called)):
     return _named_agree(wanted, called, got)

@@ -6,8 +6,9 @@ Invariant: no number grows beyond `MAX_BITS`, so that the time of an evaluation 
 from __future__ import annotations
 
 import math
+import operator
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -16,7 +17,16 @@ from jaxrl_llm.rewards.answers.formula import Formula, Node, read_formula
 MAX_BITS = 20_000
 """Numbers whose numerator, denominator or binary exponent is longer are refused."""
 DIGITS = 60
-"""Of values in floating point, beyond what the largest intermediate result takes."""
+"""Decimal digits of floating-point values beyond those that the largest intermediate result takes."""
+_MAX_LOST = 1_000
+"""Decimal digits of the largest intermediate result that is not rational."""
+
+
+def as_float(value: Any) -> Any:
+  """The value as a number of mpmath's, in the current precision."""
+  import mpmath
+
+  return mpmath.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
 
 class Undefined(ArithmeticError):
@@ -35,10 +45,10 @@ class _Evaluation:
     """Binary exponent of the largest intermediate result."""
     self.complex = False
     self.lossy: float | None = None
-    """Binary exponent of the largest number from which others of its size may have been taken away; None: of none."""
+    """Binary exponent of the largest operand that may have cancelled; None if nothing could cancel."""
 
   def tiny(self) -> Any:
-    """What a value below this may be: zero, but for rounding."""
+    """The bound below which a value may be zero up to rounding."""
     return (
       self.mp.mpf(0) if self.lossy is None else self.mp.ldexp(self.mp.mpf(10) ** (10 - self.digits), int(self.lossy))
     )
@@ -110,7 +120,7 @@ class _Evaluation:
     self.lossy = max([*exponents, self.lossy or exponents[0]]) if exponents else self.lossy
 
   def is_zero(self, value: Any) -> bool:
-    """Of a value of the size of 1."""
+    """Whether a value computed from numbers near 1 is zero up to rounding."""
     return abs(value) < self.mp.mpf(10) ** (-self.digits + 15)
 
   def power(self, base: Any, exponent: Any) -> Any:
@@ -170,13 +180,13 @@ class _Evaluation:
     return getattr(mp, name.replace('arc', 'a'))(value)
 
 
-def _product(values: Sequence[Fraction]) -> Fraction:
-  product = Fraction(1)
-  for value in values:
-    product *= value
-    if max(product.numerator.bit_length(), product.denominator.bit_length()) > MAX_BITS:
+def _folded(operation: Callable[[Fraction, Fraction], Fraction], values: Sequence[Fraction]) -> Fraction:
+  result = values[0]
+  for value in values[1:]:
+    result = operation(result, value)
+    if max(result.numerator.bit_length(), result.denominator.bit_length()) > MAX_BITS:
       raise Undefined('too large')
-  return product
+  return result
 
 
 def _exact(kind: str, values: Sequence[Fraction]) -> Fraction | None:
@@ -186,9 +196,9 @@ def _exact(kind: str, values: Sequence[Fraction]) -> Fraction | None:
     case 'negative':
       return -first
     case 'sum':
-      return sum(values, Fraction(0))
+      return _folded(operator.add, values)
     case 'product':
-      return _product(values)
+      return _folded(operator.mul, values)
     case 'quotient':
       if not values[1]:
         raise Undefined('division by zero')
@@ -230,7 +240,7 @@ class Value(NamedTuple):
   complex: bool
   """Whether an intermediate result was not real."""
   tiny: Any
-  """What differences below this mean is lost to rounding."""
+  """Differences below this are rounding errors."""
 
 
 def evaluate(formula: Formula, symbols: Mapping[str, Fraction], *, log_base: int | None = None) -> Value:
@@ -243,11 +253,13 @@ def evaluate(formula: Formula, symbols: Mapping[str, Fraction], *, log_base: int
       evaluation = _Evaluation(symbols, digits, log_base=log_base)
       try:
         number = evaluation.of(formula.root)
-      except (ZeroDivisionError, OverflowError, ValueError, mpmath.libmp.ComplexResult) as error:
+      except (ZeroDivisionError, OverflowError, ValueError, RecursionError, mpmath.libmp.ComplexResult) as error:
         raise Undefined(str(error)) from None
       lost = int(max(evaluation.peak, 0) * 0.302)
       if isinstance(number, Fraction) or digits - lost >= DIGITS - 15:
         break
+      if lost > _MAX_LOST:
+        raise Undefined('too large')
       digits = DIGITS + lost
   return Value(number, evaluation.complex, evaluation.tiny())
 
@@ -282,5 +294,5 @@ def real_less(a: Any, b: Any) -> bool:
   import mpmath
 
   with mpmath.workdps(DIGITS):
-    left, right = (mpmath.mpf(v.numerator) / v.denominator if isinstance(v, Fraction) else v for v in (a, b))
+    left, right = as_float(a), as_float(b)
     return bool(left < right - max(abs(left), abs(right)) * 1e-30)
