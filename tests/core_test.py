@@ -189,6 +189,13 @@ def test_a_wait_that_expires_in_the_clean_up_does_not_hide_what_led_to_it():
   assert ran.returncode == 1 and ran.stderr.splitlines()[-1] == 'run stopped: no engine left'
 
 
+def test_a_wait_that_expires_in_the_clean_up_does_not_hide_a_programming_error():
+  faulty = LATER.replace("RunError('no engine left')", "KeyError('bug')")
+  ran = subprocess.run([sys.executable, '-c', faulty], capture_output=True, text=True, timeout=60)
+  assert ran.returncode == 1 and "KeyError: 'bug'" in ran.stderr
+  assert ran.stderr.splitlines()[-1].startswith('run stopped: wait stop: the run waited 0.01 s for the scorers;')
+
+
 WATCHED = """
 import threading
 from jaxrl_llm.core.waits import watched

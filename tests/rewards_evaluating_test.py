@@ -354,6 +354,7 @@ def test_a_plain_verifier_that_evaluates_is_stopped_first(monkeypatch, tmp_path)
     lambda path: __import__('subprocess').Popen(['touch', str(path)]),
     lambda path: exec('1'),
     lambda path: pathlib.Path('/proc/self/environ').read_bytes(),
+    lambda path: os.open('self/environ', os.O_RDONLY, dir_fd=os.open('/proc', os.O_RDONLY)),
     lambda path: pathlib.Path(f'/proc/self/../{os.getppid()}/environ').read_bytes(),
   ],
 )

@@ -74,7 +74,7 @@ def test_workers_get_no_secret_of_the_environment_but_those_that_are_named(tmp_p
   script, tests = tmp_path / 'script.py', Path(__file__).parent
   script.write_text(SECRETS)
   kept = ['OPENAI_API_KEY', 'TOKENIZERS_PARALLELISM', 'MONKEY']
-  names = ['HF_TOKEN', 'aws_secret_access_key', *kept]
+  names = ['HF_TOKEN', 'aws_secret_access_key', 'PGPASSWORD', *kept]
   env = {**os.environ, **dict.fromkeys(names, 'false')}
   env['PYTHONPATH'] = os.pathsep.join(map(str, (tests / 'fixtures', tests.parent, tests)))
   done = subprocess.run([sys.executable, script, *names], env=env, capture_output=True, text=True, timeout=300)

@@ -347,9 +347,9 @@ def test_nothing_is_run_when_the_time_of_all_cases_is_over(brief, monkeypatch):
 def test_the_processor_time_of_all_processes_and_cases_counts_together(sandboxes):
   spin = 'while time.process_time() - began < {}: pass'
   many = 'import os, time\nfor _ in range(8):\n  if os.fork() == 0:\n    began = time.process_time()\n    '
-  many += f'{spin.format(0.4)}\n    os._exit(0)\nwhile True:\n  try: os.wait()\n  except ChildProcessError: break'
+  many += f'{spin.format(0.35)}\n    os._exit(0)\nwhile True:\n  try: os.wait()\n  except ChildProcessError: break'
   assert sandboxes.run_cases(many, ANY).ended == Ending.CPU
-  one = f'import time\nbegan = time.process_time()\n{spin.format(0.4)}\nprint("done")'
+  one = f'import time\nbegan = time.process_time()\n{spin.format(0.35)}\nprint("done")'
   outcome = sandboxes.run_cases(one, ANY * 50)
   assert (outcome.ended, outcome.passed) == (Ending.CPU, 2)
   assert sandboxes.run_tests('def f():\n  while True: yield 1', ['assert 2 in f()']).ended == Ending.CPU

@@ -982,9 +982,9 @@ def test_a_flood_of_strangers_leaves_descriptors(tmp_path, monkeypatch):
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   code = """import socket, sys
 idle = [socket.socket() for _ in range(400)]
-for one in idle:
-  one.setblocking(False)
-  one.connect_ex(('127.0.0.1', int(sys.argv[1])))
+for connection in idle:
+  connection.setblocking(False)
+  connection.connect_ex(('127.0.0.1', int(sys.argv[1])))
 print('connected', flush=True)
 sys.stdin.read()
 """

@@ -14,8 +14,8 @@ import pytest
 from jaxrl_llm.replay.audit import audit
 
 pytestmark = pytest.mark.acceptance
-EXPLORERS = '--config.rollout.explorers={"processes":2,"groups":3,"silent_s":3}'
-LIMITS = {'latency_s': 2, 'min_tokens_per_s': 20, 'start_deadline_s': 4}
+EXPLORERS = '--config.rollout.explorers={"processes":2,"groups":3,"silent_s":10}'
+LIMITS = {'latency_s': 10, 'min_tokens_per_s': 20, 'start_deadline_s': 15}
 SERVERS = tuple(f'--config.rollout.vllm.{name}={value}' for name, value in LIMITS.items())
 
 

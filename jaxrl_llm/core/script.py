@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -37,9 +38,9 @@ def exit_code(main: Callable[[], int]) -> int:
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
-  """As `asyncio.run`; but an expired wait ends the process with a line, as threads may be stuck in what it waited for.
+  """Like `asyncio.run`, but an expired wait prints one line and ends the process, because a thread may be stuck.
 
-  `main` has cleaned up by then.
+  `main` has finished its clean-up by then.
   """
 
   async def guarded() -> T:
@@ -56,13 +57,18 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
 
 
 def _earliest(error: BaseException) -> UserError:
-  """What the user is told of an error of the clean-up and of those that led to it: the first of these."""
+  """The first UserError of the chain, so that an error in the clean-up does not hide its cause.
+
+  Prints programming errors on the way.
+  """
   cause, seen = error, set()
   while error is not None and error not in seen:  # What a group was raised for has the group as its context.
-    seen |= {error, found := first_cause(error)}
-    if isinstance(found, UserError):
-      cause = found
-    error = found.__context__
+    seen |= {error, leaf := first_cause(error)}
+    if isinstance(leaf, UserError):
+      cause = leaf
+    elif not isinstance(leaf, TimeoutError | asyncio.CancelledError):
+      traceback.print_exception(leaf)
+    error = leaf.__context__
   return cause
 
 

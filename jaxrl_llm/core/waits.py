@@ -1,7 +1,7 @@
-"""Waits that end: each has a name, an owner and a bound, and some are cut short by a stop.
+"""Bounded waits: each has a name, an owner and a deadline, and a stop can cut some of them short.
 
-`docs/waits.md` has all of them. A wait is under `bounded` or `limit`, has a timeout of its own whose expiry its caller
-handles, or bears a comment `# wait NAME: BOUND` that says what else ends it; `tests/waits_test.py` rejects any other.
+`docs/waits.md` lists them. A wait runs under `bounded` or `limit`, has a timeout whose expiry its caller
+handles, or carries a comment `# wait NAME: BOUND` that says what else ends it; `tests/waits_test.py` rejects any other.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ async def gathered(
 async def limit(*, name: str, owner: str, waits_for: str, deadline_s: float) -> AsyncIterator[asyncio.Timeout]:
   """Ends the block at the deadline: dumps all stacks to stderr and raises WaitExpired.
 
-  A TimeoutError of the block is its own affair and goes through unchanged.
+  A TimeoutError that the block itself raises passes through unchanged.
 
   Args:
-    name: of the wait, in the message and in the documentation.
+    name: the wait's name in the message and in `docs/waits.md`.
     owner: who waits.
     waits_for: whom it waits for, and what to look at.
     deadline_s: seconds.
@@ -68,15 +68,12 @@ async def limit(*, name: str, owner: str, waits_for: str, deadline_s: float) -> 
     if not running.expired():
       raise
     _dump_stacks()
-    raise WaitExpired(
-      f'{_line(name, owner, waits_for, deadline_s)}; stacks are above, raise the deadline in the configuration if the '
-      'work is merely slow'
-    ) from None
+    raise WaitExpired(f'{_line(name, owner, waits_for, deadline_s)}; stacks are above') from None
 
 
 @contextlib.contextmanager
 def watched(*, name: str, owner: str, waits_for: str, deadline_s: float) -> Iterator[None]:
-  """As `limit`, for a block that nothing can interrupt: at the deadline the process ends with the line, at once."""
+  """Like `limit`, for a block that cannot be interrupted: at the deadline it prints the line and ends the process."""
 
   def leave() -> None:
     faulthandler.dump_traceback(file=sys.stderr)

@@ -172,7 +172,8 @@ class Explorer:
         self._batch_ready(),
         name='collect',
         owner='the loop',
-        waits_for=f'{self._config.groups_per_batch} groups of stage {self._stage} from the engine and the scorers',
+        waits_for=f'{self._config.groups_per_batch} groups of stage {self._stage} from the engine and the scorers '
+        '(rollout.collect_deadline_s)',
         deadline_s=self._config.collect_deadline_s,
       )
     )

@@ -21,7 +21,7 @@ _TRANSPORT = ('Gloo', 'NCCL', 'UNAVAILABLE', 'closed by peer', 'reset by peer', 
 
 
 DEADLINE_S = 3600.0
-"""Seconds that device work may take in a job of several processes: more than the coordinator's `silence_s`."""
+"""Longest time of a device call in a job of several processes, in seconds; exceeds the coordinator's `silence_s`."""
 
 
 class PeerFailed(RunError):

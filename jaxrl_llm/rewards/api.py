@@ -150,7 +150,7 @@ class RewardsConfig:
   memory_limit_mib: int = 4096
   """Address space of one worker: a completion that makes a scorer allocate without end meets it. 0: no limit."""
   environment: tuple[str, ...] = ()
-  """Environment variables that workers keep although their names say that they hold a secret, as OPENAI_API_KEY."""
+  """Environment variables that workers keep although their names suggest a secret, such as OPENAI_API_KEY."""
 
   def __post_init__(self):
     names = [s.name for s in self.scorers]

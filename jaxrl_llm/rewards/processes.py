@@ -35,7 +35,7 @@ from jaxrl_llm.rewards.locks import NamelessLocks
 from jaxrl_llm.rewards.outcome import Outcome, timed_out
 
 START_DEADLINE_S = 120.0
-"""Of the fork server with its imports, and of a worker, on a busy machine; and of their end."""
+"""Longest start, imports included, and longest end of the fork server and of a worker on a busy machine, in seconds."""
 _TO_START = 'scorer workers to start (do their modules import?)'
 
 CHECK_S = 1.0
@@ -64,7 +64,7 @@ class Workers:
   ):
     """
     Args:
-      environment: variables that processes keep although they hold secrets.
+      environment: names of variables that workers keep although they look like secrets.
       longest_s: the longest deadline of a call.
       counts: its `breaks` are how often all processes had to be started again.
     """
@@ -107,14 +107,16 @@ class Workers:
     """Kills them; a call that is still out raises RunError.
 
     Raises:
-      WaitExpired: they do not end, or the fork server does not say so.
+      WaitExpired: the workers do not end, or the fork server does not report it.
     """
     for pool in self._old.values():
       pool.stop()
     pool, self._pool = self._pool, None
-    await asyncio.gather(*self._old)
-    if pool is not None:
-      await _stopped(pool)
+    try:
+      await asyncio.gather(*self._old)
+    finally:
+      if pool is not None:
+        await _stopped(pool)
 
   async def resize(self, count: int) -> None:
     """From the next call on there are `count`; calls that are out end on the processes that they are on.
@@ -190,6 +192,9 @@ class Workers:
       new = self._new_pool(self.count)
       with contextlib.suppress(BrokenProcessPool):  # The next call meets it, and counts it.
         await _started(new)
+      if self._pool is not broken:  # Closed meanwhile.
+        await _stopped(new)
+        return
       self._pool = new
       await _stopped(broken)
 
@@ -245,14 +250,14 @@ async def _started(pool: pebble.ProcessPool) -> list[str]:
   names = {'owner': 'scorer pool', 'waits_for': _TO_START}
   try:
     return await bounded(start(), name='scorers_start', **names, deadline_s=START_DEADLINE_S)
-  except WaitExpired:
-    # It may be held up in the start, and then come to life after all.
+  except (WaitExpired, asyncio.CancelledError):
+    # The start may be delayed and succeed after all.
     threading.Thread(target=_stop, args=(pool, 0.0), daemon=True).start()
     raise
 
 
 async def _answer(pool: pebble.ProcessPool, answer: concurrent.futures.Future) -> Any:
-  """What a call gives. Raises BrokenProcessPool if the pool died and forgot it."""
+  """Result of a call. Raises BrokenProcessPool if the pool died without an answer."""
   future = asyncio.wrap_future(answer)
   try:
     while True:

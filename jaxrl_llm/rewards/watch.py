@@ -48,13 +48,18 @@ def _is_suspicious(event: str, args: tuple[Any, ...]) -> bool:
     case 'open':
       path, mode, flags = args
       writes = set(mode) & set('wax+') if isinstance(mode, str) else (flags or 0) & _WRITES
-      return bool(writes) or _tells_of_processes(path)
+      return bool(writes) or _exposes_processes(path)
   return event in _REFUSED
 
 
-def _tells_of_processes(path: Any) -> bool:
-  """Whether a file may hold another process's environment or memory."""
-  return isinstance(path, str | bytes) and os.fsdecode(os.path.realpath(path)).startswith('/proc/')
+def _exposes_processes(path: Any) -> bool:
+  """Whether a file may hold a process's environment or memory, or lead to one."""
+  if isinstance(path, int):
+    return False
+  if not isinstance(path, str | bytes):
+    return True
+  # A directory's descriptor opens files by names that an audit event does not resolve.
+  return os.path.isdir(path) or os.fsdecode(os.path.realpath(path)).startswith('/proc/')
 
 
 def _hook(event: str, args: tuple[Any, ...]) -> None:
@@ -65,8 +70,8 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def watched(name: str, literal: str | None = None) -> Iterator[None]:
-  """In the block, this thread compiles no text, imports no new library, writes no file, looks at no other process and
-  starts none.
+  """In the block, this thread compiles no text, imports no new library, writes no file, reads nothing in /proc and
+  starts no process.
 
   Args:
     literal: a harmless text that may be compiled nevertheless.

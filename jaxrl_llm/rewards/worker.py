@@ -40,7 +40,9 @@ _LIBRARIES: Mapping[str, str] = {
 _PLAIN_MODES = ('exact', 'numeric', 'choice', 'text')
 """Modes of `answer` that read no expressions, so need no library."""
 
-_SECRET = re.compile(r'(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|AUTH|CREDENTIALS?)(?:_|$)', re.IGNORECASE)
+_SECRET = re.compile(
+  r'(?:^|_)(?:API_?KEYS?|KEYS?|TOKENS?|AUTH)(?:_|$)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL', re.IGNORECASE
+)
 
 _scorers: dict[str, Scorer | PerGroup] = {}
 """By name."""
@@ -111,7 +113,7 @@ def _import_libraries(scorers: Iterable[Scorer | PerGroup]) -> None:
 
 
 def secrets(environment: Iterable[str]) -> list[str]:
-  """Names of variables that hold secrets, by the words in them."""
+  """Variables whose names suggest a secret, sorted."""
   return sorted(name for name in environment if _SECRET.search(name))
 
 

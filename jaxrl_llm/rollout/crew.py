@@ -352,14 +352,17 @@ class Crew:
     """Gives up explorers that fall silent, and starts those of this machine again."""
     try:
       while True:
+        began = time.monotonic()
         await asyncio.sleep(_CHECK_S)
+        if time.monotonic() - began > _CHECK_S + self._config.silent_s / 2:
+          continue  # This process stood still: what they said meanwhile has not been read.
         silent = await self._leases.give_up_silent()
         for explorer in self._processes:
-          if any(name.startswith(f'{explorer.name}/') for name in silent):
+          if any(name.startswith(f'{explorer.identity}/') for name in silent):
             explorer.terminate()  # It is started again once it has ended.
           if not explorer.is_running():
             for name in self._leases.explorers:
-              if name.startswith(f'{explorer.name}/'):
+              if name.startswith(f'{explorer.identity}/'):
                 await self._leases.give_up(name, 'ended')
             logging.warning('explorers: %s ended: %s', explorer.name, explorer.last_line())
             explorer.start_again()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import secrets
 import subprocess
 import sys
 import time
@@ -18,16 +19,18 @@ _TAIL_BYTES = 8192
 
 
 class ExplorerProcess:
-  """One of them."""
+  """One explorer process."""
 
   def __init__(self, name: str, address: str, logs: pathlib.Path):
     """
     Args:
-      name: the beginning of the name by which it speaks to the master.
+      name: its name in the log and in messages.
       address: of the master, `unix:PATH`; the socket's folder goes too when this process dies without a word.
       logs: directory of its log.
     """
     self.name, self._address, self._log = name, address, logs / f'{name}.log'
+    self.identity = f'{name}.{secrets.token_hex(4)}'
+    """Name by which it speaks to the master; no host has it."""
     self._process: subprocess.Popen | None = None
     self._started: list[float] = []
     self._log_start = 0
@@ -40,7 +43,8 @@ class ExplorerProcess:
     # Modules are found where the run finds them, beside its configuration too.
     environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(path for path in sys.path if path)}
     folder = pathlib.Path(self._address.removeprefix('unix:')).parent
-    explore = [sys.executable, '-P', '-m', 'jaxrl_llm.app.explore', f'--master={self._address}', f'--name={self.name}']
+    names = (f'--master={self._address}', f'--name={self.identity}')
+    explore = [sys.executable, '-P', '-m', 'jaxrl_llm.app.explore', *names]
     guard = [sys.executable, '-P', str(GUARD), f'--log={self._log}', f'--remove_orphaned={folder}', '--grace_s=1']
     self._process = subprocess.Popen(
       [*guard, '--', *explore],
@@ -65,11 +69,11 @@ class ExplorerProcess:
     return self._process.poll() is None
 
   def terminate(self) -> None:
-    """Asks the guard to end it, which kills what SIGTERM does not end."""
+    """Asks the guard to end the explorer; the guard kills whatever survives SIGTERM."""
     self._process.terminate()
 
   def last_line(self) -> str:
-    """Of what it has said since it was started."""
+    """The last line that it has printed since its start."""
     if not self._log.exists():
       return 'it said nothing'
     with self._log.open('rb') as file:
@@ -79,7 +83,7 @@ class ExplorerProcess:
     return told[-1][-_LAST_LINE:] if told else 'it said nothing'
 
   async def stop(self) -> None:
-    """Ends it; the guard kills what does not end by itself. Raises WaitExpired where the guard itself is stuck."""
+    """Ends the explorer; the guard kills whatever does not end by itself. Raises WaitExpired if the guard is stuck."""
     if self._process is None:
       return
     self._process.terminate()

@@ -179,7 +179,7 @@ class Front:
     self._server = _Server(self._handle, handler_cancellation=True, strangers=strangers)
     self._runner = web.ServerRunner(self._server, shutdown_timeout=_SHUTDOWN_S)
     try:
-      # asyncio accepts as many at once as the backlog holds, and has several such lots before the first is dropped.
+      # asyncio accepts up to a whole backlog at a time, several times before the first stranger is dropped.
       await self._listen(self._runner, backlog=min(_BACKLOG, descriptors // 16))
     except OSError as error:
       await self.close()

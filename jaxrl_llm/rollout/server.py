@@ -23,7 +23,7 @@ from typing import Any, Literal
 from absl import logging
 
 from jaxrl_llm.core.errors import RunError, UserError
-from jaxrl_llm.core.waits import ended
+from jaxrl_llm.core.waits import WaitExpired, ended
 from jaxrl_llm.rollout.client import MODEL, VllmClient
 
 GUARD = pathlib.Path(__file__).with_name('guard.py')
@@ -325,7 +325,7 @@ def lora_rank(rank: int) -> int:
 
 
 async def stopped(guard: subprocess.Popen, *, owner: str, what: str, log: pathlib.Path) -> None:
-  """Returns when a guard that was asked to end has ended what it guards. Raises WaitExpired where it is stuck."""
+  """Waits until a terminated guard has ended its process tree. Raises WaitExpired if the guard is stuck."""
   waits_for = f'the guard of {what} to end it (see {log})'
   await ended(guard, name='guarded_stop', owner=owner, waits_for=waits_for, deadline_s=_STOP_S)
 
@@ -441,12 +441,18 @@ class Server:
     """
     if self._process is not None:
       # Not by closing the pipe: that is what this process's death looks like.
-      process, self._process = self._process, None
-      process.terminate()
+      self._process.terminate()
       try:
-        await stopped(process, owner='the fleet', what=f'engine {self.name}', log=self.log)
-      finally:
-        process.stdin.close()
+        await stopped(self._process, owner='the fleet', what=f'engine {self.name}', log=self.log)
+      except WaitExpired:
+        self._forget()
+        raise
+      self._forget()  # Not when this is cancelled: the next call waits for what is still ending.
+
+  def _forget(self) -> None:
+    if self._process is not None:
+      self._process.stdin.close()
+      self._process = None
 
   async def close(self) -> None:
     """Ends it for good."""

@@ -39,7 +39,7 @@ class Ending(enum.StrEnum):
   """It ended itself: with an exit code, or before its tests were over."""
   SIGNAL = 'signal'
   WALL = 'wall'
-  """Out of time by the clock, by its own doing: it slept, or waited for something."""
+  """Reached the wall-clock limit by itself: it slept or waited."""
   CPU = 'cpu'
   """Out of processor time."""
   MEMORY = 'memory'
@@ -51,12 +51,12 @@ class Ending(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-  """Of one program, with all of its tests and processes."""
+  """Limits of one program, with all of its tests and processes."""
 
   wall_s: float = 30.0
-  """By the clock. A program that meets it because the machine is busy is a SandboxError."""
+  """Wall-clock time. A program that reaches it because the machine is busy raises a SandboxError."""
   cpu_s: int = 6
-  """Processor time of all processes together, those of its tests too."""
+  """Processor time of all processes together, including those of the tests."""
   memory_mib: int = 1024
   """Address space of each process, and resident memory of all together."""
   processes: int = 32
@@ -115,7 +115,7 @@ T = TypeVar('T')
 
 
 class Stop:
-  """Ends a program from another thread; to whoever waits for it that is a SandboxError."""
+  """Ends a program from another thread; where programs are isolated, its caller gets a SandboxError."""
 
   def __init__(self):
     self._lock = threading.Lock()
@@ -130,7 +130,7 @@ class Stop:
 
   @contextlib.contextmanager
   def ends(self, connection: socket.socket) -> Iterator[None]:
-    """Ends the sandbox behind `connection`, if it is set while the block runs."""
+    """Lets `set` end the sandbox behind `connection` during the block. Raises SandboxError if it is set already."""
     with self._lock:
       if self._is_set:
         raise SandboxError('the program was stopped before it began')

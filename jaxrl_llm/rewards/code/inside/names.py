@@ -1,4 +1,4 @@
-"""Whose the names in tests are, and which of them stand for classes; read from the tests' source alone.
+"""Names in tests: which are the program's and which stand for classes, read from the tests' source alone.
 
 Invariant: nothing here depends on the program. It may take any name of the tests for its own and be anything by it, so
 what a name of the program is trusted with has to follow from how the tests use it.

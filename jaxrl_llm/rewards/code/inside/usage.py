@@ -24,14 +24,14 @@ class _Look:
 
   used_s: float
   children_s: float
-  """Of its children that have ended and that it waited for."""
+  """Time of ended children that it waited for."""
   thread_waited_s: float
   thread_used_s: float
-  """Of the thread that waited longest for a processor."""
+  """Time used by the thread that waited longest for a processor."""
 
 
 class Usage:
-  """Of all runs of one program.
+  """Processor time and waits of all runs of one program.
 
   Args:
     proc: where the kernel describes processes.
@@ -50,7 +50,7 @@ class Usage:
     self._seen: dict[tuple[int, int], _Look] = {}
 
   def look(self, pids: list[int]) -> None:
-    """Notes what the processes that there are have used."""
+    """Records the processor time of the living processes."""
     living_s = 0.0
     for pid in pids:
       with contextlib.suppress(OSError, IndexError, ValueError):
@@ -62,7 +62,7 @@ class Usage:
     self._raise_to(max(living_s + self._reaped_s, seen_s))
 
   def add_reaped(self, usage: resource.struct_rusage) -> None:
-    """Notes what a process used that has ended, with its children."""
+    """Records the processor time of an ended process and its children."""
     self._reaped_s += usage.ru_utime + usage.ru_stime
     self._raise_to(self._reaped_s)
 
@@ -92,7 +92,7 @@ def _look(process: pathlib.Path, nice: int) -> tuple[int, _Look]:
   """When a process started, and what it has used. Raises OSError for one that is gone."""
   fields = (process / 'stat').read_text().rpartition(')')[2].split()
   user, system, child_user, child_system = (int(field) * _TICK_S for field in fields[11:15])
-  polite = int(fields[16]) > nice or int(fields[38]) != os.sched_getscheduler(0)  # Its own doing: others go first.
+  polite = int(fields[16]) > nice or int(fields[38]) != os.sched_getscheduler(0)  # It lowered its own priority.
   waited_s, used_s = (0.0, 0.0) if polite else _longest_wait(process)
   return int(fields[19]), _Look(user + system, child_user + child_system, waited_s, used_s)
 
