@@ -270,6 +270,8 @@ def plant_canaries(folder: pathlib.Path, monkeypatch) -> str:
     with contextlib.suppress(OSError):  # Another user's, who lets everybody through.
       above.chmod(above.stat().st_mode | 0o011)
   monkeypatch.setenv('HOME', str(folder / 'home'))
+  # The first import of matplotlib, by reasoning-gym, leaves its list of fonts there.
+  monkeypatch.setenv('MPLCONFIGDIR', str(folder.parent / 'matplotlib'))
   monkeypatch.setenv('JAXRL_CANARY', secret)
   return secret
 
