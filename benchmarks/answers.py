@@ -44,7 +44,7 @@ DISPUTED: Mapping[str, str] = {
 """Digest of a case of math-verify's tests to the reason why it is left out."""
 
 ANYWHERE = ('boxed', 'tags', 'hashes', 'phrase', 'bold', 'formula', 'whole', 'number')
-"""What math-verify looks at: the last formula or number of a text without a box, too."""
+"""Where math-verify looks: also at the last formula or number of a text without a box."""
 
 Pair = Mapping[str, Any]
 

@@ -37,7 +37,8 @@ _HARM = {
   """,
   'traverse': """
     import glob, os
-    for path in ('../' * 20 + 'CANARY', '/proc/self/root/CANARY', '/proc/1/root/CANARY', '/proc/self/cwd/../CANARY'):
+    links = [f'/proc/{who}/{link}' for who in ('self', '1') for link in ('root', 'cwd/..')]
+    for path in (folder + '/CANARY' for folder in ('../' * 20, *links)):
       for name in glob.glob(path + '/*'):
         try: print(open(name).read()); os.remove(name)
         except OSError: pass
@@ -139,7 +140,7 @@ _HARM = {
     except OSError: pass
   """,
 }
-"""What harms a host, or tells of it, in little time; CANARY is a directory of the host that anybody may write to.
+"""Actions that harm a host or reveal it, in little time; CANARY is a directory of the host that anybody may write to.
 
 What depends on who is first, such as a signal to a process that is about to start, is left to `hostile`: a verdict on
 it is the program's own luck.
@@ -217,7 +218,7 @@ _CHEAT = {
       except OSError: pass
   """,
 }
-"""What would decide a verdict. What it says of a right solution may be anything, but always the same."""
+"""Actions that try to decide a verdict. The verdict on a right solution may be anything, but is always the same."""
 
 _RIGHT = {
   'add': 'def f(x, y): return x + y',

@@ -46,6 +46,11 @@ def test_a_module_that_cannot_be_imported_is_one_line(write, request, text, line
     own_part(f'{name}:score', 'scorer')
 
 
+def test_a_module_may_have_any_name_that_python_imports(write):
+  write('own-part_2024', 'score = 1')
+  assert own_part('own-part_2024:score', 'scorer') == 1
+
+
 @pytest.mark.parametrize('name', ['', ':score', '.x:score', 'a..b:score', 'a b:score', '\0:score', '../x:score'])
 def test_what_is_no_name_of_a_module_is_one_line(name):
   with pytest.raises(UserError, match="is no module's name; wanted 'module:attribute'"):

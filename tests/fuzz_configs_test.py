@@ -81,7 +81,7 @@ def refused(call):
 
 
 def check_config(config):
-  """What is accepted can be written down, read again, and built, unless that is refused."""
+  """An accepted configuration can be written, read again and built, or building it is refused."""
   check_types(config)
   assert from_json(json.loads(json.dumps(to_json(config))), Config) == config
   assert difference(config, config) == []
@@ -162,7 +162,7 @@ def test_any_file_is_a_configuration_or_refused(tmp_path, count):
 
 @COUNTS
 def test_the_written_configuration_of_a_run_is_read_or_refused(tmp_path, count):
-  """By who comes back to a run, and by a second start, which leaves it as it is."""
+  """Reads the run again, and starts it a second time, which leaves it as it is."""
   config = CONFIGS['ppo.py']
   (tmp_path / 'checkpoints' / '1').mkdir(parents=True)
   (tmp_path / 'checkpoints' / '1' / 'COMMIT').touch()

@@ -311,7 +311,7 @@ REPLIES = (
   {'absent': True},
   {'do': 'call', 'of': 0, 'args': [1]},
 )
-"""What a program's process may answer to that of its tests; the last one asks something itself."""
+"""Honest answers of a program's process to that of its tests; the last asks something itself."""
 SPEAKING = """
 import base64, os, stat
 for number in range(3, 64):
@@ -532,7 +532,7 @@ BODIES = (
 
 @st.composite
 def wire_bytes(draw):
-  """What a client may send; now and then it is HTTP."""
+  """Bytes that a client may send; now and then they are HTTP."""
   lines = draw(st.lists(st.sampled_from(HEADERS), max_size=4))
   if draw(st.booleans()):
     lines.insert(draw(st.integers(0, len(lines))), AUTHORISED)

@@ -55,7 +55,7 @@ def model(request, tmp_path):
 
 
 def told(read, directory):
-  """What `read` gives, or None where the directory is refused."""
+  """The result of `read`, or None where the directory is refused."""
   before = state_of(directory)
   try:
     with quiet() as log, bounded():

@@ -70,7 +70,7 @@ def folder(tmp_path):
 
 
 def taken(path: pathlib.Path, load):
-  """What `load` makes of the file; None where it refuses it."""
+  """The result of `load`, or None where the file is refused."""
   before = path.read_bytes()
   try:
     with quiet() as log, bounded():

@@ -30,7 +30,7 @@ COUNTS = pytest.mark.parametrize(
 _HANGS_S = 120
 """An input that takes longer is taken to hang; no input is meant to come near."""
 _MEMORY_KIB = 1 << 20
-"""By which the peak of a fuzzed process may grow."""
+"""Growth that the peak memory of a fuzzed process may have."""
 _LINE = 4096
 """Characters of the longest line that a log or an answer may have."""
 

@@ -29,7 +29,7 @@ MODES = {
   'choice': ('B', {'choices': ['one', 'two', 'three']}),
   'text': ('Paris', {'aliases': ['city of light']}),
 }
-"""By mode of `answer`: a truth, and further fields of the row."""
+"""A truth and further fields of the row, by mode of `answer`."""
 VERIFIERS = (
   *('countdown', 'puzzle24', 'simple_integration', 'polynomial_multiplication', 'n_queens', 'binary_matrix'),
   *('spiral_matrix', 'string_insertion', 'bitwise_arithmetic', 'spell_backward', 'number_sorting', 'chain_sum'),

@@ -38,7 +38,7 @@ RECORD = json.loads((pathlib.Path(__file__).parent / 'fixtures/peers_recorded.js
 COLUMNS = {name: np.asarray(column) for name, column in RECORD['inputs'].items()}
 CASES = {case['case']: case for case in RECORD['cases']}
 TOLERANCE = {'float64': 1e-8, 'float32': 1e-6, 'epsilon': 1e-7}
-"""By what a peer computes in; 'epsilon' is float64 with 1e-8 in a denominator, which a ratio of e¹² magnifies."""
+"""Tolerances by a peer's precision; 'epsilon' is float64 with 1e-8 in a denominator, which a ratio of e¹² magnifies."""
 ROWS, TIME = COLUMNS['mask'].shape
 SETTING = Setting(max_response_length=TIME)
 
@@ -114,7 +114,7 @@ def total(terms):
 
 
 def outputs_of(logprobs):
-  """What a model would give; no case has an entropy term."""
+  """Outputs of a model; no case has an entropy term."""
   return TokenLogprobs(joined(logprobs), jnp.zeros((ROWS // 2, 2 * TIME)))
 
 
@@ -158,7 +158,7 @@ def weights_of(roles, mode='token'):
 
 
 def geometric_means(roles):
-  """Of each row's importance weights, [rows, 1]."""
+  """Geometric mean of each row's importance weights, [rows, 1]."""
   mask = roles['mask'] > 0
   sums = np.where(mask, roles['proximal'] - roles['behaviour'], 0.0).sum(-1, keepdims=True)
   return np.exp(sums / np.maximum(mask.sum(-1, keepdims=True), 1))

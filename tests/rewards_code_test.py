@@ -268,7 +268,7 @@ def attempts(count):
 
 
 def served(use, **options):
-  """What `use(scorer)` says, with a sandbox host on a unix socket."""
+  """The result of `use(scorer)`, with a sandbox host on a unix socket."""
 
   async def main():
     try:

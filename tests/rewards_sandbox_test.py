@@ -1,4 +1,4 @@
-"""What a program does in a sandbox stays there, is told truly, and never passes by anything but right answers."""
+"""A program's actions stay in its sandbox, are reported truly, and only right answers pass."""
 
 import contextlib
 import errno
@@ -701,7 +701,7 @@ CHEATS = {
       except AttributeError: return 0
   """,
 }
-"""Of the tests `f(1) == 4` and `abs(f(2) - 5) < 1e-6`, which none of them can answer."""
+"""Programs that cannot pass the tests `f(1) == 4` and `abs(f(2) - 5) < 1e-6`."""
 
 
 @pytest.mark.parametrize('cheat', CHEATS)

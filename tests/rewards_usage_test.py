@@ -1,4 +1,4 @@
-"""Whose fault it is that a program met its wall-clock limit, by processes that are described as the kernel does."""
+"""Blame for a wall-clock limit that a program met: its own or the machine's, from the kernel's accounts."""
 
 import os
 

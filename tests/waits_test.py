@@ -18,13 +18,13 @@ MODULES = sorted(
 
 MARKER = re.compile(r'# wait (\w+): \S')
 BOUNDING = {'bounded', 'gathered', 'limit', 'watched', 'asyncio.wait_for', 'asyncio.timeout', 'asyncio.timeout_at'}
-"""What ends all that is inside of it."""
+"""Calls that bound everything inside them."""
 NAMING = {'bounded', 'gathered', 'limit', 'watched', 'ended'}
 """Functions of `core.waits` that take a name."""
 SEVERAL = {'asyncio.wait', 'connection.wait', 'multiprocessing.connection.wait', 'futures.wait', 'wait'}
 """Functions whose first argument is what to wait for."""
 READS = {'recv', 'recvfrom', 'recvmsg', 'recv_into', 'recv_bytes', 'recv_fds', 'accept', 'readline', 'readexactly'}
-"""Of sockets and pipes. A `readline` with a limit reads a file."""
+"""Reads of sockets and pipes. A `readline` with a limit reads a file."""
 COLLECTIVES = {'sync_global_devices', 'process_allgather', 'broadcast_one_to_all', 'wait_at_barrier'}
 
 
@@ -40,7 +40,7 @@ def bare_waits(source: str) -> list[tuple[int, str]]:
 
 
 def names(source: str) -> set[str]:
-  """Of the waits that a module names: in comments, and as the `name` of `bounded` and the like."""
+  """Names of a module's waits: in comments, and as the `name` of `bounded` and the like."""
   found = {match[1] for line in _comments(source).values() for match in [MARKER.match(line)] if match}
   for node in ast.walk(ast.parse(source)):
     if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition('.')[2] in NAMING:

@@ -103,11 +103,11 @@ class Summary:
 
   def line(self, scorer: str) -> str:
     count = sum(self.statuses.values())
-    told = ', '.join(f'{name} {number}' for name, number in self.statuses.items())
+    statuses = ', '.join(f'{name} {number}' for name, number in self.statuses.items())
     mean = 'no value' if self.mean is None else f'mean value {self.mean:.6g} of {count - self.unscorable}'
     reasons = collections.Counter(one_line(each['reason'], 100) for each in self.evidence if 'reason' in each)
     why = ''.join(f'; {reason}: {number}' for reason, number in reasons.most_common(_REASONS))
-    return f'scorer {scorer}: {count} rows: {told}; {mean}, {self.unscorable} unscorable{why}'
+    return f'scorer {scorer}: {count} rows: {statuses}; {mean}, {self.unscorable} unscorable{why}'
 
   def warning(self, scorer: ScorerConfig, attempts: Sequence[Attempt]) -> str:
     """Why nothing passes and what to do about it, in one line; empty where something does."""
@@ -138,7 +138,7 @@ async def score_file(
   Args:
     rewards: has this one scorer.
     out: is replaced when all scores are there; nothing is written where they are not.
-    done: is told after each row how many there are.
+    done: called after each row with the number of rows scored.
   """
   (config,) = rewards.scorers
   statuses: collections.Counter[str] = collections.Counter()

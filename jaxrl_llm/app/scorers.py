@@ -71,8 +71,8 @@ class ChosenScorer(NamedTuple):
 
   def line(self) -> str:
     options = {name: self.scorer.options[name] for name in CHOSEN if name in self.scorer.options}
-    told = [f'{name} {", ".join(v) if isinstance(v, list | tuple) else v}' for name, v in options.items()]
-    return f'scorer {self.scorer.name}: {"; ".join(told)} ({self.why or "as given"})'
+    settings = [f'{name} {", ".join(v) if isinstance(v, list | tuple) else v}' for name, v in options.items()]
+    return f'scorer {self.scorer.name}: {"; ".join(settings)} ({self.why or "as given"})'
 
 
 def choose(scorer: ScorerConfig, truths: Callable[[], Iterable[str | None]]) -> ChosenScorer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import traceback
 from typing import Any
 
@@ -12,10 +13,10 @@ from jaxrl_llm.core.errors import UserError, one_line
 def own_part(name: str, what: str) -> Any:
   """A user's own part, named 'module:attribute'; the module is looked for as Python looks for any."""
   module, _, attribute = name.partition(':')
-  if not all(part.isidentifier() for part in module.split('.')):
+  if not re.fullmatch(r'[\w-]+(\.[\w-]+)*', module):
     raise UserError(f"{what} {name!r}: {module!r} is no module's name; wanted 'module:attribute'")
   try:
-    found = importlib.import_module(module)
+    imported = importlib.import_module(module)
   except ModuleNotFoundError as error:
     raise UserError(f'{what} {name!r}: no module {error.name!r}; is its directory in PYTHONPATH?') from None
   except Exception as error:
@@ -27,6 +28,6 @@ def own_part(name: str, what: str) -> Any:
     reason = f'{place}: {type(error).__name__}: {one_line(text)}'
     raise UserError(f'{what} {name!r}: cannot be imported: {reason}') from error
   try:
-    return getattr(found, attribute)
+    return getattr(imported, attribute)
   except AttributeError:
     raise UserError(f'{what} {name!r}: module {module} has no {attribute!r}') from None

@@ -45,7 +45,7 @@ def one_line(text: object, limit: int = 400) -> str:
 
 
 def first_cause(error: BaseException) -> BaseException:
-  """Of an exception group, however deep, what to tell the user: its first UserError, else its first exception."""
+  """The first UserError of an exception group, however deep; else its first exception."""
   causes = list(_leaves(error))
   return next((cause for cause in causes if isinstance(cause, UserError)), causes[0])
 

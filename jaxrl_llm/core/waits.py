@@ -104,7 +104,7 @@ def _line(name: str, owner: str, waits_for: str, deadline_s: float) -> str:
 
 
 async def unless(stop: asyncio.Future, work: Awaitable[T]) -> T | None:
-  """What `work` evaluates to; None when `stop` is set by then, and `work` has been cancelled and is over.
+  """The value of `work`; None when `stop` is set by then, and `work` has been cancelled and is over.
 
   Args:
     stop: wins over work that is done at the same time.
@@ -120,7 +120,7 @@ async def unless(stop: asyncio.Future, work: Awaitable[T]) -> T | None:
 
 
 def _dump_stacks() -> None:
-  """Of all threads, and of what is suspended in this event loop: no thread's stack shows that."""
+  """Dumps the stacks of all threads and of suspended tasks, which no thread's stack shows."""
   faulthandler.dump_traceback(file=sys.stderr)
   for task in asyncio.all_tasks():
     task.print_stack(limit=8, file=sys.stderr)

@@ -27,12 +27,12 @@ _MAX_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Live:
-  """What the file says."""
+  """Content of the file."""
 
   workers: int | None = None
   """Scorer processes; None: as many as there are."""
   addresses: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-  """By scorer; those of others stay."""
+  """Addresses by scorer; those of other scorers stay."""
 
 
 def parse(text: str) -> Live:

@@ -1,4 +1,4 @@
-"""What runs in a scorer process: its scorers, limits of its own, and an end with the process that owns the pool."""
+"""A scorer process: its scorers, its limits, and its end with the process that owns the pool."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LIBRARIES: Mapping[str, str] = {
   'jaxrl_llm.rewards.answers.k12': 'math_verify',
   'jaxrl_llm.rewards.verifier': 'reasoning_gym',
 }
-"""By module: the library that its functions import when they are first called."""
+"""Libraries that functions import at their first call, by module."""
 
 _PLAIN_MODES = ('exact', 'numeric', 'choice', 'text')
 """Modes of `answer` that read no expressions, so need no library."""
@@ -45,7 +45,7 @@ _SECRET = re.compile(
 )
 
 _scorers: dict[str, Scorer | PerGroup] = {}
-"""By name."""
+"""Scorers of this process, by name."""
 
 
 def _die_with_owner() -> None:

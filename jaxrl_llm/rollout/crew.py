@@ -254,7 +254,7 @@ class Crew:
     return None if group is None else {**group.order, 'lease': group.lease}
 
   async def _alive(self, sender: str, body: dict[str, Any]) -> Any:
-    """Which of its leases an explorer has lost."""
+    """Leases that an explorer has lost."""
     return await self._leases.reconcile(sender, read_leases(body))
 
   async def _leave(self, sender: str, body: dict[str, Any]) -> Any:

@@ -25,7 +25,7 @@ from jaxrl_llm.rollout.wire import TAKE_S
 from jaxrl_llm.rollout.workflow import Roster
 
 _MAX_LOSSES = 5
-"""Of one group, after which it is held for what its explorers end of."""
+"""Losses of one group after which the group is taken for the cause."""
 _MAX_EVICTED = 4096
 """Number of evicted names to remember."""
 
@@ -50,7 +50,7 @@ class Group:
   """A group that the master wants."""
 
   order: dict[str, Any]
-  """What its explorer is told."""
+  """The order that its explorer gets."""
   name: str
   """`<stage>/<task uid>/<visit>`, which its samples' names begin with."""
   samples: int
@@ -71,7 +71,7 @@ class Group:
   losses: int = 0
   """How often an explorer lost it."""
   calls: set[asyncio.Task] = dataclasses.field(default_factory=set)
-  """What its holder is waiting for."""
+  """Answers that its holder waits for."""
 
   def __post_init__(self):
     self.roster = Roster(self.name, self.samples)

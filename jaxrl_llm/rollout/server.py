@@ -31,9 +31,9 @@ WORKER = pathlib.Path(__file__).with_name('vllm_worker.py')
 WORKER_MODULE = 'jaxrl_llm_worker'
 """What the worker file is called where vLLM imports it."""
 _LAST_LINES = 12
-"""Of a server's log, shown when it dies at start."""
+"""Lines of a server's log that are shown when it dies at start."""
 _STOP_S = 45.0
-"""Seconds for a guard to end; its own limits are shorter: 5 s of grace and 30 s after SIGKILL."""
+"""Longest wait for a guard to end, in seconds; the guard's limits are shorter: 5 s of grace and 30 s after SIGKILL."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM's max_lora_rank may be."""
 _OURS = (
@@ -352,13 +352,13 @@ class Server:
 
   @property
   def line(self) -> str:
-    """What a person could type to start the same server (without the guard)."""
+    """The command that starts the same server by hand, without the guard."""
     variables = [f'{name}={value}' for name, value in self._command.variables(self._modules).items()]
     return shlex.join(['env', *variables, *self._command.argv(self._socket)])
 
   @property
   def pid(self) -> int | None:
-    """Of the guard, whose child the server is."""
+    """Process id of the guard, whose child the server is."""
     return self._process.pid if self._process else None
 
   @property

@@ -225,12 +225,11 @@ def _dataset_rows(target: str, options: Mapping[str, Any]) -> Iterator[Row | Cor
   try:
     _check_saved(pathlib.Path(name))
     if (pathlib.Path(name) / 'dataset_dict.json').is_file():
-      loaded = _load_saved(name, options)
-      loaded = loaded[split] if split else loaded
+      loaded = _load_saved(name, split, options)
     elif (pathlib.Path(name) / 'state.json').is_file():
       if split:
         raise ValueError(f'it was saved without splits, so {split!r} names nothing')
-      loaded = _load_saved(name, options)
+      loaded = _load_saved(name, '', options)
     else:
       loaded = datasets.load_dataset(name, split=split or None, **options)
   except Exception as error:  # Whatever a damaged file leads the library to.
@@ -245,11 +244,15 @@ def _dataset_rows(target: str, options: Mapping[str, Any]) -> Iterator[Row | Cor
   return _loaded_rows(where, loaded)
 
 
-def _load_saved(name: str, options: Mapping[str, Any]) -> Any:
-  """Raises whatever the library does; and ArrowInvalid where a damaged file would lead reads out of its memory."""
+def _load_saved(name: str, split: str, options: Mapping[str, Any]) -> Any:
+  """The saved dataset, or one split of it.
+
+  Raises ArrowInvalid for a damaged file, which would lead reads out of the process's memory, and the library's errors.
+  """
   import datasets
 
   loaded = datasets.load_from_disk(name, **options)
+  loaded = loaded[split] if split else loaded
   for part in loaded.values() if isinstance(loaded, Mapping) else (loaded,):
     part.data.table.validate(full=True)
   return loaded
@@ -270,7 +273,7 @@ def _check_saved(directory: pathlib.Path) -> None:
 def _read_listed(path: pathlib.Path, name: str) -> list[Json]:
   value = parse_json(read_bytes(path, MAX_ROW_BYTES).decode())
   listed = value.get(name) if isinstance(value, dict) else None
-  if not isinstance(listed, list) or (name == 'splits' and not all(isinstance(one, str) for one in listed)):
+  if not isinstance(listed, list) or (name == 'splits' and not all(isinstance(entry, str) for entry in listed)):
     raise ValueError(f'{path}: has no list {name}')
   return listed
 

@@ -147,7 +147,7 @@ def _agree(truth: str, answer: str, task: Task, options: AnswerOptions) -> bool 
 
 
 def _key(text: str, *, options: AnswerOptions, choices: Mapping[str, str] | None) -> Hashable:
-  """What makes two answers of one completion the same answer; text where it cannot be read as a value."""
+  """A key that two spellings of one answer share; text if the answer cannot be read as a value."""
   match options.mode:
     case 'exact':
       return collapse(text)

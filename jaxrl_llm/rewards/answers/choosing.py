@@ -57,5 +57,5 @@ def choose(truths: Iterable[str | None]) -> Chosen:
 
 
 def _is_words(text: str) -> bool:
-  """Whether it has letters, and no sign of mathematics."""
+  """Whether the text has at least two letters and no mathematical symbol."""
   return sum(map(str.isalpha, text)) > 1 and not _MATHEMATICAL.search(text)

@@ -34,7 +34,7 @@ def diagnose(attempts: Sequence[Attempt], evidence: Sequence[Mapping[str, Any]],
   if reason.startswith('the truth is not'):
     return f'{reason} in {share}, such as {truth}; leave --options.mode out, and one is chosen from the truths'
   if reason == NO_ANSWER:
-    return f'{share} have no answer where it is looked for ({_told(read)}); {_elsewhere(attempts, read)}'
+    return f'{share} have no answer where it is looked for ({_described(read)}); {_elsewhere(attempts, read)}'
   if reason:
     return f'{reason} in {share}; a completion is to give one answer'
   got = json.dumps(str(evidence[place].get('answer'))[:60], ensure_ascii=False)
@@ -43,7 +43,7 @@ def diagnose(attempts: Sequence[Attempt], evidence: Sequence[Mapping[str, Any]],
   return f'{share} have an answer that is not the truth, such as {got} for {truth}{other}'
 
 
-def _told(options: AnswerOptions) -> str:
+def _described(options: AnswerOptions) -> str:
   methods = options.extraction
   return 'chosen by row' if methods is None else methods if isinstance(methods, str) else ', '.join(methods)
 

@@ -132,7 +132,7 @@ def _picked(text: str) -> bool:
 
 
 def tight(text: str) -> str:
-  """Without the spaces that part nothing."""
+  """The text without spaces that separate nothing."""
   return re.sub(r'(?<!\w) | (?!\w)', '', text)
 
 

@@ -21,7 +21,7 @@ Methods = Method | tuple[Method, ...]
 before another one finds what holds no sentence."""
 
 EXPLICIT = ('boxed', 'hashes', 'tags')
-"""Of several methods these contradict each other where what they find can be read as values that differ."""
+"""Methods that contradict each other if their answers read as different values."""
 
 NO_ANSWER = 'no answer'
 """Why a completion has none: nothing stands where it is looked for."""
@@ -78,7 +78,7 @@ def collapse(text: str) -> str:
 class _Box(NamedTuple):
   begin: int
   start: int
-  """Of what it holds."""
+  """Where its content starts."""
   end: int
 
 
@@ -124,7 +124,7 @@ def _held(text: str) -> list[tuple[_Box, str]]:
 
 
 def _boxed(text: str) -> list[list[str]]:
-  """What the boxes hold, those together that stand side by side (`\\boxed{2} and \\boxed{3}`).
+  """The contents of the boxes, those together that stand side by side (`\\boxed{2} and \\boxed{3}`).
 
   Where the words "final answer" introduce a box, none before them counts.
   """
@@ -151,7 +151,7 @@ def _joined(group: Sequence[str], key: Callable[[str], Hashable]) -> str:
 
 
 def boxed_lists(text: str) -> list[str]:
-  """What the boxes hold, as candidates; those side by side as one list."""
+  """The contents of the boxes as candidates; boxes side by side are one list."""
   return [_joined(group, collapse) for group in _boxed(text)]
 
 
@@ -227,7 +227,7 @@ def _without_echo(text: str, prompts: Sequence[str], method: Method, tag: str) -
 
 
 def said(text: str) -> str:
-  """What follows the model's thoughts, `<think>…</think>`; all of a text without them, or with nothing else."""
+  """The text after the model's thoughts, `<think>…</think>`; the whole text if it has none or nothing follows."""
   after = text.partition('</think>')[2]
   return after if after.strip() else text
 

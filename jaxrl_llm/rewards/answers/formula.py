@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jaxrl_llm.rewards.answers.effort import MAX_DEPTH
 
 MAX_NODES = 1_000
-"""A formula of more parts is none."""
+"""The most parts that a formula may have."""
 
 
 class Unreadable(ValueError):
@@ -219,7 +219,7 @@ class _Reader:
     return self.node(_NAMED[opening], inner) if opening in _NAMED else inner
 
   def argument(self) -> Node:
-    """Of a command: a group in braces, or what TeX takes, one digit, letter or command."""
+    """A command's argument: a group in braces or, as in TeX, a single digit, letter or command."""
     self.skip()
     if self.peek('{'):
       return self.group()
@@ -332,7 +332,7 @@ class _Reader:
     return self.number(mixed=False) if self.text[self.at : self.at + 1].isdigit() else self.argument()
 
   def applied(self) -> Node:
-    """What a function without braces is applied to: a group, or factors up to the next operation or function."""
+    """A function's argument: a group, or the factors up to the next operator or function."""
     if self.peek('(') or self.peek('{') or self.peek('['):
       return self.group()
     self.skip()

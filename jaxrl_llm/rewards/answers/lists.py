@@ -124,7 +124,7 @@ def parse_tuple(text: str) -> list[str] | None:
 
 
 def names(text: str) -> list[str]:
-  """What the entries of a tuple are called, `(x, y) = …` or `x = …, y = …`; empty where not all of them have names."""
+  """The names of a tuple's entries, as in `(x, y) = …` or `x = …, y = …`; empty unless each has one."""
   text = mathematical(text)
   name, _ = named(text)
   if name.startswith('('):

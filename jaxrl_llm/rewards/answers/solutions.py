@@ -119,11 +119,11 @@ def _matrices(truth: str, answer: str) -> bool | None:
   wanted, got = _rows(named(truth)[1]), _rows(named(answer)[1])
   if wanted is None and got is None:
     return None
-  for one, other in ((wanted, answer), (got, truth)):
-    if one is not None and 1 in (len(one), len(one[0])) and (wanted is None or got is None):
-      vector = [cell for row in one for cell in row]
+  for rows, other in ((wanted, answer), (got, truth)):
+    if rows is not None and 1 in (len(rows), len(rows[0])) and (wanted is None or got is None):
+      vector = [cell for row in rows for cell in row]
       entries = f'({",".join(vector)})'
-      return bool(tuples_agree(entries, other)) if one is wanted else bool(tuples_agree(other, entries))
+      return bool(tuples_agree(entries, other)) if rows is wanted else bool(tuples_agree(other, entries))
   if wanted is None or got is None:
     return None
   return [len(row) for row in wanted] == [len(row) for row in got] and all(

@@ -66,7 +66,7 @@ class Limits:
   tmp_mib: int = 64
   """All files together; they are in memory."""
   output_kib: int = 1024
-  """Of the standard output, and of the standard error."""
+  """Size of the standard output, and of the standard error."""
 
   def __post_init__(self):
     for name, value in dataclasses.asdict(self).items():
@@ -89,7 +89,7 @@ class Limits:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
   ended: Ending
-  """Of the first test that did not pass."""
+  """Ending of the first test that did not pass."""
   passed: int
   total: int
   isolation: str

@@ -149,7 +149,7 @@ def read_tests(fields: Mapping[str, Json]) -> Work | None:
 
 
 def read_work(attempt: Attempt) -> Work | Verdict:
-  """What is to be run, or the verdict where nothing is."""
+  """The program and its tests, or the verdict if there is nothing to run."""
   try:
     work = read_tests(attempt.task.fields)
   except ValueError as error:
@@ -208,13 +208,13 @@ class SandboxHosts(Remote):
 
 
 _SHARE = 0.8
-"""Of a deadline for the program's clock; the rest is for its sandbox."""
+"""Share of a deadline that the program's wall clock gets; the rest is for its sandbox."""
 
 
 def options_within(config: ScorerConfig) -> dict[str, Any]:
-  """The scorer's options, with a wall-clock limit that fits its deadline where they name none.
+  """The scorer's options, with a wall-clock limit that fits its deadline if they name none.
 
-  Refuses a deadline by which programs that never end would be the scorer's failure, and so worth more than 0.
+  Raises UserError for a deadline at which a program that never ends would be the scorer's failure, not a score of 0.
   """
   options = dict(config.options)
   remote_s = options.get('request_deadline_s', CodeOptions.request_deadline_s) if options.get('addresses') else math.inf

@@ -29,7 +29,7 @@ MAX_BODY = 64 << 20
 MOST = Limits(
   wall_s=120.0, cpu_s=120, memory_mib=8192, processes=256, files=4096, file_mib=1024, tmp_mib=1024, output_kib=65536
 )
-"""What a request may ask for."""
+"""The largest limits that a request may ask for."""
 _KINDS = 8
 """Different limits that are kept ready."""
 
@@ -61,7 +61,7 @@ class SandboxServer:
     return self._kinds[Limits()].isolation
 
   def application(self) -> web.Application:
-    """What answers."""
+    """The application that answers requests."""
     application = web.Application(client_max_size=MAX_BODY)
     application.router.add_get('/health', self._health)
     application.router.add_post(RUN_PATH, self._run)
@@ -115,5 +115,5 @@ def order_body(work: Work, limits: Limits) -> dict[str, Any]:
 
 
 def read_outcome(answer: Json) -> Outcome:
-  """Of a server's answer. Raises UserError for one that is none."""
+  """Reads a server's answer. Raises UserError for one that is no outcome."""
   return from_json(answer, Outcome, 'answer of the sandbox host')

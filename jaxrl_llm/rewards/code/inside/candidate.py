@@ -58,18 +58,18 @@ def _inherited(kind: type, base: type) -> list[str]:
 
 
 def _describe(thing: Any) -> dict[str, Any]:
-  told: dict[str, Any] = {'class': type(thing).__name__, 'can': _operations(type(thing))}
+  description: dict[str, Any] = {'class': type(thing).__name__, 'can': _operations(type(thing))}
   if base := base_of(type(thing)):
-    told |= {'base': base.__name__, 'inherited': _inherited(type(thing), base)}
+    description |= {'base': base.__name__, 'inherited': _inherited(type(thing), base)}
   if isinstance(thing, types.ModuleType):
-    told['module'] = thing.__name__
+    description['module'] = thing.__name__
   elif isinstance(thing, type) and issubclass(thing, BaseException):
-    told['raises'] = [kind.__name__ for kind in thing.__mro__]
+    description['raises'] = [kind.__name__ for kind in thing.__mro__]
   elif isinstance(thing, type) and thing in TYPE_NAMES:
-    told['type'] = TYPE_NAMES[thing]
+    description['type'] = TYPE_NAMES[thing]
   if isinstance(thing, (type, types.FunctionType, types.BuiltinFunctionType)):
-    told['standard'] = str(thing.__module__).removeprefix('_')
-  return told
+    description['standard'] = str(thing.__module__).removeprefix('_')
+  return description
 
 
 def _mutable(values: list[Any]) -> list[int]:
@@ -124,8 +124,8 @@ class Candidate:
       plain = all(isinstance(arg, (str, int, float, type(None))) for arg in error.args)
       args = {'args': list(error.args)} if plain else {}
       attributes = {name: self._pack(value) for name, value in vars(error).items()} if vars(error) else {}
-      told = {'text': str(error)[:500], 'lines': lines_of(error), 'attributes': attributes}
-      return {'raised': kinds, **told, **args}
+      details = {'text': str(error)[:500], 'lines': lines_of(error), 'attributes': attributes}
+      return {'raised': kinds, **details, **args}
 
   def _do(self, request: Message) -> Message:
     match request:
@@ -183,7 +183,7 @@ class Candidate:
     return bool(self._awaited(thing.__aexit__(*details)))
 
   def _awaited(self, awaitable: Any) -> Any:
-    """What the awaitable gives, in one event loop for all of them."""
+    """Result of the awaitable; all of them run in one event loop."""
     import asyncio  # Few programs need it.
 
     async def wait() -> Any:

@@ -44,7 +44,7 @@ _SHOWN = '_shown'
 
 
 class ProgramError(BaseException):
-  """What the program raised, where that is no exception that tests could expect."""
+  """An exception of the program that tests cannot expect."""
 
 
 class Examiner:
@@ -67,9 +67,9 @@ class Examiner:
     self._streams = {'stdout': sys.stdout, 'stderr': sys.stderr}
     self._turn = threading.RLock()
     self._failure: BaseException | None = None
-    """By which the test is not passed, whoever caught it."""
+    """Error that fails the current test even if it was caught."""
     self.error: dict[str, Any] | None = None
-    """Of the first test that failed."""
+    """Error of the first test that failed."""
 
   def run(self, tests: list[str]) -> Iterator[bool]:
     """Whether each test passed, in order; a program that ends passes none of the rest."""
@@ -115,17 +115,17 @@ class Examiner:
     A built-in function is the tests' own, unless that is what the program is to define, and so is a standard module,
     unless the tests use what it does not have.
     """
-    found = self._ask_names(self._names.wanted)
+    values = self._ask_names(self._names.wanted)
     # A name that the tests bind only after they called it was the program's.
-    if self._names.ambiguous and not (found.keys() & self._names.called) - self._names.modules.keys():
-      found |= self._ask_names(self._names.ambiguous)
-    return {name: self._name(name, packed) for name, packed in found.items()}
+    if self._names.ambiguous and not (values.keys() & self._names.called) - self._names.modules.keys():
+      values |= self._ask_names(self._names.ambiguous)
+    return {name: self._name(name, packed) for name, packed in values.items()}
 
   def _ask_names(self, names: frozenset[str]) -> dict[str, Any]:
-    found = self._peer.ask({'do': 'names', 'names': sorted(names)}).get('value')
-    if not isinstance(found, dict):
+    values = self._peer.ask({'do': 'names', 'names': sorted(names)}).get('value')
+    if not isinstance(values, dict):
       raise Unreadable('no names')
-    return {name: packed for name, packed in found.items() if name in names}
+    return {name: packed for name, packed in values.items() if name in names}
 
   def _name(self, name: str, packed: Any) -> Any:
     used = self._names.modules.get(name)
@@ -136,16 +136,21 @@ class Examiner:
           return module
     if name in self._names.standard:
       return getattr(importlib.import_module(self._names.standard[name]), name)
-    told = packed if isinstance(packed, dict) else {}
-    if told.get('module') in _ALIASED and 'ref' in told:
-      return importlib.import_module(told['module'])
-    if told.get('standard') in _ALIASED and 'ref' in told and name != self._entry_point and not name.startswith('_'):
-      module = importlib.import_module(told['standard'])
+    description = packed if isinstance(packed, dict) else {}
+    if description.get('module') in _ALIASED and 'ref' in description:
+      return importlib.import_module(description['module'])
+    if (
+      description.get('standard') in _ALIASED
+      and 'ref' in description
+      and name != self._entry_point
+      and not name.startswith('_')
+    ):
+      module = importlib.import_module(description['standard'])
       if hasattr(module, name):
         return getattr(module, name)
     if not self._names.is_class(name):
       return self._rebuilt(packed)
-    if 'ref' in told and 'raises' not in told:
+    if 'ref' in description and 'raises' not in description:
       self._classes.add(name)
     return self._rebuilt(packed, Role.NAMED, name)
 
@@ -271,7 +276,7 @@ class Examiner:
     return base
 
   def _caught_class(self, kinds: list[str]) -> type[BaseException]:
-    """What `except` is to catch where the program names an exception."""
+    """Class for `except` where the program names an exception."""
     if kinds and kinds[0] in _EVERY and kinds[0] not in self._exceptions:
       self._exceptions[kinds[0]] = type(kinds[0], (Exception,), {})
     return self._exception_class(kinds)
@@ -337,7 +342,7 @@ def _file(number: int) -> str:
 
 
 def _replace(old: Any, new: Any) -> None:
-  """What the program did to an argument in place."""
+  """Applies the program's changes to an argument in place."""
   if type(old) is not type(new):
     return
   if isinstance(old, (list, bytearray)):

@@ -58,7 +58,7 @@ class Peer:
       self._channel.send(self._answer(self._channel.receive()))
 
   def pack(self, value: Any, describe: Callable[[Any], Message]) -> Any:
-    """The value as a message; `describe` what else is told of an object that is lent."""
+    """The value as a message; `describe` adds a description of an object that is lent."""
     return encode(value, lambda thing: self.lend(thing, describe))
 
   def lend(self, thing: Any, describe: Callable[[Any], Message]) -> dict[str, Any]:

@@ -72,9 +72,9 @@ def read_names(tests: Iterable[str], entry_point: str | None) -> Names:
         modules.setdefault(name, set()).add(node.attr)
   # With a name of the program's own in the tests, the built-in names are Python's.
   free = wanted - bound - modules.keys()
-  own = {entry_point} if entry_point else free
-  ambiguous = set() if own else {name for tree in trees for name in _called_builtin(tree)}
-  comparing = {name: module for name, module in _COMPARING.items() if own - {name}}
+  of_program = {entry_point} if entry_point else free
+  ambiguous = set() if of_program else {name for tree in trees for name in _called_builtin(tree)}
+  comparing = {name: module for name, module in _COMPARING.items() if of_program - {name}}
   comparing |= {name: _CONTAINERS[name] for name in _around_calls(nodes) & _CONTAINERS.keys()}
   return Names(
     wanted=frozenset(wanted),

@@ -22,7 +22,7 @@ class Role(enum.Enum):
   """How the tests came by an object of the program, on which depends what it is asked."""
 
   NAMED = enum.auto()
-  """By a name that they use for a class, or as an attribute of such a class."""
+  """Reached by a name that the tests use for a class, or as an attribute of such a class."""
   MADE = enum.auto()
   """They called a class that they name, or computed with such objects."""
   COMPUTED = enum.auto()
@@ -212,8 +212,8 @@ def _telling(name: str) -> Callable[..., Any]:
   number = name in ('abs', 'int', 'float', 'complex', 'index', 'neg', 'pos', 'invert', 'round', 'format')
 
   def method(self: Remote, *args: Any) -> Any:
-    told = bool(args) and not (name == 'format' and args == ('',))
-    _refuse_if(told and self._remote_role not in _TRUSTED, self, name)
+    has_operand = bool(args) and not (name == 'format' and args == ('',))
+    _refuse_if(has_operand and self._remote_role not in _TRUSTED, self, name)
     value = _ask(self, name, *args, role=self._remote_role if number else Role.RESULT)
     _refuse_if(number and self._remote_role is Role.COMPUTED and not _is_remote(value), self, name)
     if value is NotImplemented:
@@ -240,9 +240,9 @@ def _computing(name: str) -> Callable[[Remote, Any], Any]:
     roles = {remote._remote_role for remote in remotes}
     if Role.FIELD in roles or (self._remote_role is Role.RESULT and Role.MADE not in roles):
       return NotImplemented
-    told = len(remotes) < 2 or Role.COMPUTED in roles
-    value = _ask(self, name, other, role=Role.COMPUTED if told else Role.MADE)
-    return NotImplemented if told and not _is_remote(value) else value
+    with_plain = len(remotes) < 2 or Role.COMPUTED in roles
+    value = _ask(self, name, other, role=Role.COMPUTED if with_plain else Role.MADE)
+    return NotImplemented if with_plain and not _is_remote(value) else value
 
   return method
 
@@ -261,9 +261,9 @@ def _calling(self: Remote, *args: Any, **kwargs: Any) -> Any:
 def _leaving(self: Remote, kind: type | None, error: BaseException | None, traceback: Any) -> bool:
   """Tells the program which exception leaves the block; it cannot suppress one by which a test fails."""
   suppressible = error is not None and self._remote_program.suppressible(error)
-  told = None if kind is None else kind.__name__
+  raised = None if kind is None else kind.__name__
   text = str(error) if suppressible else ''
-  request = {'do': 'exit', 'of': self._remote_number, 'raised': told, 'text': text}
+  request = {'do': 'exit', 'of': self._remote_number, 'raised': raised, 'text': text}
   return self._remote_program.value(request) is True and suppressible
 
 

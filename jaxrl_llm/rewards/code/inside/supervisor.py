@@ -56,7 +56,7 @@ class Limits:
 
 
 class _Pipe:
-  """What is written into it, up to a limit."""
+  """Output of a pipe, up to a limit."""
 
   def __init__(self, limit: int):
     self.reader, self.writer = os.pipe()

@@ -70,7 +70,7 @@ class Usage:
     self.used_s = max(self.used_s, self._before_s + run_s)
 
   def close_run(self) -> None:
-    """What follows are other processes."""
+    """Ends a run; later looks see other processes."""
     self._waited_before_s += self._waited_s()
     self._before_s, self._reaped_s = self.used_s, 0.0
     self._seen.clear()
