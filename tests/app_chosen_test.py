@@ -83,7 +83,7 @@ def test_a_run_that_goes_on_keeps_its_choice_though_the_data_changed(tmp_path):
 
 def test_a_run_without_a_readable_configuration_is_left_to_the_one_who_reports_it(tmp_path):
   config = configured((write(tmp_path / 'tasks.jsonl', 'ABC'),), ScorerConfig(name='answer'))
-  for content in ('', '[]', '{"rewards": {"scorers": [{"name": "answer"}]}}'):
+  for content in ('', '[]', '[' * 100_000, '{"rewards": {"scorers": [{"name": "answer"}]}}'):
     (tmp_path / 'config.json').write_text(content)
     assert options(settle(config, tmp_path, lambda line: None))['answer']['mode'] == 'choice'
 

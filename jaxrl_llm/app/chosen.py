@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from jaxrl_llm.app.schema import Config, scored_tasksets
 from jaxrl_llm.app.scorers import CHOOSERS, CHOSEN, choose
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.files import parse_json
 from jaxrl_llm.rewards.api import ScorerConfig
 from jaxrl_llm.tasks.taskset import load_taskset
 
@@ -57,7 +57,7 @@ def _resumed(scorer: ScorerConfig, kept: Mapping[str, Any]) -> ScorerConfig:
 def _kept(run: pathlib.Path) -> dict[str, Mapping[str, Any]]:
   """The options that a run chose, by scorer; empty if config.json cannot be read, which `Workdir.adopt` reports."""
   with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-    written = json.loads((run / 'config.json').read_text())
+    written = parse_json((run / 'config.json').read_text())
     return {
       scorer['name']: {name: value for name, value in scorer['options'].items() if name in CHOSEN}
       for scorer in written['rewards']['scorers']
