@@ -6,14 +6,14 @@ import pathlib
 
 import pytest
 
-from jaxrl_llm.app.chosen import settle
+from jaxrl_llm.app import chosen
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.app.workdir import Workdir
 from jaxrl_llm.config.load import load_file
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rewards.answers.choosing import ANYWHERE, HASHES_FIRST
 from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
-from jaxrl_llm.tasks.taskset import TasksetConfig
+from jaxrl_llm.tasks.taskset import TasksetConfig, taskset_loader
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -30,6 +30,10 @@ def configured(tasksets, *scorers):
   stages = tuple(dataclasses.replace(stage, tasksets=names) if stage.explores else stage for stage in config.stages)
   rewards = RewardsConfig(scorers=scorers)
   return dataclasses.replace(config, tasksets=tuple(tasksets), stages=stages, evaluation=(), rewards=rewards)
+
+
+def settle(config, run, tell):
+  return chosen.settle(config, run, tell, taskset_loader(config.tasksets))
 
 
 def options(config):
@@ -111,3 +115,11 @@ def test_a_run_begun_before_options_were_chosen_is_not_resumed_with_other_reward
   Workdir(tmp_path / 'run').adopt(config)
   with pytest.raises(UserError, match=r'scorers\.answer\.options: extraction and mode of the run are unknown'):
     settle(config, tmp_path / 'run', lambda line: None)
+
+
+def test_tasks_that_decided_an_option_are_not_loaded_again(tmp_path):
+  taskset = write(tmp_path / 'tasks.jsonl', 'ABC')
+  load = taskset_loader([taskset])
+  chosen.settle(configured((taskset,), ScorerConfig(name='answer')), None, lambda line: None, load)
+  (tmp_path / 'tasks.jsonl').unlink()
+  assert len(load('tasks').tasks) == 3

@@ -16,17 +16,18 @@ from jaxrl_llm.app.scorers import CHOOSERS, CHOSEN, choose
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.files import parse_json
 from jaxrl_llm.rewards.api import ScorerConfig
-from jaxrl_llm.tasks.taskset import load_taskset
+from jaxrl_llm.tasks.taskset import Taskset
 
 
-def settle(config: Config, run: pathlib.Path | None, tell: Callable[[str], None]) -> Config:
+def settle(
+  config: Config, run: pathlib.Path | None, tell: Callable[[str], None], load: Callable[[str], Taskset]
+) -> Config:
   """The configuration with every open option of its scorers chosen.
-
-  Loads the tasksets if an option is open; `prepare` loads them again.
 
   Args:
     run: directory of the run to resume; None for a new run.
     tell: called with one line for each scorer whose options were chosen.
+    load: gives a taskset by its name (`taskset_loader`); called only if an option is open.
   """
   kept = {} if run is None else _kept(run)
   scorers = []
@@ -34,7 +35,7 @@ def settle(config: Config, run: pathlib.Path | None, tell: Callable[[str], None]
     if scorer.name in kept:
       scorers.append(_resumed(scorer, kept[scorer.name]))
       continue
-    chosen = choose(scorer, lambda scorer=scorer: _truths(config, scorer))
+    chosen = choose(scorer, lambda scorer=scorer: _truths(config, scorer, load))
     if chosen.why:
       tell(chosen.line())
     scorers.append(chosen.scorer)
@@ -65,11 +66,10 @@ def _kept(run: pathlib.Path) -> dict[str, Mapping[str, Any]]:
   return {}
 
 
-def _truths(config: Config, scorer: ScorerConfig) -> Iterable[str | None]:
+def _truths(config: Config, scorer: ScorerConfig, load: Callable[[str], Taskset]) -> Iterable[str | None]:
   """The truths of the tasks that the scorer judges."""
-  drawn = scored_tasksets(config)
-  for taskset in config.tasksets:
-    if taskset.name in drawn and (not scorer.tasksets or taskset.name in scorer.tasksets):
-      for task in load_taskset(taskset).tasks:
+  for name in sorted(scored_tasksets(config)):
+    if not scorer.tasksets or name in scorer.tasksets:
+      for task in load(name).tasks:
         if not scorer.domains or task.domain in scorer.domains:
           yield task.truth

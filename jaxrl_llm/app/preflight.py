@@ -23,6 +23,7 @@ from jaxrl_llm.app.schema import Config
 from jaxrl_llm.app.scorers import SCORERS, build_scorers
 from jaxrl_llm.app.stages import build_stages, model_spec, policy_options
 from jaxrl_llm.app.state import critic_model
+from jaxrl_llm.app.workdir import has_commits
 from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.catalogue import ALGORITHMS
@@ -38,6 +39,7 @@ from jaxrl_llm.parallel.topology import CHIPS, parse_topology, topology_devices
 from jaxrl_llm.rollout.embedded import build_programs
 from jaxrl_llm.tasks.processors import PROCESSORS
 from jaxrl_llm.tasks.sources import SOURCES
+from jaxrl_llm.tasks.taskset import taskset_loader
 
 
 def print_list() -> None:
@@ -67,12 +69,12 @@ def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = Non
   console = Console(markup=False, highlight=False, soft_wrap=True)
   devices = jax.devices() if topology is None else topology_devices(topology)
   mesh = build_mesh(config.learner.mesh, devices)
-  committed = any((workdir / 'checkpoints').glob('*/COMMIT'))
-  config = settle(config, workdir if committed else None, console.print)
+  load = taskset_loader(config.tasksets)
+  config = settle(config, workdir if has_commits(workdir) else None, console.print, load)
   console.print_json(json.dumps(to_json(config)))
   build_scorers(config.rewards)
   with tempfile.TemporaryDirectory() as scratch:
-    prepared = prepare(config, pathlib.Path(scratch))
+    prepared = prepare(config, pathlib.Path(scratch), load)
   stages = build_stages(config, mesh, prepared.spec.vocab_size, prepared.lengths)
   chip = None if topology is None else parse_topology(topology)[0]
   model = build_model(model_spec(config, prepared.spec), _options(config, chip), mesh)

@@ -40,7 +40,7 @@ from jaxrl_llm.tasks.taskset import (
   check_disjoint,
   demonstrations,
   drop_long,
-  load_taskset,
+  taskset_loader,
 )
 from jaxrl_llm.tasks.tokenizer import Tokenizer, build_tokenizer, task_texts
 from jaxrl_llm.weights.hf import read_spec, resolve
@@ -81,9 +81,14 @@ def model_directory(source: str) -> pathlib.Path:
   return directory
 
 
-def prepare(config: Config, workdir: pathlib.Path) -> Prepared:
-  """Loads the tasks, makes or loads the tokenizer, renders demonstrations; repeats nothing on resume."""
-  tasksets = {c.name: load_taskset(c) for c in config.tasksets}
+def prepare(config: Config, workdir: pathlib.Path, load: Callable[[str], Taskset] | None = None) -> Prepared:
+  """Loads the tasks, makes or loads the tokenizer, renders demonstrations; repeats nothing on resume.
+
+  Args:
+    load: gives a taskset by its name; shared with whoever else needs the tasks.
+  """
+  load = load or taskset_loader(config.tasksets)
+  tasksets = {c.name: load(c.name) for c in config.tasksets}
   suites = [(suite, _suite_tasks(suite, tasksets)) for suite in config.evaluation]
   _check_names(config, tasksets)
   for name in sorted(scored_tasksets(config)):

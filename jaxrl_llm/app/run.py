@@ -39,6 +39,7 @@ from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.runtime.machine import changes
 from jaxrl_llm.runtime.report import build as build_report
 from jaxrl_llm.sync.full import Gatherer
+from jaxrl_llm.tasks.taskset import taskset_loader
 from jaxrl_llm.weights.hf import export
 from jaxrl_llm.weights.peft import export_adapter
 
@@ -81,12 +82,13 @@ async def run(config: Config, path: pathlib.Path) -> int:
     # Before anything is written: what is missing would be made anew, or be taken for never having been there.
     step = max(checkpoints.steps(), default=0)
     tell = Console(markup=False, highlight=False, soft_wrap=True).print
-    config = await asyncio.to_thread(settle, config, workdir.path if step else None, tell)
+    load = taskset_loader(config.tasksets)
+    config = await asyncio.to_thread(settle, config, workdir.path if step else None, tell, load)
     workdir.adopt(config)
     commit = checkpoints.host(step) if step else {}
     if step:
       await asyncio.to_thread(workdir.check, commit)
-    prepared = await asyncio.to_thread(prepare, config, workdir.path)
+    prepared = await asyncio.to_thread(prepare, config, workdir.path, load)
     checkpoints.clean()
     return {
       'attempt': workdir.next_attempt(least=commit.get('attempt', 0)),

@@ -77,7 +77,7 @@ class Workdir:
     Until then a start leaves nothing to go on from: a mistake in the first command must not spoil the directory.
     """
     file = self.path / 'config.json'
-    if not file.exists() and self._has_commits():
+    if not file.exists() and has_commits(self.path):
       raise UserError(
         f'{file}: missing, so that no start can tell whether it goes on with the configuration of the commits in '
         f'{self.path / "checkpoints"}; restore it, or choose another --workdir'
@@ -93,7 +93,7 @@ class Workdir:
       changes = [change for change in changes if not change[0].startswith(MAY_CHANGE)]
       if not changes:
         return
-      if self._has_commits():
+      if has_commits(self.path):
         told = '; '.join(f'{key}: {before!r} in the run, {after!r} now' for key, before, after in changes[:5])
         more = f' and {len(changes) - 5} more' if len(changes) > 5 else ''
         raise UserError(
@@ -149,8 +149,10 @@ class Workdir:
     write_durably(file, str(attempt))
     return attempt
 
-  def _has_commits(self) -> bool:
-    return any(self.path.glob('checkpoints/*/COMMIT'))
+
+def has_commits(path: pathlib.Path) -> bool:
+  """Whether the run in the directory `path` has committed a step."""
+  return any(path.glob('checkpoints/*/COMMIT'))
 
 
 def made_files(path: pathlib.Path) -> dict[str, int]:

@@ -8,9 +8,10 @@ alone, so train and evaluation are disjoint whatever the seeds.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import xxhash
@@ -107,6 +108,12 @@ class DemonstrationsConfig:
       )
     if min(self.weights) < 0 or not 0 < sum(self.weights) < float('inf'):
       raise UserError(f'demonstrations: weights are {self.weights}, wanted them not negative and some positive')
+
+
+def taskset_loader(configs: Iterable[TasksetConfig]) -> Callable[[str], Taskset]:
+  """A function that gives the taskset of a name, and loads each once."""
+  named = {config.name: config for config in configs}
+  return functools.cache(lambda name: load_taskset(named[name]))
 
 
 def load_taskset(config: TasksetConfig) -> Taskset:
