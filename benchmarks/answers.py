@@ -21,10 +21,10 @@ from typing import Any
 
 from absl import app, flags
 
-from jaxrl_llm.experience.task import Task
-from jaxrl_llm.rewards.answers.answer import answer_scorer
-from jaxrl_llm.rewards.answers.choosing import choose
+from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.rewards.api import Attempt
+from jaxrl_llm.rewards.scorers.answer.choosing import choose
+from jaxrl_llm.rewards.scorers.answer.scorer import answer_scorer
 
 _PAIRS = flags.DEFINE_string('pairs', None, 'File of pairs, .jsonl.')
 _MATH_VERIFY = flags.DEFINE_string('math_verify', None, "Directory with math-verify's tests.")

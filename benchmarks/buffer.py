@@ -24,9 +24,9 @@ from absl import flags
 
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.sample import Sample, Segment, Source
+from jaxrl_llm.core.records.score import Score
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.experience.sample import Sample, Segment, Source
-from jaxrl_llm.experience.score import Score
 from jaxrl_llm.replay import browse
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.draw import DrawConfig, draw

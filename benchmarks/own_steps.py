@@ -26,7 +26,7 @@ from jaxrl_llm.learner.state import copy_params, place_params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.ops.logprobs import plan_token_chunk
 from jaxrl_llm.rollout.api import Request, Weights
-from jaxrl_llm.rollout.embedded import EmbeddedConfig, EmbeddedEngine
+from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig, EmbeddedEngine
 from jaxrl_llm.weights.hf import load_params, read_spec
 
 RAGGED_CHUNKS = 2

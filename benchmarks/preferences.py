@@ -26,7 +26,7 @@ from pairs import accuracy, load_folds
 
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import RunError, UserError
-from jaxrl_llm.experience.sample import Sample
+from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.ops.logprobs import sequence_scores, token_logprobs
 from jaxrl_llm.tasks.preferences import Pair, preference_samples

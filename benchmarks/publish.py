@@ -23,12 +23,12 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
-from jaxrl_llm.rollout.client import VllmClient
-from jaxrl_llm.rollout.replica import Replica
-from jaxrl_llm.rollout.server import Server, VllmConfig, server_commands
+from jaxrl_llm.rollout.vllm.client import VllmClient
+from jaxrl_llm.rollout.vllm.publication import PublicationFolder
+from jaxrl_llm.rollout.vllm.replica import Replica
+from jaxrl_llm.rollout.vllm.server import Server, VllmConfig, server_commands
 from jaxrl_llm.weights.hf import write_config
 from jaxrl_llm.weights.layout import dtype_of
-from jaxrl_llm.weights.publication import PublicationFolder
 
 _MEGABYTES = flags.DEFINE_integer('megabytes', 400, 'Of float32 parameters, about.')
 _ROUNDS = flags.DEFINE_integer('rounds', 8, 'Publications of each kind; the first three warm up.', lower_bound=4)

@@ -22,8 +22,8 @@ from mutants import HUMANEVAL, KINDS, Mutant, Problem, load_problems, plainly_pa
 
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.rewards.code.sandbox import Case, Limits, Outcome, Sandboxes
-from jaxrl_llm.rewards.code.scorer import read_tests
+from jaxrl_llm.rewards.sandbox.sandbox import Case, Limits, Outcome, Sandboxes
+from jaxrl_llm.rewards.scorers.code import read_tests
 
 _ISOLATION = flags.DEFINE_enum('isolation', 'auto', ['auto', 'namespaces', 'bubblewrap', 'none'], 'Of the programs.')
 _ROUNDS = flags.DEFINE_integer('rounds', 200, 'Programs whose start is timed.', lower_bound=2)

@@ -24,7 +24,7 @@ def fake_servers(folder: pathlib.Path, *, median_s: float, sigma: float, count: 
   write_config(folder, tiny(policy.family, VOCABULARY, **policy.model), dtype='float32', eos_ids=[1], pad_id=0)
   sockets = [folder / f'{i}.sock' for i in range(count)]
   latency = [f'--latency_median_s={median_s}', f'--latency_sigma={sigma}']
-  command = [sys.executable, '-m', 'jaxrl_llm.rollout.fake', f'--model={folder}', '--max_model_len=64', *latency]
+  command = [sys.executable, str(ROOT / 'tests' / 'fake_vllm'), f'--model={folder}', '--max_model_len=64', *latency]
   processes = [subprocess.Popen([*command, f'--uds={socket}'], stdout=subprocess.DEVNULL) for socket in sockets]
   try:
     while not all(socket.exists() for socket in sockets):

@@ -6,7 +6,7 @@ import functools
 import time
 
 from jaxrl_llm.rewards.api import Attempt, Awaited, Scorer, Verdict
-from jaxrl_llm.rewards.verifier import verifier_scorer
+from jaxrl_llm.rewards.scorers.verifier.scorer import verifier_scorer
 
 _VERIFIER = verifier_scorer(partial_credit=True)
 

@@ -14,7 +14,7 @@ import dataclasses
 
 import quickstart
 
-from jaxrl_llm.app.schema import AlgorithmConfig, Config
+from jaxrl_llm.api import AlgorithmConfig, Config
 
 BOUNDS = {'synchronous': 0, 'one_step_off': 1, 'bound_2': 2, 'bound_4': 4, 'bound_8': 8}
 LOSSES = {'decoupled': {}, 'naive': {'bypass_old_logprobs': True}}

@@ -9,11 +9,20 @@ Hardware:  a laptop's CPU runs tests/domains_job_test.py, which makes such files
 Result:    not run at size.
 """
 
-from jaxrl_llm.app.schema import AlgorithmConfig, Config, LearnerConfig, PolicyConfig, RolloutConfig, StageConfig
-from jaxrl_llm.learner.optimizer import OptimizerConfig
-from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
-from jaxrl_llm.rollout.embedded import EmbeddedConfig
-from jaxrl_llm.tasks.taskset import DemonstrationsConfig, TasksetConfig
+from jaxrl_llm.api import (
+  AlgorithmConfig,
+  Config,
+  DemonstrationsConfig,
+  EmbeddedConfig,
+  LearnerConfig,
+  OptimizerConfig,
+  PolicyConfig,
+  RewardsConfig,
+  RolloutConfig,
+  ScorerConfig,
+  StageConfig,
+  TasksetConfig,
+)
 
 DOMAINS = ('code', 'math', 'k12', 'vision')
 

@@ -14,9 +14,7 @@ import dataclasses
 
 import quickstart
 
-from jaxrl_llm.app.schema import AlgorithmConfig, Config, PairsConfig, PreferenceSource
-from jaxrl_llm.learner.optimizer import OptimizerConfig
-from jaxrl_llm.master.selection import SelectionConfig
+from jaxrl_llm.api import AlgorithmConfig, Config, OptimizerConfig, PairsConfig, PreferenceSource, SelectionConfig
 
 
 def get_config(variant: str = 'pairs') -> Config:

@@ -10,7 +10,7 @@ import dataclasses
 
 import quickstart
 
-from jaxrl_llm.app.schema import AlgorithmConfig, Config
+from jaxrl_llm.api import AlgorithmConfig, Config
 
 VARIANTS = {
   'grpo': {'clip_ratio_high': 0.28},

@@ -5,13 +5,22 @@ Hardware:  a laptop's CPU runs the ten steps of each stage in minutes; the model
 Result:    not run at size. Start from a real checkpoint with --init_from=DIR, and raise steps and lengths.
 """
 
-from jaxrl_llm.app.schema import AlgorithmConfig, Config, LearnerConfig, PolicyConfig, RolloutConfig, StageConfig
-from jaxrl_llm.learner.optimizer import OptimizerConfig
-from jaxrl_llm.master.evaluation import SuiteConfig
-from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
-from jaxrl_llm.rollout.embedded import EmbeddedConfig
-from jaxrl_llm.tasks.taskset import DemonstrationsConfig, TasksetConfig
-from jaxrl_llm.tasks.tokenizer import TokenizerConfig
+from jaxrl_llm.api import (
+  AlgorithmConfig,
+  Config,
+  DemonstrationsConfig,
+  EmbeddedConfig,
+  LearnerConfig,
+  OptimizerConfig,
+  PolicyConfig,
+  RewardsConfig,
+  RolloutConfig,
+  ScorerConfig,
+  StageConfig,
+  SuiteConfig,
+  TasksetConfig,
+  TokenizerConfig,
+)
 
 
 def get_config(directory: str = 'gsm8k') -> Config:

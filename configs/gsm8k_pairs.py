@@ -13,20 +13,21 @@ Result:    docs/benchmarks.md. Not run at size.
 
 import dataclasses
 
-from jaxrl_llm.app.schema import (
+from jaxrl_llm.api import (
   AlgorithmConfig,
   Config,
+  DemonstrationsConfig,
+  EmbeddedConfig,
   LearnerConfig,
+  OptimizerConfig,
   PairsConfig,
   PolicyConfig,
   PreferenceSource,
   RolloutConfig,
   StageConfig,
+  TasksetConfig,
+  TokenizerConfig,
 )
-from jaxrl_llm.learner.optimizer import OptimizerConfig
-from jaxrl_llm.rollout.embedded import EmbeddedConfig
-from jaxrl_llm.tasks.taskset import DemonstrationsConfig, TasksetConfig
-from jaxrl_llm.tasks.tokenizer import TokenizerConfig
 
 RATES = {'dpo': 1e-4, 'reward_model': 3e-4}
 

@@ -14,9 +14,7 @@ import dataclasses
 
 import quickstart
 
-from jaxrl_llm.app.schema import Config
-from jaxrl_llm.models.spec import LoraConfig
-from jaxrl_llm.tasks.taskset import DemonstrationsConfig
+from jaxrl_llm.api import Config, DemonstrationsConfig, LoraConfig
 
 
 def get_config(variant: str = 'adapters') -> Config:

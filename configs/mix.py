@@ -13,9 +13,7 @@ import dataclasses
 
 import quickstart
 
-from jaxrl_llm.app.schema import AlgorithmConfig, Config, ExpertsConfig
-from jaxrl_llm.learner.optimizer import OptimizerConfig
-from jaxrl_llm.tasks.taskset import DemonstrationsConfig
+from jaxrl_llm.api import AlgorithmConfig, Config, DemonstrationsConfig, ExpertsConfig, OptimizerConfig
 
 EXPERTS = DemonstrationsConfig(templates=('{answer}',), count=200)
 

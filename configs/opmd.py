@@ -11,8 +11,7 @@ import dataclasses
 
 import quickstart
 
-from jaxrl_llm.app.schema import AlgorithmConfig, Config
-from jaxrl_llm.learner.optimizer import OptimizerConfig
+from jaxrl_llm.api import AlgorithmConfig, Config, OptimizerConfig
 
 
 def get_config(task: str = '') -> Config:

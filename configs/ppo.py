@@ -10,8 +10,7 @@ import dataclasses
 
 import quickstart
 
-from jaxrl_llm.app.schema import AlgorithmConfig, Config, CriticConfig
-from jaxrl_llm.learner.optimizer import OptimizerConfig
+from jaxrl_llm.api import AlgorithmConfig, Config, CriticConfig, OptimizerConfig
 
 
 def get_config(task: str = '') -> Config:

@@ -9,13 +9,22 @@ Hardware:  a laptop's CPU.
 Time and result: docs/acceptance.md.
 """
 
-from jaxrl_llm.app.schema import AlgorithmConfig, Config, LearnerConfig, PolicyConfig, RolloutConfig, StageConfig
-from jaxrl_llm.learner.optimizer import OptimizerConfig
-from jaxrl_llm.master.evaluation import SuiteConfig
-from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
-from jaxrl_llm.rollout.embedded import EmbeddedConfig
-from jaxrl_llm.runtime.checkpoint import CheckpointConfig
-from jaxrl_llm.tasks.taskset import DemonstrationsConfig, TasksetConfig
+from jaxrl_llm.api import (
+  AlgorithmConfig,
+  CheckpointConfig,
+  Config,
+  DemonstrationsConfig,
+  EmbeddedConfig,
+  LearnerConfig,
+  OptimizerConfig,
+  PolicyConfig,
+  RewardsConfig,
+  RolloutConfig,
+  ScorerConfig,
+  StageConfig,
+  SuiteConfig,
+  TasksetConfig,
+)
 
 TASKS = {
   'spell_backward': dict(

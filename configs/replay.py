@@ -13,8 +13,7 @@ import dataclasses
 
 import quickstart
 
-from jaxrl_llm.app.schema import Config, PastConfig
-from jaxrl_llm.replay.draw import DrawConfig
+from jaxrl_llm.api import Config, DrawConfig, PastConfig
 
 
 def get_config() -> Config:

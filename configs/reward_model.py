@@ -10,8 +10,7 @@ import dataclasses
 
 import dpo
 
-from jaxrl_llm.app.schema import AlgorithmConfig, Config, PairsConfig, StageConfig
-from jaxrl_llm.learner.optimizer import OptimizerConfig
+from jaxrl_llm.api import AlgorithmConfig, Config, OptimizerConfig, PairsConfig, StageConfig
 
 
 def get_config() -> Config:

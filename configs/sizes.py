@@ -10,8 +10,7 @@ import dataclasses
 
 import quickstart
 
-from jaxrl_llm.app.schema import AlgorithmConfig, Config, LearnerConfig, PolicyConfig, StageConfig
-from jaxrl_llm.learner.optimizer import OptimizerConfig
+from jaxrl_llm.api import AlgorithmConfig, Config, LearnerConfig, OptimizerConfig, PolicyConfig, StageConfig
 
 SIZES = {
   '0.5b': dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,

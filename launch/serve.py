@@ -1,52 +1,8 @@
-"""Serves a run from another place, until Ctrl-C: rollouts, its workflow, or scores.
+"""`jaxrl serve` from a checkout: `python launch/serve.py --help` describes it."""
 
-  python launch/serve.py --model=DIR [--servers=2] [-- --max-num-seqs 64 ...]                  (--role=vllm)
-  python launch/serve.py --model=DIR --host=10.0.0.5 --port=8400 --token_file=FILE --tls_cert=FILE --tls_key=FILE
-  python launch/serve.py --role=explorer --master=https://HOST:PORT --key_file=FILE [--ca_file=FILE] [--name=NAME]
-  python launch/serve.py --role=reward --model=DIR [--host=10.0.0.6 --port=8500 --token_file=FILE ...]
-  python launch/serve.py --role=sandbox [--programs=8] [--host=10.0.0.7 --port=8500 --token_file=FILE ...]
-
-vllm: servers that a trainer attaches to. DIR holds the policy's config.json (its tokenizer too, if requests are to be
-text); the weights come from the trainer. The addresses are printed, for
-`--config.rollout.vllm.addresses='["unix:...", ...]'`. What follows `--` are vLLM's own options.
-explorer: runs the workflow of the run whose `rollout.explorers.listen` it comes to; any number may come and go.
-reward: a reward model on this machine's devices, for scorers of kind `http`.
-sandbox: untrusted programs, so many at once; its address is for the option `addresses` of the scorer `code`, whose
-`key_file` names a file with the same token.
-
-Services listen on unix sockets that only this user can reach. With --host a front listens there (vllm: one a server, on
-ports PORT, PORT + 1, ...): it lets nobody in without the token of --token_file, whatever the path.
-`--role=ROLE --help` lists a role's flags.
-"""
-
-import importlib
 import sys
 
-ROLES = {
-  'vllm': 'jaxrl_llm.app.vllm_host',
-  'explorer': 'jaxrl_llm.app.explore',
-  'reward': 'jaxrl_llm.app.reward_server',
-  'sandbox': 'jaxrl_llm.app.sandbox_host',
-}
-"""Modules, of which only the one that is asked for is imported: hosts that serve need not have what the others want."""
-
-
-def main(argv: list[str]) -> int:
-  role, rest = 'vllm', []
-  own, others = (argv, []) if '--' not in argv else (argv[: argv.index('--')], argv[argv.index('--') :])
-  words = iter(own)
-  for word in words:
-    if word in ('--role', '-role'):
-      role = next(words, '')
-    elif word.startswith(('--role=', '-role=')):
-      role = word.partition('=')[2]
-    else:
-      rest.append(word)
-  if role not in ROLES:
-    sys.stderr.write(f'error: --role={role}: wanted one of {", ".join(ROLES)}\n')
-    return 2
-  return importlib.import_module(ROLES[role]).run([*rest, *others])
-
+from jaxrl_llm.app.commands.cli import launch
 
 if __name__ == '__main__':
-  sys.exit(main(sys.argv))
+  sys.exit(launch('serve', sys.argv))

@@ -6,13 +6,13 @@ import pathlib
 
 import pytest
 
-from jaxrl_llm.app import chosen
+from jaxrl_llm.app.composition import chosen
+from jaxrl_llm.app.composition.workdir import Workdir
 from jaxrl_llm.app.schema import Config
-from jaxrl_llm.app.workdir import Workdir
 from jaxrl_llm.config.load import load_file
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.rewards.answers.choosing import ANYWHERE, HASHES_FIRST
 from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
+from jaxrl_llm.rewards.scorers.answer.choosing import ANYWHERE, HASHES_FIRST
 from jaxrl_llm.tasks.taskset import TasksetConfig, taskset_loader
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -6,13 +6,13 @@ import pathlib
 import pytest
 from aiohttp import web
 
-from jaxrl_llm.app.engines import PUBLISHED, build_engine, publish_directory
-from jaxrl_llm.app.prepare import prepare
+from jaxrl_llm.app.composition.engines import PUBLISHED, build_engine, publish_directory
+from jaxrl_llm.app.composition.prepare import prepare
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.parallel.device import DeviceThread
-from jaxrl_llm.rollout.server import VllmConfig
+from jaxrl_llm.rollout.vllm.server import VllmConfig
 
 
 @pytest.fixture(scope='module')

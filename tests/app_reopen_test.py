@@ -6,14 +6,14 @@ import pathlib
 
 import pytest
 
-from jaxrl_llm.app.prepare import _recorded_config
-from jaxrl_llm.app.reopen import config_to_serve
+from jaxrl_llm.app.composition.prepare import _recorded_config
+from jaxrl_llm.app.composition.reopen import config_to_serve
+from jaxrl_llm.app.composition.workdir import Workdir
 from jaxrl_llm.app.schema import Config
-from jaxrl_llm.app.workdir import Workdir
 from jaxrl_llm.config.load import load_file
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.rollout.crew import ExplorersConfig
-from jaxrl_llm.rollout.front import FrontConfig
+from jaxrl_llm.core.net.front import FrontConfig
+from jaxrl_llm.rollout.explorers.crew import ExplorersConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
 LISTEN = FrontConfig(port=8500, token_file='token')

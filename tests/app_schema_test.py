@@ -7,7 +7,7 @@ import pytest
 from jaxrl_llm.app.schema import AlgorithmConfig, Config, ExpertsConfig, PairsConfig, StageConfig
 from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.master.selection import SelectionConfig
+from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.tasks.taskset import DemonstrationsConfig
 
 ROOT = pathlib.Path(__file__).parents[1]

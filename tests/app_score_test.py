@@ -8,13 +8,13 @@ import os
 import pytest
 from clocks import simulated
 
-from jaxrl_llm.app.preflight import print_list
-from jaxrl_llm.app.score import read_attempts, score_file
-from jaxrl_llm.app.score_cli import _options
-from jaxrl_llm.app.scorers import SCORERS, build_scorer, choose
+from jaxrl_llm.app.commands.score import _options
+from jaxrl_llm.app.composition.scorers import SCORERS, build_scorer, choose
+from jaxrl_llm.app.dry_run.preflight import print_list
+from jaxrl_llm.app.offline.scoring import read_attempts, score_file
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.rewards.adapters import data_source, ground_truth
 from jaxrl_llm.rewards.api import Awaited, AwaitedGroup, RewardsConfig, ScorerConfig, Verdict
+from jaxrl_llm.rewards.scorers.adapters import data_source, ground_truth
 
 VERL_ROW = {
   'data_source': 'gsm8k',

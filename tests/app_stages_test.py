@@ -8,18 +8,18 @@ import sys
 import jax
 import pytest
 
-from jaxrl_llm.app.prepare import preferences_file, prepare
+from jaxrl_llm.app.composition.prepare import preferences_file, prepare
+from jaxrl_llm.app.composition.stages import build_stages, model_spec
 from jaxrl_llm.app.schema import AlgorithmConfig, Config, CriticConfig, PairsConfig
-from jaxrl_llm.app.stages import build_stages, model_spec
 from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.data.streams import all_rows, sample_lengths
-from jaxrl_llm.master.selection import SelectionConfig
+from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
-from jaxrl_llm.rewards import verifier
-from jaxrl_llm.rewards.code.isolation import NoIsolation
+from jaxrl_llm.rewards.sandbox.isolation import NoIsolation
+from jaxrl_llm.rewards.scorers.verifier import scorer as verifier
 from jaxrl_llm.tasks.sampler import SamplerConfig
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -10,17 +10,17 @@ import sys
 
 import pytest
 
+from jaxrl_llm.app.build.workdir import Workdir, WorkdirInUse, made_files
 from jaxrl_llm.app.schema import Config
-from jaxrl_llm.app.workdir import Workdir, WorkdirInUse, made_files
 from jaxrl_llm.config.load import load_file
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.replay.index import open_store
-from jaxrl_llm.rollout.crew import ExplorersConfig
+from jaxrl_llm.rollout.explorers.crew import ExplorersConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
 HOLDER = """
 import pathlib, sys, time
-from jaxrl_llm.app.workdir import Workdir
+from jaxrl_llm.app.build.workdir import Workdir
 held = Workdir(pathlib.Path(sys.argv[1]))
 sys.stdout.write('held' + chr(10))
 sys.stdout.flush()

@@ -28,7 +28,13 @@ def fakes(folder, count=2):
   sockets = [folder / f'{i}.sock' for i in range(count)]
   processes = [
     subprocess.Popen(
-      [sys.executable, '-m', 'jaxrl_llm.rollout.fake', f'--model={folder}', f'--uds={socket}', '--max_model_len=64'],
+      [
+        sys.executable,
+        str(job.ROOT / 'tests' / 'fake_vllm'),
+        f'--model={folder}',
+        f'--uds={socket}',
+        '--max_model_len=64',
+      ],
       env=job.environment(),
       stdout=subprocess.DEVNULL,
       stderr=subprocess.DEVNULL,

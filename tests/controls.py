@@ -7,7 +7,7 @@ import numpy as np
 import xxhash
 
 from jaxrl_llm.rewards.api import Attempt, Verdict
-from jaxrl_llm.rewards.verifier import verifier_scorer
+from jaxrl_llm.rewards.scorers.verifier.scorer import verifier_scorer
 
 HONEST = verifier_scorer()
 
@@ -45,7 +45,8 @@ def shuffled_grpo(config, setting):
 if __name__ == '__main__':
   import sys
 
-  from jaxrl_llm.app import cli, scorers, stages
+  from jaxrl_llm.app.commands import train
+  from jaxrl_llm.app.composition import scorers, stages
   from jaxrl_llm.learner.policy_options import GrpoConfig
 
   control = sys.argv.pop(1)
@@ -53,4 +54,4 @@ if __name__ == '__main__':
     stages.ALGORITHMS['grpo'] = (GrpoConfig, shuffled_grpo)
   else:
     scorers.SCORERS['verifier'] = lambda **options: {'zero': zero, 'coin': coin}[control]
-  sys.exit(cli.main(sys.argv))
+  sys.exit(train.main(sys.argv))

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from jaxrl_llm.core import disk
-from jaxrl_llm.rollout.listener import listening
+from jaxrl_llm.core.net.listener import listening
 
 ROOT = pathlib.Path(__file__).parents[1]
 HOLDER = """

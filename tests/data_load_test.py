@@ -8,9 +8,9 @@ import pytest
 
 from jaxrl_llm.batching.plan import Row, StepPlan, plan_shape
 from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.core.records.sample import Sample, Segment, Source, encode
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.data.load import RowLoader, unpack
-from jaxrl_llm.experience.sample import Sample, Segment, Source, encode
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh, data_parallel_ranks
 from jaxrl_llm.replay.segments import write_segment
 

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from jaxrl_llm.core.records.sample import Sample, Source, encode
 from jaxrl_llm.data.streams import RowStream, all_rows
-from jaxrl_llm.experience.sample import Sample, Source, encode
 from jaxrl_llm.replay.segments import write_segment
 
 COUNT = 7

@@ -38,7 +38,7 @@ from jaxrl_llm.models.api import build_model
 from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 from jaxrl_llm.replay.index import open_store
-from jaxrl_llm.sync.full import Gatherer
+from jaxrl_llm.rollout.publisher import Gatherer
 from jaxrl_llm.weights.hf import load_params, read_spec
 
 workdir, recorded, out = map(pathlib.Path, sys.argv[1:])

@@ -10,8 +10,8 @@ import pytest
 from serving import LENGTH, VOCAB, ask, forward, request, weights_of
 
 from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.records.sample import Finish
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.experience.sample import Finish
 from jaxrl_llm.rollout.api import Engine, Sampling
 
 A, B, C, D, E = (Version(0, step) for step in range(5))

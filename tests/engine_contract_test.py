@@ -4,10 +4,10 @@ import asyncio
 
 import engine_contract
 import serving
+from fake_vllm import FakeServer, Sampled
 
 from jaxrl_llm.parallel.device import DeviceThread
-from jaxrl_llm.rollout.embedded import EmbeddedConfig, EmbeddedEngine
-from jaxrl_llm.rollout.fake import FakeServer, Sampled
+from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig, EmbeddedEngine
 
 MODEL = serving.model_of('qwen2', tied=True)
 CONFIG = EmbeddedConfig(slots=8, prefill_rows=2, prefill_buckets=(16, 400), decode_steps=8, filters=False)

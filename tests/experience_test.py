@@ -11,10 +11,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxrl_llm.core.records.sample import Finish, Sample, Segment, Source, decode, encode
+from jaxrl_llm.core.records.score import Score, Status
+from jaxrl_llm.core.records.task import Media, Task, prompt_digest
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.experience.sample import Finish, Sample, Segment, Source, decode, encode
-from jaxrl_llm.experience.score import Score, Status
-from jaxrl_llm.experience.task import Media, Task, prompt_digest
 
 PER_TOKEN = ('tokens', 'role', 'loss_mask', 'sampled', 'behaviour_logprobs')
 BAD = (ValueError, jaxtyping.TypeCheckError)

@@ -19,7 +19,7 @@ import pytest
 import warm
 from services import Service, chat
 
-from jaxrl_llm.experience.sample import Role
+from jaxrl_llm.core.records.sample import Role
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.browse import open_copy
 
@@ -39,7 +39,7 @@ def explorers(run):
       except OSError:
         continue
       names = [word.removeprefix('--name=') for word in words if word.startswith('--name=explorer-')]
-      own = 'jaxrl_llm.app.explore' in words and not any('guard.py' in word for word in words)
+      own = 'jaxrl_llm.app.serve.explorer' in words and not any('guard.py' in word for word in words)
       if names and own and pathlib.Path(log).is_relative_to(run):
         found[names[0].partition('.')[0]] = int(entry.name)
   return found

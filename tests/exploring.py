@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxrl_llm.core.records.sample import Finish, Segment
+from jaxrl_llm.core.records.score import Score
+from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.experience.sample import Finish, Segment
-from jaxrl_llm.experience.score import Score
-from jaxrl_llm.experience.task import Task
-from jaxrl_llm.master.explorer import Explorer, ExplorerConfig
-from jaxrl_llm.master.gate import Gate
-from jaxrl_llm.master.selection import Chosen
+from jaxrl_llm.master.exploring.explorer import Explorer, ExplorerConfig
+from jaxrl_llm.master.exploring.gate import Gate
+from jaxrl_llm.master.exploring.selection import Chosen
 from jaxrl_llm.replay.index import ReplayStore, open_store
 from jaxrl_llm.rewards.api import Attempt, RewardsConfig, ScorerConfig
-from jaxrl_llm.rewards.pool import ScorerPool
+from jaxrl_llm.rewards.pool.pool import ScorerPool
 from jaxrl_llm.rollout.api import Completion, Request, Weights
 from jaxrl_llm.rollout.workflow import SingleTurn
 from jaxrl_llm.runtime.events import SILENT, Events

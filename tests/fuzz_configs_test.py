@@ -8,19 +8,19 @@ import jax
 from fuzzing import COUNTS, NUMBERS, TEXTS, bounded, changed, check_line, damaged, encoded, fuzz, quiet, state_of
 from hypothesis import strategies as st
 
-from jaxrl_llm.app.reopen import config_of_run
+from jaxrl_llm.app.commands.score import _options, _split
+from jaxrl_llm.app.composition.reopen import config_of_run
+from jaxrl_llm.app.composition.scorers import SCORERS, build_scorers
+from jaxrl_llm.app.composition.stages import build_processors, build_stages
+from jaxrl_llm.app.composition.workdir import Workdir
 from jaxrl_llm.app.schema import Config
-from jaxrl_llm.app.score_cli import _options, _split
-from jaxrl_llm.app.scorers import SCORERS, build_scorers
-from jaxrl_llm.app.stages import build_processors, build_stages
-from jaxrl_llm.app.workdir import Workdir
 from jaxrl_llm.config.load import apply_overrides, difference, load_config, load_file
 from jaxrl_llm.config.own import own_part
 from jaxrl_llm.config.values import check_types, from_json, to_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
-from jaxrl_llm.rewards.live import parse
+from jaxrl_llm.rewards.pool.live import parse
 
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIGS = {

@@ -16,6 +16,8 @@ import pytest
 import yarl
 from clocks import LOOP_CLOCK, SimulatedLoop
 from exploring import make_tasks
+from fake_vllm.backends import Scripted
+from fake_vllm.server import FakeServer
 from fuzzing import (
   COUNTS,
   bounded,
@@ -33,23 +35,21 @@ from hypothesis import strategies as st
 from rollout_crew_test import Setting
 from rollout_front_test import AUTHORISED, TOKEN, Upstream, config, request_bytes
 
-from jaxrl_llm.app.reward_server import application
+from jaxrl_llm.app.serve.reward import application
 from jaxrl_llm.core.errors import RunError
-from jaxrl_llm.experience.sample import encode
+from jaxrl_llm.core.net import front as front_module
+from jaxrl_llm.core.net.front import ADAPTER_PATH, ROUTES, RPC_PATH, UPDATE_PATH, Front
+from jaxrl_llm.core.records.sample import encode
 from jaxrl_llm.master.reward_model import Batcher
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.rewards.api import Attempt
-from jaxrl_llm.rewards.code.isolation import NoIsolation
-from jaxrl_llm.rewards.code.sandbox import Case, Ending, Limits, Sandboxes, Work
-from jaxrl_llm.rewards.code.server import SandboxServer, order_body
-from jaxrl_llm.rollout import front as front_module
-from jaxrl_llm.rollout import wire
+from jaxrl_llm.rewards.sandbox.isolation import NoIsolation
+from jaxrl_llm.rewards.sandbox.sandbox import Case, Ending, Limits, Sandboxes, Work
+from jaxrl_llm.rewards.sandbox.server import SandboxServer, order_body
 from jaxrl_llm.rollout.api import Request, Sampling
-from jaxrl_llm.rollout.exploring import Gone
-from jaxrl_llm.rollout.fake.backends import Scripted
-from jaxrl_llm.rollout.fake.server import FakeServer
-from jaxrl_llm.rollout.front import ADAPTER_PATH, ROUTES, RPC_PATH, UPDATE_PATH, Front
-from jaxrl_llm.weights.publication import digest
+from jaxrl_llm.rollout.explorers import wire
+from jaxrl_llm.rollout.explorers.explorer import Gone
+from jaxrl_llm.rollout.vllm.publication import digest
 
 ANSWERED = (200, 400, 401, 403, 404, 405, 408, 409, 410, 411, 413, 414, 415, 417, 422, 431, 505)
 """Statuses that blame the client, and 200."""
@@ -142,7 +142,7 @@ def explorers_message(path, order, samples):
 @COUNTS
 def test_no_message_of_an_explorer_harms_another(tmp_path, monkeypatch, count):
   for module in ('crew', 'leases'):
-    monkeypatch.setattr(f'jaxrl_llm.rollout.{module}.time', LOOP_CLOCK)
+    monkeypatch.setattr(f'jaxrl_llm.rollout.explorers.{module}.time', LOOP_CLOCK)
   services = Services(SimulatedLoop)
 
   async def start():
@@ -259,7 +259,7 @@ def listen_to(services):
   """Serves an application on a unix socket; gives a client of it."""
 
   def serve(served):
-    from jaxrl_llm.rollout.listener import listening
+    from jaxrl_llm.core.net.listener import listening
 
     address, _ = services.enter(listening(served, name='fuzzed', front=None, routes=()))
     return services.enter(Client(address))

@@ -11,9 +11,9 @@ import pytest
 from fuzzing import COUNTS, LONG, TEXTS, bounded, changed, check_line, damaged, encoded, fuzz, json_bytes, quiet
 from hypothesis import strategies as st
 
-from jaxrl_llm.app.score import read_attempts
+from jaxrl_llm.app.offline.scoring import read_attempts
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.rollout import wire
+from jaxrl_llm.rollout.explorers import wire
 from jaxrl_llm.tasks.preferences import PreferencesConfig, load_preferences, pairs_of_tasks
 from jaxrl_llm.tasks.processors import PROCESSORS, ProcessorConfig, Setting, process
 from jaxrl_llm.tasks.taskset import DemonstrationsConfig, TasksetConfig, demonstrations, load_taskset

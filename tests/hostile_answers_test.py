@@ -13,10 +13,10 @@ from fixtures.rewards_scorers import attempt
 from fuzzing import TEXTS, state_of
 from scoring import pool, started
 
-from jaxrl_llm.rewards.answers.answer import answer_scorer
-from jaxrl_llm.rewards.code.isolation import NoIsolation
-from jaxrl_llm.rewards.evaluating import check_isolation
-from jaxrl_llm.rewards.verifier import verifier_scorer
+from jaxrl_llm.rewards.sandbox.isolation import NoIsolation
+from jaxrl_llm.rewards.scorers.answer.scorer import answer_scorer
+from jaxrl_llm.rewards.scorers.verifier.evaluating import check_isolation
+from jaxrl_llm.rewards.scorers.verifier.scorer import verifier_scorer
 
 COUNTS = [pytest.param(100, marks=pytest.mark.full), pytest.param(1000, marks=pytest.mark.acceptance)]
 MODES = {

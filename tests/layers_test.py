@@ -1,7 +1,11 @@
-"""The import rule: a package imports packages of lower layers, or itself; nothing else of ours."""
+"""The import rule: a package imports packages of lower layers, or itself; nothing else of ours.
+
+Names of modules in strings count as imports, for a string starts a process as an import runs a module.
+"""
 
 import ast
 import pathlib
+import re
 
 import pytest
 
@@ -11,48 +15,94 @@ LAYERS = [
   {'core'},
   {'config'},
   {'ops'},
-  {'advantages', 'objectives', 'parallel', 'experience'},
+  {'advantages', 'objectives', 'parallel'},
   {'models'},
   {'weights', 'replay', 'batching', 'rewards', 'tasks'},
-  {'rollout', 'data', 'learner', 'runtime'},
-  {'sync'},
+  {'data', 'learner', 'runtime'},
+  {'rollout'},
   {'master'},
   {'app'},
 ]
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
-MODULES = sorted(PACKAGE.glob('*/**/*.py'))
+NESTED = {
+  'core.records': {'core'},
+  'core.net': {'core'},
+  'core.process': {'core'},
+  'rewards.sandbox': {'core', 'config'},
+  'rewards.scorers': {'core', 'config', 'advantages', 'rewards', 'rewards.sandbox'},
+  'rewards.pool': {'core', 'rewards'},
+  'rollout.embedded': {'core', 'models', 'rollout'},
+  'rollout.vllm': {'core', 'models', 'weights', 'rollout'},
+  'rollout.explorers': {'core', 'rewards', 'tasks', 'rollout'},
+  'master.exploring': {'core', 'config', 'replay', 'rewards', 'rollout', 'runtime', 'tasks'},
+}
+"""What packages within packages import besides themselves: top-level packages, and packages beside them. The enclosing
+package stands for its modules alone: `rollout` does not include `rollout.vllm`."""
+CONFIGS = PACKAGE / 'configs'
+"""A link to the shipped configurations, which import the public names alone."""
+MODULES = sorted(path for path in PACKAGE.glob('*/**/*.py') if path.parent != CONFIGS)
+_NAMED = re.compile(r'\bjaxrl_llm(?:\.\w+)+')
 
 
-def own_imports(source: str, package: str) -> set[str]:
-  """Packages of jaxrl_llm that a module imports, wherever in the file, in whatever form."""
-  found = set()
-  for node in ast.walk(ast.parse(source)):
+def name_of(path: pathlib.Path) -> str:
+  return '.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__')
+
+
+NAMES = {name_of(path) for path in MODULES}
+
+
+def imported_modules(source: str, package: str) -> set[str]:
+  """Modules of jaxrl_llm that a module of `package` imports or names in a string, wherever in the file."""
+  tree, names = ast.parse(source), set()
+  documentation = {
+    id(node.body[0].value)
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    and node.body
+    and isinstance(node.body[0], ast.Expr)
+  }
+  for node in ast.walk(tree):
     if isinstance(node, ast.Import):
-      names = [alias.name for alias in node.names]
+      names |= {alias.name for alias in node.names}
     elif isinstance(node, ast.ImportFrom) and node.level == 0:
-      names = [f'{node.module}.{alias.name}' for alias in node.names]
+      names |= {f'{node.module}.{alias.name}' for alias in node.names}
     elif isinstance(node, ast.ImportFrom):
       base = package.split('.')[: len(package.split('.')) - node.level + 1]
-      names = ['.'.join([*base, node.module or '', alias.name]).replace('..', '.') for alias in node.names]
-    else:
-      continue
-    found |= {name.split('.')[1] for name in names if name.startswith('jaxrl_llm.')}
-  return found
+      names |= {'.'.join([*base, node.module or '', alias.name]).replace('..', '.') for alias in node.names}
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+      names |= set(_NAMED.findall(node.value))
+  return {name for name in names if name.startswith('jaxrl_llm.')}
 
 
-def package_of(path: pathlib.Path) -> str:
-  return '.'.join(path.relative_to(ROOT).parent.parts)
+def innermost_package(name: str) -> str:
+  """The longest entry of NESTED that holds the module, or its top-level package; without `jaxrl_llm.`."""
+  parts = name.split('.')[1:]
+  return '.'.join(parts[:2]) if '.'.join(parts[:2]) in NESTED else parts[0]
 
 
 @pytest.mark.parametrize('path', MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_point_down(path):
-  own = path.relative_to(PACKAGE).parts[0]
-  for target in own_imports(path.read_text(), package_of(path)):
-    assert target == own or LEVEL[target] < LEVEL[own], f'{path} ({own}) imports {target}, which is not below it'
+  name = name_of(path)
+  package, nested = name.split('.')[1], innermost_package(name)
+  for target in imported_modules(path.read_text(), '.'.join(path.relative_to(ROOT).parent.parts)):
+    other = target.split('.')[1]
+    assert other == package or LEVEL[other] < LEVEL[package], f'{path} ({package}) imports {target}, not below it'
+    if nested in NESTED:
+      inner = innermost_package(target) if other == package else other
+      assert inner == nested or inner in NESTED[nested], f'{path} ({nested}) imports {target}'
 
 
 def test_every_package_has_a_layer():
-  assert {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != '__pycache__'} == set(LEVEL)
+  assert {p.name for p in PACKAGE.iterdir() if p.is_dir() and p != CONFIGS and p.name != '__pycache__'} == set(LEVEL)
+
+
+def test_every_nested_package_exists():
+  assert all((PACKAGE / name.replace('.', '/') / '__init__.py').is_file() for name in NESTED)
+
+
+@pytest.mark.parametrize('path', sorted(CONFIGS.glob('*.py')), ids=lambda p: p.name)
+def test_configurations_import_public_names_alone(path):
+  assert {name.split('.')[1] for name in imported_modules(path.read_text(), 'configs')} <= {'api'}
 
 
 def test_linen_stays_inside_models():
@@ -61,6 +111,12 @@ def test_linen_stays_inside_models():
       assert 'flax.linen' not in path.read_text() and 'import linen' not in path.read_text(), path
 
 
-def test_own_imports_sees_every_form():
-  source = 'def f():\n  from ..core import types\nimport jaxrl_llm.models.api\nfrom jaxrl_llm import ops\n'
-  assert own_imports(source, 'jaxrl_llm.learner') == {'core', 'models', 'ops'}
+def test_every_form_of_import_is_seen():
+  source = (
+    '"""As jaxrl_llm.master.loop does."""\n'
+    'def f():\n  from ..core import types\nimport jaxrl_llm.models.api\nfrom jaxrl_llm import ops\n'
+    "COMMAND = ['-m', 'jaxrl_llm.app.serve']\n"
+  )
+  assert {name.split('.')[1] for name in imported_modules(source, 'jaxrl_llm.learner')} == {
+    *('core', 'models', 'ops', 'app')
+  }

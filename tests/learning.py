@@ -17,9 +17,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.batching.plan import Row, StepPlan, plan_shape
+from jaxrl_llm.core.records.sample import Role, Sample, Source, encode
 from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.data.load import RowLoader
-from jaxrl_llm.experience.sample import Role, Sample, Source, encode
 from jaxrl_llm.learner.algorithm import Algorithm, Annotation, Closed, Loss, Setting
 from jaxrl_llm.learner.state import place_params
 from jaxrl_llm.learner.update import gradients

@@ -8,7 +8,7 @@ import sqlite3
 import exploring
 import pytest
 
-from jaxrl_llm.master.selection import SelectionConfig
+from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.replay.tables import INDEX
 from jaxrl_llm.runtime import events
 from jaxrl_llm.runtime.events import EDGES, Edge, EventLog

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from jaxrl_llm.master.gate import Gate
+from jaxrl_llm.master.exploring.gate import Gate
 
 SETTINGS = list(itertools.product((0, 1, 2, 5), (1, 3, 16)))
 

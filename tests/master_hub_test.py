@@ -11,7 +11,7 @@ from scoring import awaited, pool, started
 from services import HANG, Service, chat
 
 from jaxrl_llm.core.errors import RunError
-from jaxrl_llm.master.hub import MasterHub
+from jaxrl_llm.master.exploring.hub import MasterHub
 from jaxrl_llm.rewards.api import Attempt, RewardsConfig, ScorerConfig, Verdict
 from jaxrl_llm.rollout.auxiliary import AuxiliaryConfig, AuxiliaryModel
 from jaxrl_llm.runtime.events import EventLog

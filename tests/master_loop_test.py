@@ -22,19 +22,19 @@ from jaxrl_llm.learner.optimizer import OptimizerConfig
 from jaxrl_llm.learner.state import Learned, TrainState
 from jaxrl_llm.learner.supervised import SftConfig, sft
 from jaxrl_llm.master import loop
+from jaxrl_llm.master.batches import Planner
 from jaxrl_llm.master.evaluation import Evaluator, SuiteConfig
 from jaxrl_llm.master.keeper import Logs, RunKeeper
-from jaxrl_llm.master.stage import Planner
 from jaxrl_llm.master.trainer import Batch, Stage, Updated
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.replay.index import open_store
+from jaxrl_llm.rollout.publisher import Gatherer, Publisher
 from jaxrl_llm.rollout.workflow import SingleTurn
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig, Checkpoints
 from jaxrl_llm.runtime.phases import PhaseManager
 from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
-from jaxrl_llm.sync.full import Gatherer, Publisher
 
 SHAPE = plan_shape(rows=2, ranks=1, chunks=2, chunk_len=8)
 SUITES = ('one', 'two')

@@ -15,20 +15,20 @@ from rich.console import Console
 
 from jaxrl_llm.batching.plan import StepPlan, pack_step, plan_shape
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.sample import Sample, Segment, Source, encode
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.data.load import PackedStep, RowLoader
-from jaxrl_llm.experience.sample import Sample, Segment, Source, encode
 from jaxrl_llm.learner.algorithm import Annotation, Setting
 from jaxrl_llm.learner.optimizer import OptimizerConfig, build_optimizer
 from jaxrl_llm.learner.policy_gradient import policy_gradient
 from jaxrl_llm.learner.policy_options import GrpoConfig
 from jaxrl_llm.learner.state import Learned, TrainState, init_state, place_params
+from jaxrl_llm.master.batches import rollout_row
 from jaxrl_llm.master.evaluation import Evaluator
+from jaxrl_llm.master.exploring.selection import Chosen, Scored
 from jaxrl_llm.master.keeper import Logs, RunKeeper
 from jaxrl_llm.master.loop import LoopState
 from jaxrl_llm.master.mismatch import MismatchConfig, mismatch_metrics, over_budget
-from jaxrl_llm.master.selection import Chosen, Scored
-from jaxrl_llm.master.stage import rollout_row
 from jaxrl_llm.master.trainer import Batch, Roles, Stage, StageTrainer, Updated
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.models.families import tiny
@@ -39,13 +39,13 @@ from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 from jaxrl_llm.replay.segments import write_segment
 from jaxrl_llm.rewards.api import Reward
+from jaxrl_llm.rollout.publisher import Gatherer, Publisher
 from jaxrl_llm.rollout.workflow import SingleTurn
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig, Checkpoints
 from jaxrl_llm.runtime.metrics import METRICS, describe, resolve
 from jaxrl_llm.runtime.phases import PhaseManager
 from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
-from jaxrl_llm.sync.full import Gatherer, Publisher
 
 LN2 = math.log(2.0)
 # Trainer 1/4, 1/2 where the sampler says 1/2, 1/2; trainer 1 where it says 1/4. So r = -ln 2, 0 | 2 ln 2.

@@ -12,7 +12,7 @@ from jaxrl_llm.app.schema import AlgorithmConfig, PastConfig, StageConfig
 from jaxrl_llm.batching.plan import StepPlan
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.master.stage import Past, RolloutBatches
+from jaxrl_llm.master.batches import Past, RolloutBatches
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.draw import DrawConfig
 from jaxrl_llm.replay.index import open_store

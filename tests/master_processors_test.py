@@ -8,15 +8,15 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl_llm.app.composition.stages import build_processors, build_stages
 from jaxrl_llm.app.schema import AlgorithmConfig, Config, PastConfig, StageConfig
-from jaxrl_llm.app.stages import build_processors, build_stages
 from jaxrl_llm.config.load import load_file
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.sample import Finish, Segment
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.experience.sample import Finish, Segment
-from jaxrl_llm.master.limits import TaskLimits
-from jaxrl_llm.master.processors import PROCESSORS, ProcessorConfig, process
-from jaxrl_llm.master.selection import Scored, SelectionConfig, choose
+from jaxrl_llm.master.exploring.limits import TaskLimits
+from jaxrl_llm.master.exploring.processors import PROCESSORS, ProcessorConfig, process
+from jaxrl_llm.master.exploring.selection import Scored, SelectionConfig, choose
 from jaxrl_llm.parallel.mesh import build_mesh
 from jaxrl_llm.replay import browse
 from jaxrl_llm.replay.audit import audit

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.batching.plan import Row, StepPlan, pack_step, plan_shape
+from jaxrl_llm.core.records.sample import Finish, Role, Sample, Segment, Source
+from jaxrl_llm.core.records.score import Score
+from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.data.load import PackedStep
-from jaxrl_llm.experience.sample import Finish, Role, Sample, Segment, Source
-from jaxrl_llm.experience.score import Score
-from jaxrl_llm.experience.task import Task
 from jaxrl_llm.learner.algorithm import Annotation
+from jaxrl_llm.master.batches import rollout_row
+from jaxrl_llm.master.exploring.selection import Chosen, Scored
 from jaxrl_llm.master.records import batch_metrics, logprob_pairs, rollout_rows
-from jaxrl_llm.master.selection import Chosen, Scored
-from jaxrl_llm.master.stage import rollout_row
 from jaxrl_llm.master.trainer import Batch, Updated
 from jaxrl_llm.rewards.api import Reward
 from jaxrl_llm.runtime.metrics import describe, resolve

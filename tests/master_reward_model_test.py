@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.app.reward_server import ROUTES, application, load
+from jaxrl_llm.app.serve.reward import ROUTES, application, load
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.net.listener import listening
 from jaxrl_llm.learner.state import place_params
 from jaxrl_llm.master.reward_model import Batcher, RewardModel
 from jaxrl_llm.models.api import build_model
@@ -21,7 +22,6 @@ from jaxrl_llm.models.heads import with_head
 from jaxrl_llm.models.spec import ModelOptions
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
-from jaxrl_llm.rollout.listener import listening
 from jaxrl_llm.tasks.tokenizer import build_character_tokenizer
 from jaxrl_llm.weights.hf import export
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.sample import Sample, Segment, Source
+from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.experience.sample import Sample, Segment, Source
-from jaxrl_llm.experience.task import Task
-from jaxrl_llm.master.selection import Scored, SelectionConfig, choose
-from jaxrl_llm.master.stage import rollout_row
+from jaxrl_llm.master.batches import rollout_row
+from jaxrl_llm.master.exploring.selection import Scored, SelectionConfig, choose
 from jaxrl_llm.rewards.api import Reward
 
 TASK = Task(taskset='t', domain='general', prompt=({'role': 'user', 'content': 'say'},), truth='yes', fields={})

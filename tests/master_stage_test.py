@@ -13,8 +13,8 @@ import pytest
 from clocks import simulated
 
 from jaxrl_llm.batching.plan import Row, StepPlan, plan_shape
+from jaxrl_llm.core.records.sample import encode
 from jaxrl_llm.data.streams import RowStream
-from jaxrl_llm.experience.sample import encode
 from jaxrl_llm.learner.algorithm import Algorithm, ReferenceRule, Setting
 from jaxrl_llm.learner.mix import MixConfig, mix
 from jaxrl_llm.learner.opmd import OpmdConfig, opmd
@@ -23,8 +23,8 @@ from jaxrl_llm.learner.policy_gradient import policy_gradient
 from jaxrl_llm.learner.policy_options import GrpoConfig, PpoConfig, ReinforcePlusPlusConfig
 from jaxrl_llm.learner.preference import DpoConfig, dpo
 from jaxrl_llm.learner.supervised import SftConfig, sft
-from jaxrl_llm.master.selection import SelectionConfig
-from jaxrl_llm.master.stage import Batches, MixedBatches, Planner, RolloutBatches, StreamBatches
+from jaxrl_llm.master.batches import Batches, MixedBatches, Planner, RolloutBatches, StreamBatches
+from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.segments import SegmentReader, write_segment
@@ -158,7 +158,7 @@ def test_a_commit_for_the_clock_alone_is_flagged_and_changes_nothing_else():
 
 def test_the_clock_starts_again_at_every_commit(monkeypatch):
   now = 0.0
-  monkeypatch.setattr('jaxrl_llm.master.stage.time.monotonic', lambda: now)
+  monkeypatch.setattr('jaxrl_llm.master.batches.time.monotonic', lambda: now)
 
   async def main():
     nonlocal now

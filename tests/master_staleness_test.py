@@ -26,14 +26,14 @@ from jaxrl_llm.learner.policy_gradient import policy_gradient
 from jaxrl_llm.learner.policy_options import GrpoConfig
 from jaxrl_llm.learner.state import Learned, TrainState
 from jaxrl_llm.master import loop
-from jaxrl_llm.master.stage import Planner, RolloutBatches
+from jaxrl_llm.master.batches import Planner, RolloutBatches
 from jaxrl_llm.master.trainer import Batch, Stage, Updated
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.index import open_store
+from jaxrl_llm.rollout.publisher import Gatherer, Publisher
 from jaxrl_llm.runtime.phases import PhaseManager
-from jaxrl_llm.sync.full import Gatherer, Publisher
 
 SETTINGS = [(0, 1), (1, 1), (1, 2), (2, 1), (2, 3), (4, 2)]
 """Bound and batches between publications."""

@@ -17,10 +17,10 @@ import optax
 import pytest
 from master_mismatch_test import ROWS, SAMPLES, asked_for, bigram, forward, make_stage
 
-from jaxrl_llm.app.state import restore_state
+from jaxrl_llm.app.composition.state import restore_state
 from jaxrl_llm.batching.plan import plan_shape
+from jaxrl_llm.core.records.sample import encode
 from jaxrl_llm.data.load import RowLoader, unpack
-from jaxrl_llm.experience.sample import encode
 from jaxrl_llm.learner.algorithm import ReferenceRule, Setting
 from jaxrl_llm.learner.opmd import OpmdConfig, opmd
 from jaxrl_llm.learner.optimizer import OptimizerConfig, build_optimizer
@@ -28,10 +28,10 @@ from jaxrl_llm.learner.policy_gradient import policy_gradient
 from jaxrl_llm.learner.policy_options import GrpoConfig, PpoConfig
 from jaxrl_llm.learner.preference import DpoConfig, dpo
 from jaxrl_llm.learner.state import Learned, abstract_state, init_state, place_params
+from jaxrl_llm.master.batches import Planner
 from jaxrl_llm.master.evaluation import Evaluator
 from jaxrl_llm.master.keeper import Logs, RunKeeper
 from jaxrl_llm.master.loop import LoopState
-from jaxrl_llm.master.stage import Planner
 from jaxrl_llm.master.trainer import Batch, Roles, Stage, StageTrainer, Updated
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.families import tiny
@@ -40,13 +40,13 @@ from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 from jaxrl_llm.replay.segments import write_segment
+from jaxrl_llm.rollout.publisher import Gatherer, Publisher
 from jaxrl_llm.rollout.workflow import SingleTurn
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig, Checkpoints
 from jaxrl_llm.runtime.metrics import describe, resolve
 from jaxrl_llm.runtime.phases import PhaseManager
 from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
-from jaxrl_llm.sync.full import Gatherer, Publisher
 
 SETTING = Setting(max_response_length=8)
 OPTIMIZER = OptimizerConfig(peak_lr=0.05)

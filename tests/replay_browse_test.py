@@ -11,7 +11,7 @@ from replay_index_test import issues, score_of, store_group
 from replay_partitions_test import experts
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.experience.task import Media, Task
+from jaxrl_llm.core.records.task import Media, Task
 from jaxrl_llm.replay import browse
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.index import open_store

@@ -10,7 +10,7 @@ import pytest
 from replay_index_test import issues, make_sample, score_of, store_group
 
 from jaxrl_llm.core.errors import RunError, UserError
-from jaxrl_llm.experience.sample import encode
+from jaxrl_llm.core.records.sample import encode
 from jaxrl_llm.replay import browse
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.index import open_store

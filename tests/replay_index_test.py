@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.records.sample import Sample, Segment, Source, encode
+from jaxrl_llm.core.records.score import Score, Status
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.experience.sample import Sample, Segment, Source, encode
-from jaxrl_llm.experience.score import Score, Status
 from jaxrl_llm.replay import segments
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.index import open_store

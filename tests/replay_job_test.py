@@ -11,7 +11,7 @@ import job
 import numpy as np
 import pytest
 
-from jaxrl_llm.experience.sample import encode
+from jaxrl_llm.core.records.sample import encode
 from jaxrl_llm.replay.segments import SegmentReader, write_segment
 
 pytestmark = pytest.mark.full

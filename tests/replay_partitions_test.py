@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from replay_index_test import issues, make_sample, states, store_group
 
+from jaxrl_llm.core.records.sample import Segment
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.experience.sample import Segment
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.draw import DrawConfig, Group, draw
 from jaxrl_llm.replay.index import open_store

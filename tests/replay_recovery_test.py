@@ -19,7 +19,7 @@ import time
 import pytest
 from replay_index_test import issues, make_sample, score_of
 
-from jaxrl_llm.experience.sample import encode
+from jaxrl_llm.core.records.sample import encode
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.index import open_store
 

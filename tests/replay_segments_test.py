@@ -4,7 +4,7 @@ import grain
 import pytest
 from replay_index_test import make_sample
 
-from jaxrl_llm.experience.sample import encode
+from jaxrl_llm.core.records.sample import encode
 from jaxrl_llm.replay.segments import SegmentError, SegmentSource, open_segment_reader, write_segment
 
 UIDS = [f'g/{i}' for i in range(6)]

@@ -12,10 +12,10 @@ import pytest
 from fixtures.rewards_scorers import attempt
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.experience.score import Status
-from jaxrl_llm.rewards.adapters import UserFunction, python_scorer, trl_scorer, verl_scorer
+from jaxrl_llm.core.records.score import Status
 from jaxrl_llm.rewards.api import PerGroup, RewardsConfig, ScorerConfig, Verdict
-from jaxrl_llm.rewards.pool import ScorerPool
+from jaxrl_llm.rewards.pool.pool import ScorerPool
+from jaxrl_llm.rewards.scorers.adapters import UserFunction, python_scorer, trl_scorer, verl_scorer
 
 ROOT = pathlib.Path(__file__).parents[1]
 FIXTURES = pathlib.Path(__file__).parent / 'fixtures'
@@ -184,7 +184,7 @@ def test_a_file_is_run_once_and_finds_what_lies_beside_it(tmp_path):
   )
   (tmp_path / 'mine.py').write_text(text)
   script = (
-    'from jaxrl_llm.rewards.adapters import UserFunction\n'
+    'from jaxrl_llm.rewards.scorers.adapters import UserFunction\n'
     'f, g = (UserFunction(f"mine.py:{n}", "python") for n in "fg")\n'
     'print(f(0, 0, 0), g(0, 0, 0), f.name)'
   )

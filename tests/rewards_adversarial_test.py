@@ -11,8 +11,8 @@ import pathlib
 import pytest
 from fixtures.rewards_scorers import attempt
 
-from jaxrl_llm.rewards.answers.answer import answer_scorer
-from jaxrl_llm.rewards.answers.choosing import ANYWHERE
+from jaxrl_llm.rewards.scorers.answer.choosing import ANYWHERE
+from jaxrl_llm.rewards.scorers.answer.scorer import answer_scorer
 
 FILE = pathlib.Path(__file__).parent / 'fixtures' / 'answers_adversarial.jsonl'
 ROWS = [json.loads(line) for line in FILE.read_text().splitlines()]

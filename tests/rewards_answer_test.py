@@ -8,9 +8,9 @@ from fixtures.rewards_scorers import attempt
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.rewards.answers.answer import answer_scorer
-from jaxrl_llm.rewards.answers.extraction import MAX_LENGTH, Method, candidates, extract, reference
-from jaxrl_llm.rewards.answers.numbers import numbers_agree, parse_number
+from jaxrl_llm.rewards.scorers.answer.extraction import MAX_LENGTH, Method, candidates, extract, reference
+from jaxrl_llm.rewards.scorers.answer.numbers import numbers_agree, parse_number
+from jaxrl_llm.rewards.scorers.answer.scorer import answer_scorer
 
 
 def value(completion, truth='42', prompt='What is it?', **options):

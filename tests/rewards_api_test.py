@@ -7,12 +7,12 @@ import pytest
 from fixtures.rewards_scorers import attempt
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.experience.score import Score
-from jaxrl_llm.rewards.answers.answer import answer_scorer
-from jaxrl_llm.rewards.answers.k12 import k12_scorer
+from jaxrl_llm.core.records.score import Score
 from jaxrl_llm.rewards.api import OverrunIsZero, Reward, RewardsConfig, ScorerConfig, combine, in_force
-from jaxrl_llm.rewards.format import format_scorer
-from jaxrl_llm.rewards.verifier import verifier_scorer
+from jaxrl_llm.rewards.scorers.answer.scorer import answer_scorer
+from jaxrl_llm.rewards.scorers.format import format_scorer
+from jaxrl_llm.rewards.scorers.k12 import k12_scorer
+from jaxrl_llm.rewards.scorers.verifier.scorer import verifier_scorer
 
 CONFIG = RewardsConfig(
   scorers=(

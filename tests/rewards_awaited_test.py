@@ -13,7 +13,7 @@ from fixtures.rewards_scorers import attempt
 from scoring import awaited, pool, started, using, using_simulated
 
 from jaxrl_llm.core.errors import RunError, UserError
-from jaxrl_llm.experience.score import Status
+from jaxrl_llm.core.records.score import Status
 from jaxrl_llm.rewards.api import Awaited, Verdict
 
 
@@ -208,7 +208,7 @@ def test_closing_ends_calls_that_are_out():
 
 
 def test_one_that_does_not_close_is_left_and_said_so(caplog, monkeypatch):
-  monkeypatch.setattr('jaxrl_llm.rewards.awaited.CLOSE_DEADLINE_S', 0.05)
+  monkeypatch.setattr('jaxrl_llm.rewards.pool.awaited.CLOSE_DEADLINE_S', 0.05)
 
   @contextlib.asynccontextmanager
   async def stays():

@@ -9,8 +9,8 @@ import pathlib
 import pytest
 from fixtures.rewards_scorers import attempt
 
-from jaxrl_llm.rewards.answers.answer import answer_scorer
-from jaxrl_llm.rewards.answers.choosing import choose
+from jaxrl_llm.rewards.scorers.answer.choosing import choose
+from jaxrl_llm.rewards.scorers.answer.scorer import answer_scorer
 
 FILES = sorted((pathlib.Path(__file__).parent / 'fixtures').glob('answers_blind_*.jsonl'))
 

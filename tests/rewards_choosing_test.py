@@ -2,11 +2,11 @@
 
 import pytest
 
-from jaxrl_llm.app.scorers import choose as choose_for
+from jaxrl_llm.app.composition.scorers import choose as choose_for
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.rewards.answers.answer import choose_options
-from jaxrl_llm.rewards.answers.choosing import ANYWHERE, HASHES_FIRST, choose
 from jaxrl_llm.rewards.api import ScorerConfig
+from jaxrl_llm.rewards.scorers.answer.choosing import ANYWHERE, HASHES_FIRST, choose
+from jaxrl_llm.rewards.scorers.answer.scorer import choose_options
 
 
 @pytest.mark.parametrize(

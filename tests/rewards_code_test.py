@@ -18,18 +18,18 @@ import hostile
 import pytest
 from fixtures.rewards_scorers import attempt
 
-from jaxrl_llm.app.scorers import build_scorer
+from jaxrl_llm.app.build.scorers import build_scorer
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.experience.score import Status
+from jaxrl_llm.core.net.client import RemoteError
+from jaxrl_llm.core.net.listener import listening
+from jaxrl_llm.core.records.score import Status
 from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
-from jaxrl_llm.rewards.code import server as server_module
-from jaxrl_llm.rewards.code.isolation import NoIsolation
-from jaxrl_llm.rewards.code.sandbox import Case, Limits, SandboxError
-from jaxrl_llm.rewards.code.scorer import code_scorer, fenced, options_within, program_of, read_tests, read_work
-from jaxrl_llm.rewards.code.server import ROUTES, SandboxServer
-from jaxrl_llm.rewards.pool import ScorerPool
-from jaxrl_llm.rewards.remote import RemoteError
-from jaxrl_llm.rollout.listener import listening
+from jaxrl_llm.rewards.pool.pool import ScorerPool
+from jaxrl_llm.rewards.sandbox import server as server_module
+from jaxrl_llm.rewards.sandbox.isolation import NoIsolation
+from jaxrl_llm.rewards.sandbox.sandbox import Case, Limits, SandboxError
+from jaxrl_llm.rewards.sandbox.server import ROUTES, SandboxServer
+from jaxrl_llm.rewards.scorers.code import code_scorer, fenced, options_within, program_of, read_tests, read_work
 
 ROOT = pathlib.Path(__file__).parents[1]
 

@@ -11,11 +11,11 @@ from fixtures.rewards_scorers import attempt
 from services import CUT, HANG, Service, one_after_another
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.experience.score import Status
+from jaxrl_llm.core.net.client import RemoteError
+from jaxrl_llm.core.records.score import Status
 from jaxrl_llm.rewards.api import Addressed, RewardsConfig, ScorerConfig, Verdict
-from jaxrl_llm.rewards.endpoint import http_scorer
-from jaxrl_llm.rewards.pool import ScorerPool
-from jaxrl_llm.rewards.remote import RemoteError
+from jaxrl_llm.rewards.pool.pool import ScorerPool
+from jaxrl_llm.rewards.scorers.http import http_scorer
 
 SOON = {'first_wait_s': 0.01}
 

@@ -16,14 +16,17 @@ from fixtures import rewards_scorers
 from fixtures.rewards_scorers import attempt
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.experience.score import Status
-from jaxrl_llm.rewards import evaluating, verifier, watch, worker
+from jaxrl_llm.core.records.score import Status
+from jaxrl_llm.rewards import watch
 from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
-from jaxrl_llm.rewards.code.isolation import NoIsolation
-from jaxrl_llm.rewards.code.sandbox import Ending, Outcome, SandboxError
-from jaxrl_llm.rewards.evaluating import GRAMMARS, PLAIN, evaluates, may_evaluate, score_in_sandbox
-from jaxrl_llm.rewards.pool import ScorerPool
-from jaxrl_llm.rewards.verifier import check_verifiers, verifier_scorer
+from jaxrl_llm.rewards.pool import worker
+from jaxrl_llm.rewards.pool.pool import ScorerPool
+from jaxrl_llm.rewards.sandbox.isolation import NoIsolation
+from jaxrl_llm.rewards.sandbox.sandbox import Ending, Outcome, SandboxError
+from jaxrl_llm.rewards.scorers.verifier import evaluating
+from jaxrl_llm.rewards.scorers.verifier import scorer as verifier
+from jaxrl_llm.rewards.scorers.verifier.evaluating import GRAMMARS, PLAIN, evaluates, may_evaluate, score_in_sandbox
+from jaxrl_llm.rewards.scorers.verifier.scorer import check_verifiers, verifier_scorer
 
 REVIEWED = {
   'basic_arithmetic': {'return eval(exp.replace("/", "//"))'},  # In the generator.

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.rewards.format import format_scorer
+from jaxrl_llm.rewards.scorers.format import format_scorer
 
 R1 = '<think>{think}</think><answer>{answer}</answer>'
 

@@ -9,8 +9,8 @@ from fixtures import rewards_scorers
 from fixtures.rewards_scorers import attempt
 from scoring import awaited, pool, started, using
 
-from jaxrl_llm.experience.score import Status
-from jaxrl_llm.experience.task import Task
+from jaxrl_llm.core.records.score import Status
+from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.master.evaluation import Evaluator, SuiteConfig
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.rewards.api import PerGroup, Verdict

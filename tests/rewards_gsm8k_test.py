@@ -7,9 +7,9 @@ import random
 import pytest
 from fixtures.rewards_scorers import attempt
 
-from jaxrl_llm.rewards.answers.answer import answer_scorer
-from jaxrl_llm.rewards.answers.choosing import ANYWHERE
-from jaxrl_llm.rewards.answers.extraction import reference
+from jaxrl_llm.rewards.scorers.answer.choosing import ANYWHERE
+from jaxrl_llm.rewards.scorers.answer.extraction import reference
+from jaxrl_llm.rewards.scorers.answer.scorer import answer_scorer
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / 'shared' / 'data' / 'gsm8k'

@@ -9,7 +9,7 @@ from clocks import SimulatedLoop
 from fixtures import rewards_scorers
 from scoring import awaited, pool, started
 
-from jaxrl_llm.experience.score import Status
+from jaxrl_llm.core.records.score import Status
 from jaxrl_llm.rewards.api import Verdict
 from jaxrl_llm.runtime import timeline
 from jaxrl_llm.runtime.events import EDGES, FILE, Edge, EventLog

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from services import HANG, Service, chat, one_after_another
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.experience.score import Status
+from jaxrl_llm.core.net.client import RemoteError
+from jaxrl_llm.core.records.score import Status
 from jaxrl_llm.rewards.api import Addressed, AwaitedGroup, RewardsConfig, ScorerConfig
-from jaxrl_llm.rewards.judge.judge import judge_scorer, pairs
-from jaxrl_llm.rewards.judge.texts import GRADE, Malformed, fill, marker_key, read_answer
-from jaxrl_llm.rewards.pool import ScorerPool
-from jaxrl_llm.rewards.remote import RemoteError
+from jaxrl_llm.rewards.pool.pool import ScorerPool
+from jaxrl_llm.rewards.scorers.judge.scorer import judge_scorer, pairs
+from jaxrl_llm.rewards.scorers.judge.texts import GRADE, Malformed, fill, marker_key, read_answer
 
 GOOD = chat('{"reasoning": "it is", "score": 0.75}')
 
@@ -249,7 +249,7 @@ def test_a_full_disk_costs_the_file_and_no_answer(tmp_path, monkeypatch, caplog)
 
 
 def test_of_many_answers_the_oldest_are_forgotten(monkeypatch):
-  monkeypatch.setattr('jaxrl_llm.rewards.judge.cache._CACHE_ENTRIES', 2)
+  monkeypatch.setattr('jaxrl_llm.rewards.scorers.judge.cache._CACHE_ENTRIES', 2)
   said = judged(Service(lambda body: GOOD), *(attempt(text) for text in 'abcbca'))
   assert [one.evidence['cached'] for one in said] == [False, False, False, True, True, False]
 

@@ -4,9 +4,9 @@ import pytest
 from fixtures.rewards_scorers import attempt
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.rewards.answers.answer import answer_scorer
-from jaxrl_llm.rewards.answers.choosing import ANYWHERE
-from jaxrl_llm.rewards.answers.k12 import k12_scorer
+from jaxrl_llm.rewards.scorers.answer.choosing import ANYWHERE
+from jaxrl_llm.rewards.scorers.answer.scorer import answer_scorer
+from jaxrl_llm.rewards.scorers.k12 import k12_scorer
 
 QUESTIONS = [
   ({'kind': 'choice', 'choices': ['2', '4', '6']}, 'B', r'\boxed{B}', 1.0),

@@ -7,17 +7,17 @@ from fixtures.rewards_scorers import attempt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.rewards.answers.answer import answer_scorer
-from jaxrl_llm.rewards.answers.choice import parse_choice, read_choices
-from jaxrl_llm.rewards.answers.choosing import ANYWHERE
-from jaxrl_llm.rewards.answers.effort import explodes
-from jaxrl_llm.rewards.answers.expressions import latex_agree
-from jaxrl_llm.rewards.answers.extraction import extract
-from jaxrl_llm.rewards.answers.intervals import intervals_agree
-from jaxrl_llm.rewards.answers.lists import parse_set, sets_agree, split, tuples_agree
-from jaxrl_llm.rewards.answers.numbers import parse_number
-from jaxrl_llm.rewards.answers.short_text import aliases, normalise
-from jaxrl_llm.rewards.answers.units import parse_quantity, parse_unit, quantities_agree, quantity_key
+from jaxrl_llm.rewards.scorers.answer.choice import parse_choice, read_choices
+from jaxrl_llm.rewards.scorers.answer.choosing import ANYWHERE
+from jaxrl_llm.rewards.scorers.answer.effort import explodes
+from jaxrl_llm.rewards.scorers.answer.expressions import latex_agree
+from jaxrl_llm.rewards.scorers.answer.extraction import extract
+from jaxrl_llm.rewards.scorers.answer.intervals import intervals_agree
+from jaxrl_llm.rewards.scorers.answer.lists import parse_set, sets_agree, split, tuples_agree
+from jaxrl_llm.rewards.scorers.answer.numbers import parse_number
+from jaxrl_llm.rewards.scorers.answer.scorer import answer_scorer
+from jaxrl_llm.rewards.scorers.answer.short_text import aliases, normalise
+from jaxrl_llm.rewards.scorers.answer.units import parse_quantity, parse_unit, quantities_agree, quantity_key
 
 
 def quantity(text):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.rewards.language import language_scorer, prose, share, words
+from jaxrl_llm.rewards.scorers.language import language_scorer, prose, share, words
 
 
 def value(text, language='en', **options):

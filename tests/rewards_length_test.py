@@ -8,8 +8,8 @@ from fixtures.rewards_scorers import attempt
 
 from jaxrl_llm.advantages.shaping import length_rewards
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.experience.score import Score
-from jaxrl_llm.rewards.length import length_scorer, overlong_scorer
+from jaxrl_llm.core.records.score import Score
+from jaxrl_llm.rewards.scorers.length import length_scorer, overlong_scorer
 
 
 def of_length(n, uid='u'):

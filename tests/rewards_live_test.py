@@ -16,9 +16,9 @@ from fixtures.rewards_scorers import attempt
 from scoring import awaited, pool, started, using, using_simulated
 
 from jaxrl_llm.core.errors import RunError, UserError
-from jaxrl_llm.experience.score import Status
+from jaxrl_llm.core.records.score import Status
 from jaxrl_llm.rewards.api import Awaited, Verdict
-from jaxrl_llm.rewards.live import CHECK_S, FILE, Live, LiveFile, parse
+from jaxrl_llm.rewards.pool.live import CHECK_S, FILE, Live, LiveFile, parse
 
 
 def test_a_resized_pool_answers_every_call_once(tmp_path):
@@ -92,7 +92,7 @@ def test_processes_that_do_not_start_leave_those_that_there_are(monkeypatch):
     raise BrokenProcessPool('no memory')
 
   async def use(one):
-    monkeypatch.setattr('jaxrl_llm.rewards.processes._first_call', breaks)
+    monkeypatch.setattr('jaxrl_llm.rewards.pool.processes._first_call', breaks)
     with pytest.raises(RunError, match=r'3 workers do not start \(no memory\); it keeps 1'):
       await one.resize(3)
     return one.workers, await one.score(attempt('12'))
@@ -243,7 +243,7 @@ def test_a_file_of_which_a_part_is_refused_says_what_has_changed_all_the_same(tm
 
 
 def test_a_call_that_ends_with_its_old_process_while_the_loop_is_busy_is_not_made_again(tmp_path, monkeypatch):
-  monkeypatch.setattr('jaxrl_llm.rewards.processes.CHECK_S', 0.01)
+  monkeypatch.setattr('jaxrl_llm.rewards.pool.processes.CHECK_S', 0.01)
   log, go, told = tmp_path / 'log', tmp_path / 'go', threading.Event()
   active, close = pebble.ProcessPool.active.fget, pebble.ProcessPool.close
   monkeypatch.setattr(pebble.ProcessPool, 'close', lambda self: (close(self), told.set()))

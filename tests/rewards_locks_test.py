@@ -10,8 +10,8 @@ import time
 import pytest
 from fixtures.rewards_scorers import length
 
-from jaxrl_llm.rewards.locks import NamelessLocks
-from jaxrl_llm.rewards.processes import Workers
+from jaxrl_llm.rewards.pool.locks import NamelessLocks
+from jaxrl_llm.rewards.pool.processes import Workers
 
 
 def count_up(lock, file: str, times: int) -> None:

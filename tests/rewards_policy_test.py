@@ -8,7 +8,7 @@ from fixtures.rewards_scorers import attempt
 from scoring import awaited, pool, using
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.experience.score import Score, Status
+from jaxrl_llm.core.records.score import Score, Status
 from jaxrl_llm.rewards.api import OverrunIsZero, RewardsConfig, ScorerConfig, Verdict, combine, drops_group
 
 

@@ -17,11 +17,11 @@ from fixtures import rewards_scorers
 from fixtures.rewards_scorers import attempt
 
 from jaxrl_llm.core.errors import RunError, UserError
-from jaxrl_llm.experience.score import Status
-from jaxrl_llm.rewards import worker
-from jaxrl_llm.rewards.answers.answer import answer_scorer
+from jaxrl_llm.core.records.score import Status
 from jaxrl_llm.rewards.api import Attempt, OverrunIsZero, PerGroup, RewardsConfig, ScorerConfig, Verdict, combine
-from jaxrl_llm.rewards.pool import ScorerPool
+from jaxrl_llm.rewards.pool import worker
+from jaxrl_llm.rewards.pool.pool import ScorerPool
+from jaxrl_llm.rewards.scorers.answer.scorer import answer_scorer
 
 OWNER = Path(__file__).parent / 'fixtures' / 'rewards_owner.py'
 
@@ -214,7 +214,7 @@ def test_an_idle_worker_that_is_killed_is_replaced():
 
 
 def test_breaks_with_scores_in_between_do_not_add_up(monkeypatch):
-  monkeypatch.setattr('jaxrl_llm.rewards.processes.MAX_BREAKS', 1)
+  monkeypatch.setattr('jaxrl_llm.rewards.pool.processes.MAX_BREAKS', 1)
 
   async def use(pool):
     for _ in range(3):
@@ -364,7 +364,7 @@ def loaded(a):
 """
 """Module `asks`: a scorer that names the libraries its worker has imported."""
 
-CALLS_OURS = f'{ASKS}\nfrom jaxrl_llm.rewards.answers.expressions import latex_agree\n'
+CALLS_OURS = f'{ASKS}\nfrom jaxrl_llm.rewards.scorers.answer.expressions import latex_agree\n'
 """Module `calls_ours`: the same scorer, in a module that imports one of the package."""
 
 SLOW_LIBRARY = """
@@ -386,9 +386,9 @@ import calls_ours
 from fixtures.rewards_scorers import attempt
 
 from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
-from jaxrl_llm.rewards.format import format_scorer
-from jaxrl_llm.rewards.pool import ScorerPool
-from jaxrl_llm.rewards.verifier import verifier_scorer
+from jaxrl_llm.rewards.scorers.format import format_scorer
+from jaxrl_llm.rewards.pool.pool import ScorerPool
+from jaxrl_llm.rewards.scorers.verifier.scorer import verifier_scorer
 
 
 async def first_scores(*, deadline_s=60.0, **scorers):
@@ -449,7 +449,7 @@ def test_the_deadline_of_a_first_call_is_not_charged_with_an_import(tmp_path):
   ],
 )
 def test_a_scorer_of_ours_has_the_library_that_it_needs(kind, options, library):
-  from jaxrl_llm.app.scorers import build_scorer  # Here, as this module is imported by workers too.
+  from jaxrl_llm.app.build.scorers import build_scorer  # Here, as this module is imported by workers too.
 
   modules = set(worker.preload([build_scorer(ScorerConfig(name=kind, options=options))]))
   assert modules & {'math_verify', 'reasoning_gym', 'sympy'} == library
@@ -458,7 +458,7 @@ def test_a_scorer_of_ours_has_the_library_that_it_needs(kind, options, library):
 
 def test_answers_without_expressions_load_no_library(tmp_path):
   calls = """
-from jaxrl_llm.rewards.answers.answer import answer_scorer
+from jaxrl_llm.rewards.scorers.answer.scorer import answer_scorer
 
 for mode in ('exact', 'numeric', 'choice', 'text'):
   for text in (r'\\frac{1}{2}', '(1, 2]', '{1, 2}', 'B', '5 km', 'two words'):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.rewards.repetition import repeated, repetition_scorer
+from jaxrl_llm.rewards.scorers.repetition import repeated, repetition_scorer
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ import hostile
 import pytest
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.rewards.code import isolation as isolation_module
-from jaxrl_llm.rewards.code.inside.channel import Channel
-from jaxrl_llm.rewards.code.isolation import NoIsolation
-from jaxrl_llm.rewards.code.sandbox import Case, Ending, Limits, SandboxError, Sandboxes
+from jaxrl_llm.rewards.sandbox import isolation as isolation_module
+from jaxrl_llm.rewards.sandbox.inside.channel import Channel
+from jaxrl_llm.rewards.sandbox.isolation import NoIsolation
+from jaxrl_llm.rewards.sandbox.sandbox import Case, Ending, Limits, SandboxError, Sandboxes
 
 ROOT = pathlib.Path(__file__).parents[1]
 LIMITS = Limits(wall_s=60.0, cpu_s=1, memory_mib=512)
@@ -1099,7 +1099,7 @@ def test_a_case_passes_only_with_exit_code_zero(sandboxes):
 
 OWNER = """
 import sys
-from jaxrl_llm.rewards.code.sandbox import *
+from jaxrl_llm.rewards.sandbox.sandbox import *
 sandboxes = Sandboxes(Limits(wall_s=600, cpu_s=600, tmp_mib=37), isolation=sys.argv[1])
 sandboxes.run_cases(sys.argv[2], [Case(stdin='', stdout='')])
 """

@@ -5,9 +5,9 @@ from fixtures.rewards_scorers import attempt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.rewards.answers.answer import answer_scorer
-from jaxrl_llm.rewards.answers.latex import canonical
-from jaxrl_llm.rewards.answers.solutions import solutions_agree
+from jaxrl_llm.rewards.scorers.answer.latex import canonical
+from jaxrl_llm.rewards.scorers.answer.scorer import answer_scorer
+from jaxrl_llm.rewards.scorers.answer.solutions import solutions_agree
 
 SAME = [
   ('2^{2023}', r'2^{2023} \approx 9.6 \times 10^{608}'),

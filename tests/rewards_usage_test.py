@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from jaxrl_llm.rewards.code.inside.usage import Usage
+from jaxrl_llm.rewards.sandbox.inside.usage import Usage
 
 TICKS = os.sysconf('SC_CLK_TCK')
 WALL_S = 10.0

@@ -3,7 +3,7 @@
 import pytest
 from fixtures.rewards_scorers import attempt
 
-from jaxrl_llm.rewards.verifier import runs_code, verifier_scorer
+from jaxrl_llm.rewards.scorers.verifier.scorer import runs_code, verifier_scorer
 
 
 def judged(completion, *, name='spell_backward', answer='retal', prompt='later>', **options):

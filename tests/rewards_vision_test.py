@@ -9,9 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.rewards.answers.answer import answer_scorer
-from jaxrl_llm.rewards.answers.choosing import ANYWHERE
-from jaxrl_llm.rewards.vision import Box, Point, box_iou_scorer, contains, iou, parse_box, parse_region, point_scorer
+from jaxrl_llm.rewards.scorers.answer.choosing import ANYWHERE
+from jaxrl_llm.rewards.scorers.answer.scorer import answer_scorer
+from jaxrl_llm.rewards.scorers.vision import (
+  Box,
+  Point,
+  box_iou_scorer,
+  contains,
+  iou,
+  parse_box,
+  parse_region,
+  point_scorer,
+)
 
 TRUTH = '[10, 10, 30, 30]'
 

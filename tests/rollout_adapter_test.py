@@ -21,11 +21,11 @@ from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import LoraConfig, ModelOptions
 from jaxrl_llm.rollout.api import Probe, Request
-from jaxrl_llm.rollout.client import Lost, Refused, VllmClient
-from jaxrl_llm.rollout.replica import Replica, Unproven
-from jaxrl_llm.rollout.server import lora_rank
+from jaxrl_llm.rollout.vllm.client import Lost, Refused, VllmClient
+from jaxrl_llm.rollout.vllm.publication import FILE, AdapterFolder, read_checked
+from jaxrl_llm.rollout.vllm.replica import Replica, Unproven
+from jaxrl_llm.rollout.vllm.server import lora_rank
 from jaxrl_llm.weights.peft import WEIGHTS
-from jaxrl_llm.weights.publication import FILE, AdapterFolder, read_checked
 from jaxrl_llm.weights.tables import entries
 
 LORA = LoraConfig(rank=2, alpha=4, targets=('query', 'down'))

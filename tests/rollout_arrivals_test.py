@@ -6,13 +6,13 @@ import msgpack
 import numpy as np
 import pytest
 
+from jaxrl_llm.core.records.sample import Finish, Segment, encode
+from jaxrl_llm.core.records.task import Media, Task
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.experience.sample import Finish, Segment, encode
-from jaxrl_llm.experience.task import Media, Task
 from jaxrl_llm.rewards.api import Attempt
-from jaxrl_llm.rollout import wire
 from jaxrl_llm.rollout.api import Completion, Request, Sampling
-from jaxrl_llm.rollout.arrivals import (
+from jaxrl_llm.rollout.explorers import wire
+from jaxrl_llm.rollout.explorers.arrivals import (
   Bounds,
   one_line,
   read_attempt,
@@ -22,7 +22,7 @@ from jaxrl_llm.rollout.arrivals import (
   read_sample,
   read_sender,
 )
-from jaxrl_llm.rollout.leases import Group, Misbehaved
+from jaxrl_llm.rollout.explorers.leases import Group, Misbehaved
 from jaxrl_llm.rollout.workflow import rollout_sample
 
 BOUNDS = Bounds(vocab_size=10, max_length=8)

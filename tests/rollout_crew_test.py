@@ -14,19 +14,21 @@ from clocks import LOOP_CLOCK, simulated
 from exploring import FakeEngine, make_tasks, make_tokenizer
 from serving import children_of
 
+from jaxrl_llm.app.serve.explorer import command as explorer_command
 from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.net.front import FrontConfig
+from jaxrl_llm.core.records.sample import encode
+from jaxrl_llm.core.records.task import Media
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.core.waits import WaitExpired
-from jaxrl_llm.experience.sample import encode
-from jaxrl_llm.experience.task import Media
 from jaxrl_llm.rewards.api import Attempt, Reward
-from jaxrl_llm.rollout import crew, exploring, wire
 from jaxrl_llm.rollout.api import Request, Sampling
-from jaxrl_llm.rollout.arrivals import Bounds
-from jaxrl_llm.rollout.crew import Crew, ExplorersConfig
-from jaxrl_llm.rollout.exploring import Evicted, Link, Lost, Welcome, explore
-from jaxrl_llm.rollout.front import FrontConfig
-from jaxrl_llm.rollout.wire import pack, request_row, unpack
+from jaxrl_llm.rollout.explorers import crew, wire
+from jaxrl_llm.rollout.explorers import explorer as exploring
+from jaxrl_llm.rollout.explorers.arrivals import Bounds
+from jaxrl_llm.rollout.explorers.crew import Crew, ExplorersConfig
+from jaxrl_llm.rollout.explorers.explorer import Evicted, Link, Lost, Welcome, explore
+from jaxrl_llm.rollout.explorers.wire import pack, request_row, unpack
 from jaxrl_llm.rollout.workflow import SingleTurn, WorkflowConfig
 
 TOKEN = 'token-of-this-test-0123456789'
@@ -37,7 +39,7 @@ REQUEST = Request(uid='g', prompt=(1,), max_tokens=4, stop_ids=(0,), samples=1, 
 @pytest.fixture(autouse=True)
 def _clock_of_the_loop(monkeypatch):
   for module in ('crew', 'leases'):
-    monkeypatch.setattr(f'jaxrl_llm.rollout.{module}.time', LOOP_CLOCK)
+    monkeypatch.setattr(f'jaxrl_llm.rollout.explorers.{module}.time', LOOP_CLOCK)
 
 
 class FakeHub:
@@ -74,6 +76,7 @@ class Setting:
       text=SingleTurn(self.engine, self.tokenizer, max_tokens=4).text,
       bounds=Bounds(vocab_size=self.tokenizer.vocab_size, max_length=16),
       logs=directory / 'logs',
+      command=explorer_command,
     )
     self.explorers = {}
 
@@ -658,7 +661,7 @@ def test_an_explorer_that_is_stopped_is_killed_and_the_one_started_in_its_place_
   async def check():
     async with Setting(tmp_path, processes=1, listen=None).running() as setting:
       (first,) = setting.crew._leases.explorers
-      (explorer,) = children_of(setting.crew._processes[0]._process.pid)
+      (explorer,) = children_of(setting.crew._processes[0]._child.pid)
       explorer.suspend()
       assert len(await setting.samples(setting.crew, make_tasks(1)[0])) == 3
       assert not explorer.is_running() and first not in setting.crew._leases.explorers

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.records.sample import Finish
 from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.experience.sample import Finish
 from jaxrl_llm.models.api import build_model, stack_layers
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.rollout.api import CUT, Request, Sampling, Weights
-from jaxrl_llm.rollout.embedded import EmbeddedConfig, EmbeddedEngine, plan_buckets
-from jaxrl_llm.rollout.sampling import draw, row_key
+from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig, EmbeddedEngine, plan_buckets
+from jaxrl_llm.rollout.embedded.sampling import draw, row_key
 
 VOCAB, LENGTH = 40, 40
 # Wide kernels: logits that are far from uniform, so that a wrong cache entry or position shows.

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from clocks import simulated
+from fake_vllm import Drawn, FakeServer, Fault, Faults, Latency, Sampled, Scripted
 from safetensors.numpy import save_file
 
 from jaxrl_llm.core.errors import UserError
@@ -23,11 +24,10 @@ from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.families import tiny
-from jaxrl_llm.rollout.embedded import EmbeddedConfig
-from jaxrl_llm.rollout.fake import Drawn, FakeServer, Fault, Faults, Latency, Sampled, Scripted
-from jaxrl_llm.rollout.sampling import draw, row_key
+from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig
+from jaxrl_llm.rollout.embedded.sampling import draw, row_key
+from jaxrl_llm.rollout.vllm.publication import FILE, PublicationFolder, digest
 from jaxrl_llm.weights.hf import export
-from jaxrl_llm.weights.publication import FILE, PublicationFolder, digest
 
 VOCAB, LENGTH, EOS = 40, 40, 1
 # Wide kernels: logits that are far from uniform, so that other weights or another position show.
@@ -1037,7 +1037,7 @@ def test_latency_lies_between_the_tokens_and_its_rest_at_the_end(tmp_path):
 @pytest.mark.full
 def test_it_runs_as_a_process(tmp_path):
   export(tmp_path / 'model', params_of(V1), SPEC, tokenizer_dir=None, eos_ids=[EOS], pad_id=None)
-  command = [sys.executable, '-m', 'jaxrl_llm.rollout.fake', f'--model={tmp_path / "model"}']
+  command = [sys.executable, str(pathlib.Path(__file__).with_name('fake_vllm')), f'--model={tmp_path / "model"}']
   command += [f'--uds={tmp_path / "v.sock"}', f'--max_model_len={LENGTH}', '--latency_median_s=0.001']
   process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
   try:

@@ -15,18 +15,18 @@ import pytest
 import serving
 from aiohttp import web
 from clocks import simulated
+from fake_vllm import Drawn, FakeServer, Fault, Scripted
 from serving import ask, request
 
-from jaxrl_llm.core.connections import read_key
 from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.net.connections import read_key
+from jaxrl_llm.core.net.front import Front, FrontConfig
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.rollout import fleet as fleet_module
 from jaxrl_llm.rollout.api import Probe, Sampling, Weights
-from jaxrl_llm.rollout.client import VllmClient, sampler_seed
-from jaxrl_llm.rollout.fake import Drawn, FakeServer, Fault, Scripted
-from jaxrl_llm.rollout.front import Front, FrontConfig
-from jaxrl_llm.rollout.replica import Replica, State
-from jaxrl_llm.weights.publication import FILE
+from jaxrl_llm.rollout.vllm import fleet as fleet_module
+from jaxrl_llm.rollout.vllm.client import VllmClient, sampler_seed
+from jaxrl_llm.rollout.vllm.publication import FILE
+from jaxrl_llm.rollout.vllm.replica import Replica, State
 from jaxrl_llm.weights.tables import entries
 
 MODEL = serving.model_of('qwen2', tied=True)

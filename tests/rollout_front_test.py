@@ -21,8 +21,8 @@ import yarl
 from aiohttp import web
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.rollout import front as front_module
-from jaxrl_llm.rollout.front import ROUTES, RPC_METHODS, Front, FrontConfig
+from jaxrl_llm.core.net import front as front_module
+from jaxrl_llm.core.net.front import ROUTES, RPC_METHODS, Front, FrontConfig
 
 TOKEN = 'token-of-this-test-0123456789'
 GOOD = {'Authorization': f'Bearer {TOKEN}'}
@@ -1040,7 +1040,7 @@ def test_a_body_that_stalls_is_given_up(tmp_path, monkeypatch):
 def test_a_front_may_open_more_files_than_the_shell_grants(tmp_path):
   code = (
     'import asyncio, resource, sys\n'
-    'from jaxrl_llm.rollout.front import Front, FrontConfig\n'
+    'from jaxrl_llm.core.net.front import Front, FrontConfig\n'
     'resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096))\n'
     'async def main():\n'
     '  async with Front(FrontConfig(token_file=sys.argv[1]), upstream="http://127.0.0.1:9"):\n'
@@ -1151,11 +1151,11 @@ def test_unfit_certificates_are_one_clear_line(tmp_path, certificate):
 
 def test_the_module_is_light():
   code = (
-    'import sys, jaxrl_llm.rollout.front; '
+    'import sys, jaxrl_llm.core.net.front; '
     'print(*sorted(m for m in sys.modules if m.split(".")[0] in ("jax", "numpy", "torch", "vllm", "jaxrl_llm")))'
   )
   done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, check=True)
-  own = {'jaxrl_llm', 'jaxrl_llm.core', 'jaxrl_llm.core.errors', 'jaxrl_llm.rollout', 'jaxrl_llm.rollout.front'}
+  own = {'jaxrl_llm', 'jaxrl_llm.core', 'jaxrl_llm.core.errors', 'jaxrl_llm.core.net', 'jaxrl_llm.core.net.front'}
   assert set(done.stdout.split()) == own
 
 

@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(sys.platform != 'linux', reason='needs /proc and /dev/shm')
 
-GUARD = pathlib.Path(__file__).parents[1] / 'jaxrl_llm' / 'rollout' / 'guard.py'
+GUARD = pathlib.Path(__file__).parents[1] / 'jaxrl_llm' / 'core' / 'process' / 'guard.py'
 SHARED = pathlib.Path('/dev/shm')
 DEADLINE_S = 60.0
 

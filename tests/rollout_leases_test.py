@@ -11,8 +11,8 @@ from learning import sample
 
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.rollout import leases
-from jaxrl_llm.rollout.leases import Evicted, Gone, Group, Leases, Misbehaved
+from jaxrl_llm.rollout.explorers import leases
+from jaxrl_llm.rollout.explorers.leases import Evicted, Gone, Group, Leases, Misbehaved
 
 
 def group(taskset='sums', samples=2):

@@ -6,11 +6,11 @@ import pathlib
 import numpy as np
 import pytest
 
+from jaxrl_llm.core.records.sample import Finish
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.experience.sample import Finish
 from jaxrl_llm.rollout.api import Completion, Probe, Request
-from jaxrl_llm.rollout.replica import Replica
-from jaxrl_llm.weights.publication import Publication
+from jaxrl_llm.rollout.vllm.publication import Publication
+from jaxrl_llm.rollout.vllm.replica import Replica
 
 BASE = Publication(version=Version(0, 0), directory=pathlib.Path('base'), files={}, nbytes=0)
 ADAPTER = Publication(version=Version(0, 1), directory=pathlib.Path('adapter'), files={}, nbytes=0, base=BASE)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rollout.api import Request, Sampling
-from jaxrl_llm.rollout.sampling import BLOCK, _first_above, _invert, draw, draw_filtered, row_key
+from jaxrl_llm.rollout.embedded.sampling import BLOCK, _first_above, _invert, draw, draw_filtered, row_key
 
 draw_j, filtered_j = jax.jit(draw), jax.jit(draw_filtered)
 

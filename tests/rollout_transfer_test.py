@@ -20,16 +20,16 @@ import time
 import numpy as np
 import pytest
 from aiohttp import web
+from fake_vllm import FakeServer, Scripted
 from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.rollout.client import Lost, Refused, VllmClient
-from jaxrl_llm.rollout.fake import FakeServer, Scripted
-from jaxrl_llm.rollout.replica import Replica
-from jaxrl_llm.rollout.server import WORKER, VllmConfig, server_commands
-from jaxrl_llm.rollout.transfer import SENDER, FileTransfer, SenderTransfer, Transfer, build_transfer
-from jaxrl_llm.weights.publication import FILE, Publication, digest
+from jaxrl_llm.rollout.vllm.client import Lost, Refused, VllmClient
+from jaxrl_llm.rollout.vllm.publication import FILE, Publication, digest
+from jaxrl_llm.rollout.vllm.replica import Replica
+from jaxrl_llm.rollout.vllm.server import WORKER, VllmConfig, server_commands
+from jaxrl_llm.rollout.vllm.transfer import SENDER, FileTransfer, SenderTransfer, Transfer, build_transfer
 
 ROOT = pathlib.Path(__file__).parents[1]
 INIT, START, UPDATE, FINISH = (

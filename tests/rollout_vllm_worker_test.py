@@ -12,10 +12,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxrl_llm.weights import publication
+from jaxrl_llm.rollout.vllm import publication
 
 ROOT = pathlib.Path(__file__).parents[1]
-PATH = ROOT / 'jaxrl_llm' / 'rollout' / 'vllm_worker.py'
+PATH = ROOT / 'jaxrl_llm' / 'rollout' / 'vllm' / 'worker.py'
 PYTHON = pathlib.Path(os.environ.get('JAXRL_LLM_VLLM_ENVIRONMENT', ROOT / '.venv-vllm')) / 'bin' / 'python'
 
 

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from jaxrl_llm.core.records.sample import Finish, Segment
+from jaxrl_llm.core.records.task import Media, Task
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.experience.sample import Finish, Segment
-from jaxrl_llm.experience.task import Media, Task
 from jaxrl_llm.rewards.api import Attempt, Reward
-from jaxrl_llm.rollout import wire
 from jaxrl_llm.rollout.api import Completion, Request, Sampling
+from jaxrl_llm.rollout.explorers import wire
 
 PICTURES = tuple(Media(kind='image', digest=f'{i:032x}', reference=f'{i}.png') for i in range(2))
 

@@ -341,8 +341,8 @@ def test_missing_input_is_one_line(tmp_path):
   [
     (['--workdir=/nowhere/at/all'], 'error: --workdir=/nowhere/at/all: no such directory'),
     ([], 'error: --workdir is missing'),
-    (['--wrkdir=x'], "error: Unknown command line flag 'wrkdir'. Did you mean: workdir ?"),
-    (['runs/x'], "error: argument 'runs/x' is not a flag"),
+    (['--wrkdir=x'], 'error: --wrkdir: unknown flag; did you mean --workdir?'),
+    (['runs/x'], 'error: runs/x: unexpected argument; every value has a flag (--name=value), see --help'),
   ],
 )
 def test_the_command_refuses_bad_input_in_one_line(arguments, message):

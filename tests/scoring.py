@@ -10,7 +10,7 @@ from typing import TypeVar
 from clocks import simulated
 
 from jaxrl_llm.rewards.api import AnyScorer, Attempt, Awaited, RewardsConfig, ScorerConfig, Verdict
-from jaxrl_llm.rewards.pool import ScorerPool
+from jaxrl_llm.rewards.pool.pool import ScorerPool
 
 T = TypeVar('T')
 

@@ -21,20 +21,20 @@ import numpy as np
 import psutil
 import times
 
-from jaxrl_llm.app.engines import PUBLISHED
+from jaxrl_llm.app.composition.engines import PUBLISHED
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import ModelOptions
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 from jaxrl_llm.rollout.api import Request, Weights
-from jaxrl_llm.rollout.client import VllmClient
-from jaxrl_llm.rollout.fleet import Fleet
-from jaxrl_llm.rollout.replica import Replica
-from jaxrl_llm.rollout.server import Server, VllmConfig, server_commands
-from jaxrl_llm.sync.probe import Prober
+from jaxrl_llm.rollout.probe import Prober
+from jaxrl_llm.rollout.vllm.client import VllmClient
+from jaxrl_llm.rollout.vllm.fleet import Fleet
+from jaxrl_llm.rollout.vllm.publication import AdapterFolder, PublicationFolder
+from jaxrl_llm.rollout.vllm.replica import Replica
+from jaxrl_llm.rollout.vllm.server import Server, VllmConfig, server_commands
 from jaxrl_llm.weights.hf import write_config
-from jaxrl_llm.weights.publication import AdapterFolder, PublicationFolder
 
 ROOT = pathlib.Path(__file__).parents[1]
 ENVIRONMENT = os.environ.get('JAXRL_LLM_VLLM_ENVIRONMENT', str(ROOT / '.venv-vllm'))

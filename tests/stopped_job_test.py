@@ -27,7 +27,7 @@ def words(process: psutil.Process) -> str:
 
 
 VICTIMS = {
-  'explorer': lambda p: 'jaxrl_llm.app.explore' in words(p) and 'guard.py' not in words(p),
+  'explorer': lambda p: 'jaxrl_llm.app.serve.explorer' in words(p) and 'guard.py' not in words(p),
   'guard': lambda p: 'guard.py' in words(p),
   'fork server': lambda p: 'multiprocessing.forkserver' in words(p) and 'forkserver' not in words(p.parent()),
   'scorer worker': lambda p: 'forkserver' in words(p) and 'forkserver' in words(p.parent()),

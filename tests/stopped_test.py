@@ -8,8 +8,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 from multiprocessing import forkserver
 
 import psutil
@@ -19,15 +17,15 @@ from fixtures.rewards_scorers import attempt
 from scoring import pool, using
 from serving import children_of
 
+from jaxrl_llm.core.net.client import Remote, RemoteError, RemoteOptions
+from jaxrl_llm.core.process import child
+from jaxrl_llm.core.records.score import Status
 from jaxrl_llm.core.waits import WaitExpired
-from jaxrl_llm.experience.score import Status
-from jaxrl_llm.rewards import processes
-from jaxrl_llm.rewards.code import isolation
-from jaxrl_llm.rewards.code.sandbox import Ending, Limits, Sandboxes
-from jaxrl_llm.rewards.remote import Remote, RemoteError, RemoteOptions
-from jaxrl_llm.rollout import exploring, server
-from jaxrl_llm.rollout.client import Lost, VllmClient
-from jaxrl_llm.rollout.server import GUARD, stopped
+from jaxrl_llm.rewards.pool import processes
+from jaxrl_llm.rewards.sandbox import isolation
+from jaxrl_llm.rewards.sandbox.sandbox import Ending, Limits, Sandboxes
+from jaxrl_llm.rollout.explorers import explorer as exploring
+from jaxrl_llm.rollout.vllm.client import Lost, VllmClient
 from jaxrl_llm.tasks.rendering import Limits as RenderLimits
 from jaxrl_llm.tasks.rendering import RenderError, TemplateProcess
 
@@ -92,22 +90,20 @@ def test_a_peer_that_falls_silent_is_one_line_to_every_client(said, monkeypatch)
 
 
 def test_a_guard_that_is_stopped_is_killed_with_what_it_guards(tmp_path, monkeypatch):
-  monkeypatch.setattr(server, '_STOP_S', 0.2)
-  log = tmp_path / 'log'
-  command = [sys.executable, str(GUARD), f'--log={log}', '--', 'sleep', '600']
-  guard = subprocess.Popen(command, stdin=subprocess.PIPE)
+  monkeypatch.setattr(child, '_STOP_S', 0.2)
+  engine = child.Child('engine a', log=tmp_path / 'log')
+  engine.start(['sleep', '600'], {**os.environ})
+  guard = psutil.Process(engine.pid)
   try:
     (guarded,) = children_of(guard.pid)
-    guard.send_signal(signal.SIGSTOP)
-    guard.terminate()
+    guard.suspend()
     with pytest.raises(WaitExpired, match=r'^wait guarded_stop: the fleet waited 0\.2 s for the guard of engine a'):
-      asyncio.run(stopped(guard, owner='the fleet', what='engine a', log=log))
-    assert guard.wait(PATIENCE_S) == -signal.SIGKILL
+      asyncio.run(engine.stop(owner='the fleet'))
+    guard.wait(PATIENCE_S)
     guarded.wait(PATIENCE_S)
   finally:
-    guard.kill()
-    guard.wait()
-    guard.stdin.close()
+    with contextlib.suppress(psutil.NoSuchProcess):
+      guard.kill()
 
 
 @pytest.mark.full

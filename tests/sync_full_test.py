@@ -11,7 +11,7 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 from jaxrl_llm.parallel.rules import sharding
-from jaxrl_llm.sync.full import Gatherer, Publisher
+from jaxrl_llm.rollout.publisher import Gatherer, Publisher
 
 
 class RecordingEngine:

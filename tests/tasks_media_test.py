@@ -10,8 +10,8 @@ import pytest
 import xxhash
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.experience.sample import media_of
-from jaxrl_llm.experience.task import Media
+from jaxrl_llm.core.records.sample import media_of
+from jaxrl_llm.core.records.task import Media
 from jaxrl_llm.tasks.media import MAX_BYTES, media_bytes, read_media
 from jaxrl_llm.tasks.processors import normalised
 from jaxrl_llm.tasks.taskset import TasksetConfig, check_disjoint, load_taskset

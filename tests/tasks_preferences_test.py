@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_llm.config.values import from_json, to_json
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.experience.sample import Source, decode, encode
+from jaxrl_llm.core.records.sample import Source, decode, encode
 from jaxrl_llm.rollout.workflow import demonstration_sample
 from jaxrl_llm.tasks.preferences import PreferencesConfig, load_preferences, pairs_of_tasks, preference_samples
 from jaxrl_llm.tasks.taskset import TasksetConfig, load_taskset

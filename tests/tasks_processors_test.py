@@ -5,11 +5,11 @@ import pathlib
 
 import pytest
 
-from jaxrl_llm.app.prepare import prepare
+from jaxrl_llm.app.composition.prepare import prepare
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.experience.task import Task
+from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.tasks.processors import Outcomes, Setting, guessable, normalised, pass_rate, process, run
 from jaxrl_llm.tasks.taskset import ProcessorConfig, Taskset
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.experience.task import Task
+from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.tasks.sampler import LaterWeights, SamplerConfig, TaskSampler
 from jaxrl_llm.tasks.taskset import Taskset
 

@@ -9,11 +9,13 @@ from typing import NamedTuple
 import job
 import pytest
 
-from jaxrl_llm.app.cli import AOT_ENVIRONMENT
+from jaxrl_llm.app.commands.train import AOT_ENVIRONMENT
 
 pytestmark = [
   pytest.mark.full,
-  pytest.mark.skipif(not AOT_ENVIRONMENT.exists(), reason='wants the compilers: bash launch/install_aot.sh'),
+  pytest.mark.skipif(
+    not (job.ROOT / AOT_ENVIRONMENT).exists(), reason='wants the compilers: bash launch/install_aot.sh'
+  ),
 ]
 # A small model and short rows: compile time grows with both.
 MODEL = dict(

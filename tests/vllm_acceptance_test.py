@@ -14,8 +14,8 @@ from serving import ask, fault, forward, request, weights
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.rollout.api import Sampling
-from jaxrl_llm.rollout.client import VllmClient
-from jaxrl_llm.rollout.replica import Replica
+from jaxrl_llm.rollout.vllm.client import VllmClient
+from jaxrl_llm.rollout.vllm.replica import Replica
 
 pytestmark = pytest.mark.acceptance
 A, B = Version(0, 0), Version(0, 1)

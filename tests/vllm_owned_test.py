@@ -18,8 +18,8 @@ from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.spec import LoraConfig, ModelOptions
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.rollout.api import Sampling, Weights
+from jaxrl_llm.rollout.vllm.publication import digest
 from jaxrl_llm.weights.hf import to_hf
-from jaxrl_llm.weights.publication import digest
 
 pytestmark = pytest.mark.full
 LORA = LoraConfig(rank=3, alpha=9)

@@ -20,13 +20,13 @@ import serving
 from serving import TIED, VOCAB, ask, fault, forward, request, weights
 
 from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.net.front import ROUTES, Front, FrontConfig
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.rollout.api import Sampling
-from jaxrl_llm.rollout.client import VllmClient
-from jaxrl_llm.rollout.front import ROUTES, Front, FrontConfig
+from jaxrl_llm.rollout.vllm.client import VllmClient
+from jaxrl_llm.rollout.vllm.publication import FILE
 from jaxrl_llm.weights.hf import load_params
-from jaxrl_llm.weights.publication import FILE
 
 pytestmark = pytest.mark.full
 cabled = pytest.fixture(namespaces.cabled)

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / 'docs' / 'waits.md'
-SANDBOXED = ROOT / 'jaxrl_llm' / 'rewards' / 'code' / 'inside'
+SANDBOXED = ROOT / 'jaxrl_llm' / 'rewards' / 'sandbox' / 'inside'
 """Runs inside sandboxes, which their owner ends when a program's time is over."""
 MODULES = sorted(
   path for top in ('jaxrl_llm', 'launch') for path in (ROOT / top).rglob('*.py') if SANDBOXED not in path.parents

@@ -31,10 +31,10 @@ from collections.abc import Mapping, Sequence
 _FIXED = ('JAX_PLATFORMS', 'XLA_FLAGS', 'JAX_ENABLE_X64', 'JAX_COMPILATION_CACHE_DIR')
 """Environment variables that libraries read when they are imported."""
 _MODULES = (
-  'jaxrl_llm.app.cli',
-  'jaxrl_llm.app.evaluate_cli',
-  'jaxrl_llm.app.explore',
-  'jaxrl_llm.app.replay',
+  'jaxrl_llm.app.commands.train',
+  'jaxrl_llm.app.commands.evaluate',
+  'jaxrl_llm.app.serve.explorer',
+  'jaxrl_llm.app.offline.replay',
 )
 
 

@@ -390,7 +390,7 @@ def test_convert_fails_in_one_line(tmp_path):
       f'--source={source}',
       f'--target={tmp_path}/t',
       '--dtpye=float32',
-    ): "Unknown command line flag 'dtpye'. Did you mean",
+    ): '--dtpye: unknown flag; did you mean --dtype?',
     ('--source=Qwen/Qwen3-0.6B', f'--target={tmp_path}/t'): 'the hub cannot be reached',
   }
   for flags, message in cases.items():

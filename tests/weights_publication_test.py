@@ -18,9 +18,9 @@ from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.api import stack_layers
 from jaxrl_llm.models.families import FAMILIES, tiny
+from jaxrl_llm.rollout.vllm.publication import FILE, PublicationFolder, _write_all, digest, read_checked
 from jaxrl_llm.weights.hf import write_config
 from jaxrl_llm.weights.layout import DTYPES, to_hf
-from jaxrl_llm.weights.publication import FILE, PublicationFolder, _write_all, digest, read_checked
 from jaxrl_llm.weights.tables import entries
 
 MODELS = [(family, tied) for family in FAMILIES for tied in (True, False)]
@@ -251,7 +251,7 @@ import numpy as np
 
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.families import tiny
-from jaxrl_llm.weights.publication import PublicationFolder, read_checked
+from jaxrl_llm.rollout.vllm.publication import PublicationFolder, read_checked
 from jaxrl_llm.weights.tables import entries
 
 root = pathlib.Path(sys.argv[1])

@@ -16,16 +16,16 @@ import jax
 from absl import logging
 from rich.console import Console
 
-from jaxrl_llm.app.build import Host, build_parts, open_host
-from jaxrl_llm.app.chosen import settle
-from jaxrl_llm.app.compiled import held_table
-from jaxrl_llm.app.prepare import Prepared, base_of, checkpoint_directory, prepare
-from jaxrl_llm.app.programs import held
+from jaxrl_llm.app.composition.chosen import settle
+from jaxrl_llm.app.composition.host import Host, build_parts, open_host
+from jaxrl_llm.app.composition.prepare import Prepared, base_of, checkpoint_directory, prepare
+from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
+from jaxrl_llm.app.composition.state import committed_state, critic_model
+from jaxrl_llm.app.composition.workdir import Workdir
+from jaxrl_llm.app.dry_run.compiled import held_table
+from jaxrl_llm.app.dry_run.programs import held
 from jaxrl_llm.app.schema import Config
-from jaxrl_llm.app.stages import build_stages, model_spec, policy_options
-from jaxrl_llm.app.state import committed_state, critic_model
 from jaxrl_llm.app.summary import print_summary
-from jaxrl_llm.app.workdir import Workdir
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.master import loop
 from jaxrl_llm.master.loop import Outcome
@@ -35,10 +35,10 @@ from jaxrl_llm.models.spec import ModelSpec, RopeScaling
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.mesh import build_mesh
+from jaxrl_llm.rollout.publisher import Gatherer
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.runtime.machine import changes
 from jaxrl_llm.runtime.report import build as build_report
-from jaxrl_llm.sync.full import Gatherer
 from jaxrl_llm.tasks.taskset import taskset_loader
 from jaxrl_llm.weights.hf import export
 from jaxrl_llm.weights.peft import export_adapter
@@ -65,14 +65,19 @@ class Exports(NamedTuple):
   critic: Params | None = None
 
 
-async def run(config: Config, path: pathlib.Path) -> int:
-  """Runs `config` in the run directory `path`. Returns the process's exit code: 0 only for a finished run."""
+async def run(config: Config, path: pathlib.Path, *, handles_signals: bool = True) -> int:
+  """Runs `config` in the run directory `path`. Returns the process's exit code: 0 only for a finished run.
+
+  Args:
+    handles_signals: whether SIGINT and SIGTERM stop the run with a commit; the main thread only.
+  """
   device = DeviceThread()
   stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
   request_stop = lambda signum: stop.done() or stop.set_result(signum)
   coordinator = Coordinator(device, on_signal=request_stop)
   begun = asyncio.Event()
-  _handle_signals(coordinator, request_stop, begun)
+  if handles_signals:
+    _handle_signals(coordinator, request_stop, begun)
   workdir = Workdir(path) if coordinator.leads else None
   checkpoints = Checkpoints(path / 'checkpoints', config.checkpoint, leads=coordinator.leads)
   prepared: Prepared | None = None

@@ -15,18 +15,18 @@ from typing import Any, Literal
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.optimizer import OptimizerConfig
 from jaxrl_llm.master.evaluation import SuiteConfig
-from jaxrl_llm.master.limits import TaskLimits
+from jaxrl_llm.master.exploring.limits import TaskLimits
+from jaxrl_llm.master.exploring.processors import ProcessorConfig, check_processors
+from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.master.mismatch import MismatchConfig
-from jaxrl_llm.master.processors import ProcessorConfig, check_processors
-from jaxrl_llm.master.selection import SelectionConfig
 from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.parallel.mesh import MeshConfig
 from jaxrl_llm.replay.draw import DrawConfig
 from jaxrl_llm.rewards.api import RewardsConfig
 from jaxrl_llm.rollout.auxiliary import AuxiliaryConfig
-from jaxrl_llm.rollout.crew import ExplorersConfig
-from jaxrl_llm.rollout.embedded import EmbeddedConfig
-from jaxrl_llm.rollout.server import VllmConfig
+from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig
+from jaxrl_llm.rollout.explorers.crew import ExplorersConfig
+from jaxrl_llm.rollout.vllm.server import VllmConfig
 from jaxrl_llm.rollout.workflow import WorkflowConfig
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig
 from jaxrl_llm.tasks.preferences import PreferencesConfig
@@ -71,6 +71,8 @@ class PolicyConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
+  """A stage's algorithm by name, and its options."""
+
   name: str
   """One of `learner.catalogue.ALGORITHMS` (`launch/train.py --list`), or your own as 'module:attribute'."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -292,6 +294,8 @@ class StageConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
+  """How completions are generated: engine, lengths, sampling, workflow."""
+
   engine: Literal['embedded', 'vllm'] = 'embedded'
   """'embedded': a JAX sampler in the trainer's process; 'vllm': vLLM servers, see `vllm`."""
   max_prompt_length: int
@@ -323,6 +327,8 @@ class RolloutConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
+  """Mesh, batches and optimizer of the update."""
+
   mesh: MeshConfig = MeshConfig()
   optimizer: OptimizerConfig | None = None
   """For stages that bring none of their own."""

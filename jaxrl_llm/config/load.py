@@ -45,6 +45,9 @@ _CONFIG_FLAG = re.compile(r'--?config(?:\.(?P<key>[^=]*))?(?:=(?P<text>.*))?', r
 _CONFIG_HELP = """  --config: FILE.py[:VARIANT], whose get_config(VARIANT) returns the configuration.
   --config.KEY: A value in the configuration, as in --config.learner.optimizer.peak_lr=1e-6."""
 
+SHIPPED = pathlib.Path(__file__).parents[1] / 'configs'
+"""Directory of the configurations that come with the package."""
+
 ABSENT = '(absent)'
 """What `difference` sets against a value that the other side lacks."""
 
@@ -95,12 +98,23 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, str]:
   return overrides
 
 
-def parse_flags(absl_argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> None:
-  """Lets absl parse a launch script's own flags; what it refuses is one line. --help prints them and exits 0."""
+def parse_flags(
+  absl_argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS, document: str | None = None
+) -> None:
+  """Parses a command's flags with absl. --help prints `document` and the flags, and exits with 0.
+
+  Args:
+    absl_argv: the command line, program name first.
+    document: describes the command; by default the main module's docstring.
+
+  Raises:
+    UserError: absl refuses a flag, or an argument is no flag.
+  """
   if {'--help', '-h', '-help', '--helpshort'} & set(absl_argv[1:]):
-    document = sys.modules['__main__'].__doc__ or ''
+    text = document or sys.modules['__main__'].__doc__ or ''
     own = flag_values.main_module_help() or flag_values.get_help()
-    sys.stdout.write(f'{document.strip()}\n\n{own.strip()}\n\n{_CONFIG_HELP}\n')
+    config = f'\n{_CONFIG_HELP}\n' if document is None or '--config' in document else ''
+    sys.stdout.write(f'{text.strip()}\n\n{own.strip()}\n{config}')
     sys.exit(0)
   try:
     rest = flag_values(list(absl_argv))
@@ -115,11 +129,19 @@ def parse_flags(absl_argv: Sequence[str], flag_values: flags.FlagValues = flags.
 
 
 def load_file(spec: str, root_type: type) -> Any:
-  """Runs `PATH.py[:VARIANT]` and returns its `get_config(variant)`, checked field by field."""
+  """Runs `PATH.py[:VARIANT]` and returns its `get_config(variant)`, checked field by field.
+
+  `NAME[:VARIANT]` names a shipped configuration.
+  """
   match = re.fullmatch(r'(?P<path>.*\.py)(?::(?P<variant>.*))?', spec)
-  if match is None:
-    raise UserError(f'--config={spec}: wanted a Python file, configs/NAME.py or configs/NAME.py:VARIANT')
-  path = pathlib.Path(match['path'])
+  shipped = re.fullmatch(r'(?P<path>\w+)(?::(?P<variant>.*))?', spec)
+  if match is None and shipped is None:
+    raise UserError(f'--config={spec}: wanted FILE.py[:VARIANT], or the name of a shipped configuration')
+  path = pathlib.Path(match['path']) if match else SHIPPED / f'{shipped["path"]}.py'
+  match = match or shipped
+  if match is shipped and not path.is_file():
+    names = [name.removesuffix('.py') for name in _neighbours(path)]
+    raise UserError(f'--config={spec}: no such shipped configuration; {nearest(shipped["path"], names)}')
   if not path.is_file():
     raise UserError(f'{path}: no such configuration file; {nearest(path.name, _neighbours(path))}')
   get_config = _execute(path).get('get_config')

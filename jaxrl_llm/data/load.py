@@ -23,7 +23,7 @@ from jaxrl_llm.batching.chunks import Chunks
 from jaxrl_llm.batching.packing import Packing
 from jaxrl_llm.batching.plan import Row, Shape, StepPlan, pack_step
 from jaxrl_llm.core.errors import RunError
-from jaxrl_llm.experience.sample import Sample
+from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.parallel.rules import sharding_of_batch
 from jaxrl_llm.replay.segments import SegmentReader
 

@@ -10,7 +10,7 @@ import grain
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 
 from jaxrl_llm.batching.plan import Row
-from jaxrl_llm.experience.sample import decode
+from jaxrl_llm.core.records.sample import decode
 
 
 class RowStream:

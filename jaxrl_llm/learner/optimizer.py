@@ -18,6 +18,8 @@ HOST, DEVICE = 'pinned_host', 'device'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
+  """AdamW with a learning-rate schedule and gradient clipping."""
+
   peak_lr: float
   """Always explicit."""
   schedule: Literal['constant', 'cosine', 'linear'] = 'constant'

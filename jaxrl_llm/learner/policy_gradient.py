@@ -27,7 +27,7 @@ from jaxrl_llm.advantages.shaping import (
 from jaxrl_llm.batching.chunks import Chunks
 from jaxrl_llm.batching.plan import Row
 from jaxrl_llm.core.errors import RunError, UserError
-from jaxrl_llm.experience.score import worth
+from jaxrl_llm.core.records.score import worth
 from jaxrl_llm.learner.algorithm import (
   Algorithm,
   Annotation,

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.sample import Finish
+from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.core.waits import gathered
-from jaxrl_llm.experience.sample import Finish
-from jaxrl_llm.experience.task import Task
-from jaxrl_llm.master.judging import judged
+from jaxrl_llm.master.exploring.judging import judged
 from jaxrl_llm.rewards.api import RewardsConfig
-from jaxrl_llm.rewards.pool import ScorerPool
+from jaxrl_llm.rewards.pool.pool import ScorerPool
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.workflow import Workflow, checked_run
 from jaxrl_llm.runtime.events import SILENT, Edge, Events

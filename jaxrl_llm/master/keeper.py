@@ -13,24 +13,24 @@ from typing import Any
 
 import jax
 
+from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.waits import unless
-from jaxrl_llm.experience.task import Task
+from jaxrl_llm.master.batches import Batches
 from jaxrl_llm.master.evaluation import Evaluator, SuiteConfig
 from jaxrl_llm.master.loop import LoopState, publish
 from jaxrl_llm.master.mismatch import MismatchConfig
 from jaxrl_llm.master.records import rollout_rows, step_metrics
-from jaxrl_llm.master.stage import Batches
 from jaxrl_llm.master.trainer import Batch, Stage, Updated
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.replay.index import ReplayStore
+from jaxrl_llm.rollout.publisher import Publisher
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.runtime.machine import fingerprint
 from jaxrl_llm.runtime.phases import PhaseManager
 from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
-from jaxrl_llm.sync.full import Publisher
 
 _WARN_EVERY = 20
 """Steps between two notes on the same budget."""

@@ -13,12 +13,12 @@ from jaxrl_llm.batching.plan import StepPlan
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.learner.algorithm import Annotation
 from jaxrl_llm.learner.state import Learned
-from jaxrl_llm.master.stage import Batches, Planner
+from jaxrl_llm.master.batches import Batches, Planner
 from jaxrl_llm.master.trainer import Batch, Stage, StageTrainer, Updated
 from jaxrl_llm.parallel.coordinator import Coordinator
+from jaxrl_llm.rollout.publisher import Publisher
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.runtime.phases import Phase, PhaseManager
-from jaxrl_llm.sync.full import Publisher
 
 
 @dataclasses.dataclass(frozen=True)

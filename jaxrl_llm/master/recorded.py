@@ -17,9 +17,9 @@ from typing import Any
 
 from jaxrl_llm.batching.plan import Row, StepPlan
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.experience.sample import Finish, Sample, encode
-from jaxrl_llm.experience.task import Task
-from jaxrl_llm.master.selection import Chosen, Scored
+from jaxrl_llm.core.records.sample import Finish, Sample, encode
+from jaxrl_llm.core.records.task import Task
+from jaxrl_llm.master.exploring.selection import Chosen, Scored
 from jaxrl_llm.replay.segments import open_segment_reader, write_segment
 from jaxrl_llm.rewards.api import Reward
 from jaxrl_llm.runtime.events import SILENT, Edge, Events

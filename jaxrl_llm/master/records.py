@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.batching.plan import StepPlan
-from jaxrl_llm.experience.sample import Finish, Role, Sample
+from jaxrl_llm.core.records.sample import Finish, Role, Sample
+from jaxrl_llm.master.exploring.selection import Scored
 from jaxrl_llm.master.mismatch import OVER_BUDGET, MismatchConfig, Pair, mismatch_metrics, over_budget
-from jaxrl_llm.master.selection import Scored
 from jaxrl_llm.master.trainer import Batch, Updated
 from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, mean_of, resolve, spread
 

@@ -14,7 +14,7 @@ import os
 import sqlite3
 from collections.abc import Iterable, Iterator
 
-from jaxrl_llm.experience.sample import Sample
+from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.replay.browse import snapshot, unclaimed
 from jaxrl_llm.replay.index import ReplayStore, oldest_version
 from jaxrl_llm.replay.segments import SegmentError, SegmentReader, decode_row

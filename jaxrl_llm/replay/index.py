@@ -32,10 +32,10 @@ from typing import Any, Literal
 from absl import logging
 
 from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.records.sample import Sample, decode, encode
+from jaxrl_llm.core.records.score import Score, Status
+from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Json
-from jaxrl_llm.experience.sample import Sample, decode, encode
-from jaxrl_llm.experience.score import Score, Status
-from jaxrl_llm.experience.task import Task
 from jaxrl_llm.replay import groups, quarantine, recovery, segments
 from jaxrl_llm.replay.draw import Group
 from jaxrl_llm.replay.tables import (

@@ -17,7 +17,7 @@ from array_record.python.array_record_module import ArrayRecordReader, ArrayReco
 
 from jaxrl_llm.core.disk import sync
 from jaxrl_llm.core.errors import RunError
-from jaxrl_llm.experience.sample import Sample, decode
+from jaxrl_llm.core.records.sample import Sample, decode
 
 SUFFIX = '.arrayrecord'
 Ref = tuple[str, int]

@@ -15,9 +15,9 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.score import Score, Status, worth
+from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Json
-from jaxrl_llm.experience.score import Score, Status, worth
-from jaxrl_llm.experience.task import Task
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,6 +112,8 @@ AnyScorer = Scorer | Awaited | PerGroup | AwaitedGroup
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScorerConfig:
+  """A scorer by name, with its options, domains and limits."""
+
   name: str
   """Key of the scorer's values in scores, parts and metrics; unique in a run."""
   kind: str | None = None
@@ -142,6 +144,8 @@ _MAX_WEIGHT = 1e6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardsConfig:
+  """Scorers, and the worker processes that they run in."""
+
   scorers: tuple[ScorerConfig, ...]
   workers: int = 1
   """Worker processes."""
@@ -197,6 +201,8 @@ def drops_group(scores: Iterable[Score], config: RewardsConfig) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reward:
+  """The combined scores of a completion."""
+
   value: float | None
   """Weighted sum; None if any scorer in force could not say."""
   parts: dict[str, float]

@@ -14,9 +14,9 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.sample import Finish, Segment
 from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.core.types import Params, Version
-from jaxrl_llm.experience.sample import Finish, Segment
 
 WORD = 2**32
 """Words of a key are below it."""

@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxrl_llm.core.errors import RunError
-from jaxrl_llm.experience.task import Message
-from jaxrl_llm.rewards.remote import CHAT_PATH, Remote, RemoteError, RemoteOptions
+from jaxrl_llm.core.net.client import CHAT_PATH, Remote, RemoteError, RemoteOptions
+from jaxrl_llm.core.records.task import Message
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuxiliaryConfig(RemoteOptions):
+  """A model that workflows may ask besides the policy, on OpenAI-compatible servers."""
+
   name: str
   """What workflows call it."""
   model: str

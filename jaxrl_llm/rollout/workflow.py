@@ -17,8 +17,8 @@ from absl import logging
 from jaxtyping import Int
 
 from jaxrl_llm.core.errors import RunError
-from jaxrl_llm.experience.sample import Finish, Role, Sample, Segment, Source, media_of
-from jaxrl_llm.experience.task import Task
+from jaxrl_llm.core.records.sample import Finish, Role, Sample, Segment, Source, media_of
+from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.rollout.api import Completion, Generator, Request, Sampling
 from jaxrl_llm.tasks.tokenizer import Tokenizer
 

@@ -39,6 +39,8 @@ _QUIET_S = 0.5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
+  """When commits are made, and which are kept."""
+
   every_steps: int = 10
   every_minutes: float = 5.0
   """A commit made by the clock is no decision: it changes nothing about the run but where it can resume."""

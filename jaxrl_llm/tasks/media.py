@@ -17,8 +17,8 @@ from collections.abc import Mapping
 import xxhash
 
 from jaxrl_llm.core.files import path_inside, read_bytes
+from jaxrl_llm.core.records.task import Media
 from jaxrl_llm.core.types import Json
-from jaxrl_llm.experience.task import Media
 
 KINDS = ('image',)
 _SIGNATURES = (b'\x89PNG\r\n\x1a\n', b'\xff\xd8\xff', b'GIF87a', b'GIF89a', b'BM', b'II*\x00', b'MM\x00*')

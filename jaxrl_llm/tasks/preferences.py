@@ -18,9 +18,9 @@ from absl import logging
 
 from jaxrl_llm.config.annotations import nearest
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.sample import Role, Sample, Source
+from jaxrl_llm.core.records.task import Message, Task
 from jaxrl_llm.core.types import Json
-from jaxrl_llm.experience.sample import Role, Sample, Source
-from jaxrl_llm.experience.task import Message, Task
 from jaxrl_llm.tasks import sources, templates
 from jaxrl_llm.tasks.taskset import Taskset
 from jaxrl_llm.tasks.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from absl import logging
 from jaxrl_llm.config.annotations import nearest
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.experience.task import Task
+from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.tasks.taskset import ProcessorConfig, Taskset
 
 Processor = Callable[[Task], str]

@@ -11,8 +11,8 @@ import xxhash
 
 from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Json
-from jaxrl_llm.experience.task import Task
 from jaxrl_llm.tasks.selectors import FailureRate, Passes, Selector, TargetRate, Weighted
 from jaxrl_llm.tasks.taskset import Taskset
 

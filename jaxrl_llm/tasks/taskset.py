@@ -18,8 +18,8 @@ import xxhash
 from absl import logging
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.task import Message, Task
 from jaxrl_llm.core.types import Json
-from jaxrl_llm.experience.task import Message, Task
 from jaxrl_llm.tasks import sources, templates
 from jaxrl_llm.tasks.media import read_media
 

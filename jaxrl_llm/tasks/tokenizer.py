@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.core.files import check_regular, parse_json, read_bytes
-from jaxrl_llm.experience.task import Message, Task
+from jaxrl_llm.core.records.task import Message, Task
 from jaxrl_llm.tasks.rendering import RenderError, TemplateProcess
 
 Template = Literal['plain', 'chatml']

@@ -14,9 +14,9 @@ os.environ |= {'HF_HUB_OFFLINE': '1'}
 
 from trl import rewards
 
-from jaxrl_llm.experience.task import Task
-from jaxrl_llm.rewards.adapters import trl_scorer
+from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.rewards.api import Attempt
+from jaxrl_llm.rewards.scorers.adapters import trl_scorer
 
 PROMPT = [{'role': 'user', 'content': 'Think.'}]
 COMPLETIONS = [

@@ -1,0 +1,73 @@
+"""Public names: what users' configurations, scorers, workflows and algorithms import.
+
+Names are imported on first use, because a scorer's worker process needs `Attempt` and not JAX. `api.pyi` shows them to
+type checkers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_NAMES = (
+  # Runs from Python
+  ('jaxrl_llm.app.training', 'TrainResult train load_config'),
+  # Configurations
+  (
+    'jaxrl_llm.app.schema',
+    'AlgorithmConfig Config CriticConfig ExpertsConfig LearnerConfig PairsConfig PastConfig '
+    'PolicyConfig PreferenceSource RecordedConfig RolloutConfig StageConfig',
+  ),
+  ('jaxrl_llm.core.net.front', 'FrontConfig'),
+  ('jaxrl_llm.learner.optimizer', 'OptimizerConfig'),
+  ('jaxrl_llm.master.evaluation', 'SuiteConfig'),
+  ('jaxrl_llm.master.exploring.limits', 'TaskLimits'),
+  ('jaxrl_llm.master.exploring.processors', 'ProcessorConfig'),
+  ('jaxrl_llm.master.exploring.selection', 'SelectionConfig'),
+  ('jaxrl_llm.models.spec', 'LoraConfig'),
+  ('jaxrl_llm.parallel.mesh', 'MeshConfig'),
+  ('jaxrl_llm.replay.draw', 'DrawConfig'),
+  ('jaxrl_llm.rewards.api', 'RewardsConfig ScorerConfig'),
+  ('jaxrl_llm.rollout.auxiliary', 'AuxiliaryConfig'),
+  ('jaxrl_llm.rollout.embedded.engine', 'EmbeddedConfig'),
+  ('jaxrl_llm.rollout.explorers.crew', 'ExplorersConfig'),
+  ('jaxrl_llm.rollout.vllm.server', 'VllmConfig'),
+  ('jaxrl_llm.rollout.workflow', 'WorkflowConfig'),
+  ('jaxrl_llm.runtime.checkpoint', 'CheckpointConfig'),
+  ('jaxrl_llm.tasks.preferences', 'PreferencesConfig'),
+  ('jaxrl_llm.tasks.taskset', 'DemonstrationsConfig TasksetConfig'),
+  ('jaxrl_llm.tasks.tokenizer', 'TokenizerConfig'),
+  # Scorers
+  ('jaxrl_llm.rewards.api', 'Attempt Awaited PerGroup Reward Scorer Verdict'),
+  ('jaxrl_llm.core.records.score', 'Score'),
+  # Workflows
+  ('jaxrl_llm.rollout.workflow', 'SingleTurn Workflow completion_text'),
+  ('jaxrl_llm.rollout.api', 'Completion Request Sampling'),
+  ('jaxrl_llm.rollout.hub', 'Hub'),
+  ('jaxrl_llm.core.records.sample', 'Finish Role Sample Segment'),
+  ('jaxrl_llm.core.records.task', 'Message Task'),
+  ('jaxrl_llm.tasks.tokenizer', 'Tokenizer'),
+  # Algorithms
+  ('jaxrl_llm.learner.algorithm', 'Algorithm Annotation Closed Setting term'),
+  ('jaxrl_llm.objectives.policy', 'clipped_surrogate sequence_log_ratio token_log_ratio'),
+  ('jaxrl_llm.batching.plan', 'Row'),
+  # Errors
+  ('jaxrl_llm.core.errors', 'RunError UserError'),
+)
+"""Modules and the names that they export, by use."""
+
+_MODULES = {name: module for module, names in _NAMES for name in names.split()}
+
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+  if name not in _MODULES:
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  value = getattr(importlib.import_module(_MODULES[name]), name)
+  globals()[name] = value
+  return value
+
+
+def __dir__() -> list[str]:
+  return __all__

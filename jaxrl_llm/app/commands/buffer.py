@@ -1,0 +1,70 @@
+"""Looks into a run's replay store, also while the run writes to it.
+
+jaxrl buffer --workdir=runs/quickstart                     # what is there
+jaxrl buffer --workdir=runs/quickstart --state=dropped     # samples, those that changed last first
+jaxrl buffer --workdir=runs/quickstart --task=ID
+jaxrl buffer --workdir=runs/quickstart --uid=UID           # what became of one
+jaxrl buffer --workdir=runs/quickstart --audit             # does everything add up? exit 1 where it does not
+jaxrl buffer --workdir=runs/quickstart --clear_quarantine  # removes what nothing claims
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+
+from absl import flags
+
+from jaxrl_llm.config.load import parse_flags
+from jaxrl_llm.core import script
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.replay import browse, quarantine
+from jaxrl_llm.replay.audit import audit
+from jaxrl_llm.replay.tables import QUARANTINE
+
+FLAGS = flags.FlagValues()
+flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
+flags.DEFINE_bool(
+  'audit', False, 'Recompute from the files that every sample is accounted for exactly once.', flag_values=FLAGS
+)
+flags.DEFINE_string('state', None, 'Lists samples in this state.', flag_values=FLAGS)
+flags.DEFINE_string('task', None, 'Lists samples of the task with this id.', flag_values=FLAGS)
+flags.DEFINE_integer('limit', 20, 'Longest list of samples.', lower_bound=1, flag_values=FLAGS)
+flags.DEFINE_bool(
+  'clear_quarantine', False, 'Remove the files in replay/quarantine, which nothing claims.', flag_values=FLAGS
+)
+flags.DEFINE_string('uid', None, 'Prints the history of the sample with this uid.', flag_values=FLAGS)
+
+
+def main(argv: Sequence[str]) -> int:
+  """Returns the exit code."""
+  return script.exit_code(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+  parse_flags(argv, FLAGS, __doc__)
+  if FLAGS.workdir is None:
+    raise UserError('--workdir is missing; usage: jaxrl buffer --workdir=DIR [--audit]')
+  directory = pathlib.Path(FLAGS.workdir) / 'replay'
+  if FLAGS.clear_quarantine:
+    removed = quarantine.clear(directory)
+    print(f'removed {sum(removed.values()) / 1e6:,.1f} MB in {len(removed):,} files from {directory / QUARANTINE}')
+    return 0
+  if FLAGS.audit:
+    report = audit(directory)
+    print(*report.lines, sep='\n')
+    return 0 if report.ok else 1
+  if FLAGS.uid is not None:
+    print(*browse.history(directory, FLAGS.uid), sep='\n')
+  elif FLAGS.state is not None or FLAGS.task is not None:
+    for line in browse.asked(directory, FLAGS.task) if FLAGS.task is not None else ():
+      print(line)
+    for entry in browse.find(directory, state=FLAGS.state, task=FLAGS.task, limit=FLAGS.limit):
+      version = '' if entry.version is None else f', version {entry.version}'
+      print(
+        f'{entry.uid}  {entry.state}  {entry.partition}, attempt {entry.attempt}, issued at step {entry.step}'
+        f'{version}, used {entry.uses} times'
+      )
+  else:
+    print(*browse.summary(directory), sep='\n')
+  return 0

@@ -1,0 +1,52 @@
+"""Commands by name: `jaxrl NAME --flag=value ...`. `launch/NAME.py` runs the same command from a checkout.
+
+  jaxrl train       trains a configuration; the same command resumes
+  jaxrl serve       rollout servers, explorers, reward models, sandboxes for runs on other machines
+  jaxrl evaluate    measures the commits of a run
+  jaxrl report      rebuilds a run's report.html
+  jaxrl score       scores a file of completions with one scorer
+  jaxrl curate      keeps the tasks that are worth training on
+  jaxrl buffer      looks into a run's replay store
+  jaxrl replay      repeats one update of a run and compares it bit for bit
+  jaxrl convert     reads and writes Hugging Face model directories
+  jaxrl tokenizer   makes a tokenizer from the text of a taskset
+
+`jaxrl NAME --help` describes a command.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import signal
+import sys
+from collections.abc import Sequence
+
+COMMANDS = (*('train', 'serve', 'evaluate', 'report', 'score', 'curate', 'buffer', 'replay', 'convert', 'tokenizer'),)
+_HANDLE_SIGNALS = ('train', 'score')
+"""Commands that handle Ctrl-C themselves once they work."""
+
+
+def launch(name: str, argv: Sequence[str]) -> int:
+  """Runs a command and returns its exit code. Only its module is imported: scorer workers import this one too."""
+  if name in _HANDLE_SIGNALS:
+    # Until the command takes over, Ctrl-C ends the process without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+  return importlib.import_module(f'{__package__}.{name}').main(argv)
+
+
+def main() -> int:
+  """The console command `jaxrl`."""
+  name, *rest = sys.argv[1:] or ['--help']
+  if name in ('--help', '-h', 'help'):
+    print(__doc__.strip())
+    return 0
+  if name == '--version':
+    print(sys.modules['jaxrl_llm'].__version__)
+    return 0
+  if name not in COMMANDS:
+    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f'did you mean {close[0]!r}?' if close else f'wanted one of {", ".join(COMMANDS)}'
+    sys.stderr.write(f'error: {name}: no such command; {hint}\n')
+    return 2
+  return launch(name, [f'jaxrl {name}', *rest])

@@ -1,0 +1,71 @@
+"""Reads a Hugging Face model, lays it out as ours, and writes it as a Hugging Face model again.
+
+  jaxrl convert --source=Qwen/Qwen3-0.6B --target=/tmp/model --dtype=bfloat16
+
+Checks a checkpoint (every name and shape, every setting), changes its dtype, brings config.json to its newest form,
+or gives it another tokenizer. The source is a directory or a hub id.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from jaxrl_llm.config.load import parse_flags
+from jaxrl_llm.core import script
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.trees import flatten
+from jaxrl_llm.weights import hf
+from jaxrl_llm.weights.layout import DTYPES
+
+FLAGS = flags.FlagValues()
+flags.DEFINE_string('source', None, 'Model directory or hub id.', flag_values=FLAGS)
+flags.DEFINE_string('target', None, 'Directory to write.', flag_values=FLAGS)
+flags.DEFINE_enum('dtype', 'float32', list(DTYPES), 'Data type of the written weights.', flag_values=FLAGS)
+flags.DEFINE_string(
+  'tokenizer', None, "Directory whose tokenizer is copied; by default the source's.", flag_values=FLAGS
+)
+
+
+def main(argv: Sequence[str]) -> int:
+  """Returns the exit code."""
+  return script.exit_code(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+  parse_flags(argv, FLAGS, __doc__)
+  for name in ('source', 'target'):
+    if FLAGS[name].value is None:
+      raise UserError(f'--{name} is missing; usage: jaxrl convert --source=DIR --target=DIR')
+  source, target = hf.resolve(FLAGS.source), Path(FLAGS.target)
+  if target.resolve() == source.resolve():
+    raise UserError(f'{target}: --target is --source; a model is not rewritten in place, name another directory')
+  if target.exists() and not target.is_dir():
+    raise UserError(f'{target}: --target is a file, wanted a directory')
+  spec, tokens = hf.read_spec(source), hf.read_special_tokens(source)
+  params = hf.load_params(source, spec, dtype=FLAGS.dtype)
+  count = sum(array.size for array in flatten(params).values())
+  print(f'read {source}: {spec.family}, {spec.num_hidden_layers} layers, {count:,} parameters')
+  tokenizer = FLAGS.tokenizer or (source if (source / 'tokenizer_config.json').exists() else None)
+  files = hf.export(
+    target,
+    params,
+    spec,
+    dtype=FLAGS.dtype,
+    tokenizer_dir=tokenizer,
+    eos_ids=tokens.eos_ids,
+    pad_id=tokens.pad_id,
+    bos_id=tokens.bos_id,
+  )
+  if (source / 'generation_config.json').exists():
+    # Sampling settings in it belong to the model, and none of them depends on what was converted.
+    shutil.copyfile(source / 'generation_config.json', target / 'generation_config.json')
+  size = sum(path.stat().st_size for path in files)
+  print(
+    f'wrote {target}: {len(files)} file(s) of weights, {FLAGS.dtype}, {size / 1e6:,.1f} MB, and their configuration'
+  )
+  print(f'tokenizer: {f"copied from {tokenizer}" if tokenizer else "none, the source has none"}')
+  return 0

@@ -1,0 +1,84 @@
+"""Measures the tasks of a taskset with a run's policy and keeps those that are worth training on.
+
+jaxrl curate --workdir=RUN --taskset=NAME --out=FILE.jsonl [--low=0.1 --high=0.9] [--guess_tries=8]
+
+Each task is attempted --samples times at --temperature with the newest commit (or --step), and kept if its share of
+correct attempts is in [--low, --high]; of those, tasks that are answered correctly in --guess_tries tries without
+reasoning are dropped. FILE gets the rows that are kept, with `pass_rate`, `hardness` (1 − pass_rate) and `guessed`: the
+same taskset with source=FILE and no options reads them. Nothing in the run directory changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Sequence
+
+from absl import flags, logging
+
+from jaxrl_llm.app.composition.reopen import config_to_serve
+from jaxrl_llm.app.offline.curation import CurateConfig, curate
+from jaxrl_llm.app.offline.evaluation import chosen_steps
+from jaxrl_llm.config.load import parse_flags, split_argv
+from jaxrl_llm.core import script
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.runtime.writers import write_rows
+
+FLAGS = flags.FlagValues()
+flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
+flags.DEFINE_string('taskset', None, "One of the run's tasksets.", flag_values=FLAGS)
+flags.DEFINE_string('out', None, 'File that gets the kept rows.', flag_values=FLAGS)
+flags.DEFINE_integer(
+  'step', None, 'Commit whose policy is asked, 0 for what the run began with; the newest by default.', flag_values=FLAGS
+)
+_HELP = {
+  'samples': 'Attempts at each task.',
+  'temperature': 'Of attempts and guesses.',
+  'low': 'Least share of correct attempts of a kept task.',
+  'high': 'Largest share of correct attempts of a kept task.',
+  'guess_tries': 'Tries without reasoning, of which one that is correct drops a task; 0: none are made.',
+  'guess_tokens': 'Tokens that a guess may have.',
+  'guess_instruction': 'Follows the prompt of a guess; empty: a guess is only short.',
+}
+_DEFINE = {int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string}
+for _field in dataclasses.fields(CurateConfig):
+  _DEFINE[type(_field.default)](_field.name, _field.default, _HELP[_field.name], flag_values=FLAGS)
+USAGE = 'usage: jaxrl curate --workdir=RUN --taskset=NAME --out=FILE.jsonl'
+
+
+def main(argv: Sequence[str]) -> int:
+  """Returns the exit code."""
+  return script.exit_code(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+  own, spec, overrides = split_argv(argv)
+  parse_flags(own, FLAGS, __doc__)
+  for name in ('workdir', 'taskset', 'out'):
+    if FLAGS[name].value is None:
+      raise UserError(f'--{name} is missing; {USAGE}')
+  logging.set_verbosity(-1)
+  run, out = pathlib.Path(FLAGS.workdir), pathlib.Path(FLAGS.out)
+  how = CurateConfig(**{name: FLAGS[name].value for name in _HELP})
+  config = config_to_serve(run, spec, overrides)
+  _check_out(out, [taskset.source for taskset in config.tasksets])
+  (step,) = chosen_steps(run, config, None if FLAGS.step is None else [FLAGS.step])[-1:]
+  rows, told = script.run_async(curate(config, run, step, FLAGS.taskset, how))
+  for passed in told:
+    print(f'taskset {FLAGS.taskset}, step {step}, {passed}')
+  if not rows:
+    raise UserError(f'--taskset={FLAGS.taskset}: no task is left, so nothing was written; widen --low and --high')
+  write_rows(out, rows)
+  print(f'{len(rows)} tasks written; read them with taskset {FLAGS.taskset}, source={out} and options={{}}')
+  return 0
+
+
+def _check_out(out: pathlib.Path, sources: Sequence[str]) -> None:
+  """Before anything is sampled."""
+  if out.suffix != '.jsonl':
+    raise UserError(f'--out={out}: wanted a name ending .jsonl, which tasksets read')
+  if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+    raise UserError(f'--out={out}: {out.parent} is no directory that can be written to; make it, or choose another')
+  if out.resolve() in [pathlib.Path(source).resolve() for source in sources]:
+    raise UserError(f'--out={out}: is the source of a taskset of the run, which stays as it is; choose another name')

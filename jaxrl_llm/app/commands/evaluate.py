@@ -1,0 +1,70 @@
+"""Measures what a run committed: `jaxrl evaluate --workdir=runs/quickstart [--steps=500,780] [--out=FILE]`.
+
+Every commit that is kept, or the steps that are named (0: what the run began with), on the suites of the run's own
+configuration, which `--config.field=value` changes: more tasks, samples for pass@k, another engine. Nothing in the run
+directory changes. FILE gets a JSON line for each completion.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+from collections.abc import Sequence
+
+from absl import flags, logging
+from rich.console import Console
+
+from jaxrl_llm.app.composition.reopen import config_to_serve
+from jaxrl_llm.app.offline.evaluation import chosen_steps, evaluate
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.config.load import parse_flags, split_argv
+from jaxrl_llm.core import script
+from jaxrl_llm.core.errors import UserError
+
+FLAGS = flags.FlagValues()
+flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
+flags.DEFINE_list('steps', None, 'Steps of commits, 0 for what the run began with; all by default.', flag_values=FLAGS)
+flags.DEFINE_string('out', None, 'File that gets a JSON line for each completion.', flag_values=FLAGS)
+
+
+def main(argv: Sequence[str]) -> int:
+  """Returns the exit code."""
+  return script.exit_code(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+  own, spec, overrides = split_argv(argv)
+  parse_flags(own, FLAGS, __doc__)
+  if FLAGS.workdir is None:
+    raise UserError('--workdir is missing; usage: jaxrl evaluate --workdir=DIR [--steps=N,N] [--out=FILE]')
+  logging.set_verbosity(-1)
+  run = pathlib.Path(FLAGS.workdir)
+  config = config_to_serve(run, spec, overrides)
+  steps = chosen_steps(run, config, _numbers(FLAGS.steps))
+  script.run_async(_print(config, run, steps))
+  return 0
+
+
+def _numbers(texts: Sequence[str] | None) -> list[int] | None:
+  bad = [text for text in texts or () if not text.isdecimal()]
+  if bad:
+    raise UserError(f'--steps: {bad[0]!r} is not a step; wanted numbers, such as --steps=500,780')
+  return None if texts is None else [int(text) for text in texts]
+
+
+async def _print(config: Config, run: pathlib.Path, steps: Sequence[int]) -> None:
+  console = Console(markup=False, highlight=False, soft_wrap=True)
+  mode = 'w'
+  async with contextlib.aclosing(evaluate(config, run, steps)) as measured:
+    async for found in measured:
+      told = ', '.join(f'{name} {value:.4g}' for name, value in found['metrics'].items())
+      console.print(f'step {found["step"]}, {found["suite"]}: {told}')
+      if FLAGS.out:
+        lines = [json.dumps({'step': found['step'], **row}) + '\n' for row in found['rows']]
+        try:
+          with open(FLAGS.out, mode) as out:
+            out.writelines(lines)
+        except OSError as error:
+          raise UserError(f'--out={FLAGS.out}: {error.strerror}') from error
+        mode = 'a'

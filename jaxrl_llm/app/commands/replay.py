@@ -1,0 +1,81 @@
+"""Makes one update of a run again and compares it bit for bit: `jaxrl replay --workdir=DIR [--step=N]`.
+
+N is the step of a row of metrics.jsonl (by default the last). From the newest commit before it, or from what the run
+began with, the recorded plans are gone through; for each step on the way a line says its loss, its gradient's norm, and
+'equal' or what differs from what the run recorded: metrics, and parameters and optimizer where a commit of step N is
+kept. Exit code 0: all of it is equal. Nothing in the run directory changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Sequence
+
+from absl import flags, logging
+
+from jaxrl_llm.app.composition.reopen import check_alone, config_of_run
+from jaxrl_llm.app.offline.replay import Compared, course, replay
+from jaxrl_llm.config.load import parse_flags
+from jaxrl_llm.core import script
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.runtime.machine import use_compilation_cache
+
+FLAGS = flags.FlagValues()
+flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
+flags.DEFINE_integer(
+  'step', None, 'The update that completed this many batches; by default the last recorded one.', flag_values=FLAGS
+)
+_MEASURES = {
+  'loss': 'actor/loss',
+  'grad norm': 'actor/grad_norm',
+  'critic loss': 'critic/loss',
+  'critic grad norm': 'critic/grad_norm',
+}
+_TOLD = 3
+"""Differences of a step that its line names."""
+
+
+def main(argv: Sequence[str]) -> int:
+  """Returns the exit code."""
+  return script.exit_code(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+  parse_flags(argv, FLAGS, __doc__)
+  if FLAGS.workdir is None:
+    raise UserError('--workdir is missing; usage: jaxrl replay --workdir=DIR [--step=N]')
+  check_alone()
+  logging.set_verbosity(-1)
+  return script.run_async(_replay(pathlib.Path(FLAGS.workdir), FLAGS.step))
+
+
+async def _replay(run: pathlib.Path, step: int | None) -> int:
+  config = config_of_run(run)
+  if config.compilation_cache:  # On some devices what is compiled anew may choose otherwise in the last bit.
+    use_compilation_cache(config.compilation_cache)
+  way = course(config, run, step)
+  equal = True
+  async with contextlib.aclosing(replay(config, run, way)) as steps:
+    async for compared in steps:
+      print(line(compared), flush=True)
+      equal = equal and not compared.differences
+  return 0 if equal else 1
+
+
+def line(compared: Compared) -> str:
+  """What came out of a step, and whether it is what the run recorded."""
+  measures = [f'{name} {compared.metrics[key]}' for name, key in _MEASURES.items() if key in compared.metrics]
+  head = ', '.join([f'step {compared.step} ({compared.stage})', *measures])
+  found = compared.differences
+  if not found:
+    what = f', and so are the {compared.arrays} arrays of its commit' if compared.arrays else ''
+    return f'{head}: equal{what}'
+  told = '; '.join(f'{d.key} {_value(d.got)}, recorded {_value(d.recorded)}' for d in found[:_TOLD])
+  more = f'; and {len(found) - _TOLD} more' if len(found) > _TOLD else ''
+  return f'{head}: {len(found)} differ: {told}{more}'
+
+
+def _value(value: Json) -> str:
+  return 'nothing' if value is None else str(value)

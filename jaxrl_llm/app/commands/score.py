@@ -1,0 +1,184 @@
+"""Scores a file of completions with one scorer: how to try it before a run.
+
+jaxrl score --scorer=answer --rows=FILE.jsonl --out=SCORES.jsonl    # mode chosen from the rows' truths
+jaxrl score --scorer=answer --options.mode=numeric --rows=FILE.jsonl --out=SCORES.jsonl
+jaxrl score --scorer=verl --options.function=my_reward.py:compute_score --rows=FILE.jsonl --out=SCORES.jsonl
+
+A row is {"prompt", "completion", "reward_model": {"style", "ground_truth"}}, as verl has it, or for code {"prompt"?,
+"completion", "tests", "entry_point"?}. NAME is one that jaxrl train --list prints, or 'module:attribute' for one
+of your own (the current directory is searched too). SCORES.jsonl gets a score for each row, in their order, and is not
+written where a row cannot be read. Options: --options='{"mode": "numeric"}' or --options.mode=numeric, whose values are
+JSON, or else text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from absl import flags, logging
+from rich.console import Console
+from rich.progress import Progress
+
+from jaxrl_llm.app.composition.scorers import CHOOSERS, build_scorer, choose
+from jaxrl_llm.app.offline.scoring import Summary, read_attempts, score_file
+from jaxrl_llm.config.load import parse_flags
+from jaxrl_llm.core import script
+from jaxrl_llm.core.errors import UserError, one_line
+from jaxrl_llm.core.files import parse_json
+from jaxrl_llm.core.waits import unless
+from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
+from jaxrl_llm.rewards.scorers.verifier.scorer import check_verifiers
+
+FLAGS = flags.FlagValues()
+flags.DEFINE_string('scorer', None, "One that launch/train.py --list prints, or 'module:attribute'.", flag_values=FLAGS)
+flags.DEFINE_string('rows', None, 'File with the rows, .jsonl or .parquet.', flag_values=FLAGS)
+flags.DEFINE_string('out', None, 'File that gets the scores.', flag_values=FLAGS)
+flags.DEFINE_string('options', '{}', "The scorer's, a JSON object; or --options.KEY=VALUE.", flag_values=FLAGS)
+flags.DEFINE_integer('workers', RewardsConfig.workers, 'Worker processes.', flag_values=FLAGS)
+flags.DEFINE_float('deadline_s', ScorerConfig.deadline_s, 'Seconds that one call may take.', flag_values=FLAGS)
+flags.DEFINE_integer(
+  'memory_limit_mib', RewardsConfig.memory_limit_mib, 'Address space of one worker; 0: no limit.', flag_values=FLAGS
+)
+USAGE = 'usage: jaxrl score --scorer=NAME --rows=FILE.jsonl --out=FILE.jsonl'
+
+_OPTION = re.compile(r'--?options\.(?P<key>[^=]+)(?:=(?P<text>.*))?', re.DOTALL)
+_INTERVAL_S = 10.0
+"""Seconds between lines where there is no terminal."""
+
+
+def main(argv: Sequence[str]) -> int:
+  """Returns the exit code."""
+  return script.exit_code(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+  own, overrides = _split(argv)
+  if {'--help', '-h', '-help', '--helpshort'} & set(own):
+    print(__doc__, FLAGS.get_help(), sep='\n')
+    return 0
+  parse_flags(own, FLAGS, __doc__)
+  for name in ('scorer', 'rows', 'out'):
+    if FLAGS[name].value is None:
+      raise UserError(f'--{name} is missing; {USAGE}')
+  logging.set_verbosity(-1)
+  if os.getcwd() not in sys.path:
+    sys.path.append(os.getcwd())
+  options = _options(FLAGS.options, overrides)
+  config = ScorerConfig(name=FLAGS.scorer, options=options, deadline_s=FLAGS.deadline_s)
+  rewards = RewardsConfig(scorers=(config,), workers=FLAGS.workers, memory_limit_mib=FLAGS.memory_limit_mib)
+  rows, out = pathlib.Path(FLAGS.rows), pathlib.Path(FLAGS.out)
+  _check_out(out, rows)
+  scorer = build_scorer(config, '--scorer')
+  attempts = read_attempts(rows)
+  chosen = choose(config, lambda: [attempt.task.truth for attempt in attempts])
+  if chosen.why:
+    config = chosen.scorer
+    scorer, rewards = build_scorer(config, '--scorer'), dataclasses.replace(rewards, scorers=(config,))
+  check_verifiers([attempt.task for attempt in attempts], (config,))
+  with _Progress(len(attempts)) as progress:
+    summary, stopped_by = script.run_async(
+      _stoppable(lambda: score_file(scorer, rewards, attempts, out, progress.done))
+    )
+  if summary is None:
+    sys.stderr.write('stopped: nothing was written\n')
+    return 128 + stopped_by
+  print(summary.line(config.name))
+  if config.implementation in CHOOSERS:
+    print(chosen.line())
+  print(f'scores written: {out}')
+  if warning := summary.warning(config, attempts):
+    sys.stderr.write(f'{one_line(warning)}\n')
+  return 0
+
+
+async def _stoppable(work: Callable[[], Awaitable[Summary]]) -> tuple[Summary | None, int]:
+  """What `work` gives; None and the signal's number where Ctrl-C or SIGTERM came before, and it has cleaned up."""
+  loop = asyncio.get_running_loop()
+  stop = loop.create_future()
+  for number in (signal.SIGINT, signal.SIGTERM):
+    loop.add_signal_handler(number, lambda number=number: stop.done() or stop.set_result(number))
+  summary = await unless(stop, work())
+  return summary, stop.result() if summary is None else 0
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+  """What absl parses, and the --options.KEY=TEXT."""
+  rest, overrides = [], {}
+  for argument in argv:
+    match = _OPTION.fullmatch(argument)
+    if match is None:
+      rest.append(argument)
+    elif match['text'] is None:
+      raise UserError(f'{argument}: no value given; write {argument}=VALUE')
+    else:
+      overrides[match['key']] = match['text']
+  return rest, overrides
+
+
+def _options(text: str, overrides: dict[str, str]) -> dict[str, Any]:
+  try:
+    options = parse_json(text)
+  except ValueError as error:
+    raise UserError(f'--options={one_line(text)}: not JSON: {error}') from None
+  if not isinstance(options, dict):
+    raise UserError(f'--options={text}: wanted a JSON object')
+  for key, value in overrides.items():
+    *parents, last = key.split('.')
+    place = options
+    for parent in parents:
+      place = place.setdefault(parent, {})
+      if not isinstance(place, dict):
+        raise UserError(f'--options.{key}: {parent} is {json.dumps(place)}, which has no {last!r}')
+    place[last] = _value(value)
+  return options
+
+
+def _value(text: str) -> Any:
+  """JSON where it is some; else the text itself."""
+  try:
+    return parse_json(text)
+  except ValueError:
+    return text
+
+
+def _check_out(out: pathlib.Path, rows: pathlib.Path) -> None:
+  """Before anything is scored."""
+  if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+    raise UserError(f'--out={out}: {out.parent} is no directory that can be written to; make it, or choose another')
+  if out.exists() and not out.is_file():
+    raise UserError(f'--out={out}: is no plain file; choose another name')
+  if out.resolve() == rows.resolve():
+    raise UserError(f'--out={out}: is the file of the rows, which stays as it is; choose another name')
+
+
+class _Progress:
+  """A bar on a terminal, a line now and then anywhere else."""
+
+  def __init__(self, total: int):
+    self._total, self._told = total, time.monotonic()
+    console = Console(stderr=True)
+    self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+    self._task = self._bar.add_task('scoring', total=total)
+
+  def __enter__(self) -> _Progress:
+    self._bar.start()
+    return self
+
+  def __exit__(self, *raised: object) -> None:
+    self._bar.stop()
+
+  def done(self, count: int) -> None:
+    self._bar.update(self._task, completed=count)
+    if self._bar.disable and time.monotonic() - self._told > _INTERVAL_S:
+      self._told = time.monotonic()
+      print(f'{count} of {self._total} rows scored', flush=True)

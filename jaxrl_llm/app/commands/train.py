@@ -1,0 +1,163 @@
+"""Trains: `jaxrl train --config=configs/quickstart.py [--workdir=DIR] [--config.field=value ...]`.
+
+Starting the same command again resumes from the newest commit. Exit code 0 means finished; 130 and 143 mean stopped by
+Ctrl-C and SIGTERM after a commit; 1 and 2 mean a run or an input that cannot go on, in one line.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pathlib
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+
+import jax
+from absl import flags, logging
+
+from jaxrl_llm.app.dry_run.preflight import print_list, print_plan
+from jaxrl_llm.app.run import run
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.config.load import apply_overrides, load_file, parse_flags, split_argv
+from jaxrl_llm.core import script
+from jaxrl_llm.core.errors import RunError, UserError, first_cause
+from jaxrl_llm.core.waits import watched
+from jaxrl_llm.parallel.mesh import available_devices
+from jaxrl_llm.parallel.topology import has_compiler, parse_topology
+from jaxrl_llm.runtime.machine import use_compilation_cache
+
+FLAGS = flags.FlagValues()
+flags.DEFINE_string('workdir', None, 'Run directory; by default runs/<name of the configuration>.', flag_values=FLAGS)
+flags.DEFINE_string(
+  'init_from', None, "Hugging Face directory, hub id or another run's directory to start from.", flag_values=FLAGS
+)
+flags.DEFINE_bool(
+  'dry_run', False, 'Print the resolved configuration, derived numbers, memory and shapes; train nothing.',
+  flag_values=FLAGS,
+)  # fmt: skip
+flags.DEFINE_string(
+  'topology', None, 'With --dry_run: compile for these devices, such as v5e:4x4 or h100:8, which need not be here.',
+  flag_values=FLAGS,
+)  # fmt: skip
+flags.DEFINE_bool('list', False, 'Print what a configuration can name, and leave.', flag_values=FLAGS)
+flags.DEFINE_integer('verbosity', 0, 'absl log level: -1 warning, 0 info, 1 debug.', flag_values=FLAGS)
+
+AOT_ENVIRONMENT = '.venv-aot'
+"""Directory of the environment with compilers for other devices, which launch/install_aot.sh makes."""
+_JOIN_DEADLINE_S = 300.0
+"""Longest that the processes of a job wait for each other to come."""
+_LEAVE_DEADLINE_S = 30.0
+"""Longest that process 0 waits at the end for the others to leave."""
+
+
+def main(argv: Sequence[str]) -> int:
+  """Returns the exit code."""
+  try:
+    return _main(argv)
+  except Exception as error:
+    cause = first_cause(error)
+    if isinstance(cause, UserError):
+      return _fail(cause)
+    if jax.distributed.is_initialized():
+      traceback.print_exc()
+      script.leave_at_once(1)
+    raise
+
+
+def _main(argv: Sequence[str]) -> int:
+  own, config_spec, overrides = split_argv(argv)
+  parse_flags(own, FLAGS, __doc__)
+  if FLAGS.list:
+    print_list()
+    return 0
+  if FLAGS.topology:
+    _compile_elsewhere(FLAGS.topology, dry_run=FLAGS.dry_run)
+  if config_spec is None:
+    raise UserError('--config=FILE.py[:VARIANT]: missing; try --config=configs/quickstart.py')
+  if FLAGS.init_from:
+    overrides = {**overrides, 'policy.init_from': FLAGS.init_from}
+  config = apply_overrides(load_file(config_spec, Config), overrides)
+  workdir = pathlib.Path(FLAGS.workdir or f'runs/{config.name}')
+  logging.set_verbosity(FLAGS.verbosity)
+  faulthandler.enable()
+  _join_job()
+  available_devices()  # Fails here, before anything is written.
+  if config.compilation_cache and not FLAGS.topology:  # Programs for devices that are not here cannot be read back.
+    use_compilation_cache(config.compilation_cache)
+  if FLAGS.dry_run:
+    print_plan(config, workdir, FLAGS.topology)
+    return 0
+  code = script.run_async(run(config, workdir))
+  _leave_job(workdir)
+  return code
+
+
+def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
+  """Goes on in the environment that has the compiler, where this one has not: the same command, in another Python."""
+  chip, _ = parse_topology(topology)
+  if not dry_run:
+    raise UserError('--topology: compiles and trains nothing, so it wants --dry_run beside it')
+  jax.config.update('jax_platforms', 'cpu')
+  if has_compiler(chip):
+    return
+  prefix = pathlib.Path(sys.prefix).resolve()
+  # In the current directory, or beside this process's own environment.
+  environments = [folder / AOT_ENVIRONMENT for folder in (pathlib.Path.cwd(), prefix.parent)]
+  python = next((path for path in (env / 'bin' / 'python' for env in environments) if path.exists()), None)
+  if python is None or prefix == python.parents[1].resolve():
+    raise UserError(
+      f"--topology={topology}: wants the compilers of {AOT_ENVIRONMENT}, which is not there; make it with 'bash "
+      "launch/install_aot.sh'"
+    )
+  # libtpu asks the machine for its place in a slice, and lets one process in at a time, unless it is told.
+  told = {'TPU_SKIP_MDS_QUERY': '1', 'TPU_WORKER_HOSTNAMES': 'localhost', 'ALLOW_MULTIPLE_LIBTPU_LOAD': 'true'}
+  os.execve(python, [str(python), *sys.orig_argv[1:]], {**os.environ, **told, 'JAX_PLATFORMS': 'cpu'})
+
+
+def _join_job() -> None:
+  """Makes this process one of a `jax.distributed` job where the environment says so (launch/cluster sets it)."""
+  address = os.environ.get('JAX_COORDINATOR_ADDRESS')
+  if not address:
+    return
+  # A peer's death then raises in the next collective instead of ending this process without a word.
+  jax.config.update('jax_enable_recoverability', True)
+  process, count = int(os.environ['JAX_PROCESS_ID']), int(os.environ['JAX_NUM_PROCESSES'])
+  waits_for = f'the {count} processes of the job to meet at {address} (JAX_COORDINATOR_ADDRESS)'
+  # JAX's own timeout, which is later, aborts with a stack of its internals.
+  with watched(name='join', owner=f'process {process}', waits_for=waits_for, deadline_s=_JOIN_DEADLINE_S):
+    jax.distributed.initialize(
+      address,
+      num_processes=count,
+      process_id=process,
+      initialization_timeout=int(2 * _JOIN_DEADLINE_S),
+      heartbeat_timeout_seconds=20,
+    )
+
+
+def _leave_job(workdir: pathlib.Path) -> None:
+  """Ends this process's part in the job; process 0 last, for the others are aborted when their coordinator is gone."""
+  count, index = jax.process_count(), jax.process_index()
+  if count == 1:
+    return
+  port = os.environ['JAX_COORDINATOR_ADDRESS'].rpartition(':')[2]
+  marker = lambda i: workdir / f'left-{port}-{i}'
+  if index > 0:
+    jax.distributed.shutdown()  # wait leave: its own timeout of 300 s
+    marker(index).touch()
+    return
+  deadline = time.monotonic() + _LEAVE_DEADLINE_S
+  while not all(marker(i).exists() for i in range(1, count)) and time.monotonic() < deadline:
+    time.sleep(0.02)
+  for i in range(1, count):
+    marker(i).unlink(missing_ok=True)
+  jax.distributed.shutdown()  # wait leave: see above
+
+
+def _fail(error: UserError) -> int:
+  kind = 'run stopped' if isinstance(error, RunError) else 'error'
+  sys.stderr.write(f'{kind}: {error}\n')
+  if jax.distributed.is_initialized():
+    script.leave_at_once(error.exit_code)
+  return error.exit_code

@@ -1,0 +1,75 @@
+"""Options of scorers that are chosen from the tasks where a configuration leaves them open.
+
+Invariant: a run keeps what was chosen at its start: resumed, it reads that from its config.json, whatever its data are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from jaxrl_llm.app.composition.scorers import CHOOSERS, CHOSEN, choose
+from jaxrl_llm.app.schema import Config, scored_tasksets
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.files import parse_json
+from jaxrl_llm.rewards.api import ScorerConfig
+from jaxrl_llm.tasks.taskset import Taskset
+
+
+def settle(
+  config: Config, run: pathlib.Path | None, tell: Callable[[str], None], load: Callable[[str], Taskset]
+) -> Config:
+  """The configuration with every open option of its scorers chosen.
+
+  Args:
+    run: directory of the run to resume; None for a new run.
+    tell: called with one line for each scorer whose options were chosen.
+    load: gives a taskset by its name (`taskset_loader`); called only if an option is open.
+  """
+  kept = {} if run is None else _kept(run)
+  scorers = []
+  for scorer in config.rewards.scorers:
+    if scorer.name in kept:
+      scorers.append(_resumed(scorer, kept[scorer.name]))
+      continue
+    chosen = choose(scorer, lambda scorer=scorer: _truths(config, scorer, load))
+    if chosen.why:
+      tell(chosen.line())
+    scorers.append(chosen.scorer)
+  return dataclasses.replace(config, rewards=dataclasses.replace(config.rewards, scorers=tuple(scorers)))
+
+
+def _resumed(scorer: ScorerConfig, kept: Mapping[str, Any]) -> ScorerConfig:
+  """The scorer with the options that the run chose, where they are open."""
+  if scorer.implementation not in CHOOSERS:
+    return scorer
+  given = {name: value for name, value in scorer.options.items() if value is not None}
+  if missing := sorted({'mode', 'extraction'} - {*kept, *given}):
+    raise UserError(
+      f'rewards.scorers.{scorer.name}.options: {" and ".join(missing)} of the run are unknown: it began with a version '
+      "whose defaults were mode 'exact' and extraction 'whole'; resume it with that version, or begin another run"
+    )
+  return dataclasses.replace(scorer, options={**scorer.options, **kept, **given})
+
+
+def _kept(run: pathlib.Path) -> dict[str, Mapping[str, Any]]:
+  """The options that a run chose, by scorer; empty if config.json cannot be read, which `Workdir.adopt` reports."""
+  with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+    written = parse_json((run / 'config.json').read_text())
+    return {
+      scorer['name']: {name: value for name, value in scorer['options'].items() if name in CHOSEN}
+      for scorer in written['rewards']['scorers']
+    }
+  return {}
+
+
+def _truths(config: Config, scorer: ScorerConfig, load: Callable[[str], Taskset]) -> Iterable[str | None]:
+  """The truths of the tasks that the scorer judges."""
+  for name in sorted(scored_tasksets(config)):
+    if not scorer.tasksets or name in scorer.tasksets:
+      for task in load(name).tasks:
+        if not scorer.domains or task.domain in scorer.domains:
+          yield task.truth

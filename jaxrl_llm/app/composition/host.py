@@ -1,0 +1,372 @@
+"""From a configuration to the parts of a run: the only place that names implementations."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import pathlib
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxrl_llm.app.composition.engines import build_engine, needs_proof, publishes_adapters
+from jaxrl_llm.app.composition.prepare import (
+  Prepared,
+  demonstrations_file,
+  preferences_file,
+  static_file,
+)
+from jaxrl_llm.app.composition.scorers import build_scorers
+from jaxrl_llm.app.composition.stages import build_processors
+from jaxrl_llm.app.composition.state import begin_stage, critic_model
+from jaxrl_llm.app.composition.workdir import made_files
+from jaxrl_llm.app.composition.workflows import build_workflow
+from jaxrl_llm.app.schema import Config, StageConfig
+from jaxrl_llm.app.serve import explorer
+from jaxrl_llm.data.load import RowLoader
+from jaxrl_llm.data.streams import RowStream, all_rows
+from jaxrl_llm.master.batches import Batches, MixedBatches, Past, Planner, RolloutBatches, StreamBatches
+from jaxrl_llm.master.evaluation import Evaluator
+from jaxrl_llm.master.exploring.explorer import Explorer, ExplorerConfig
+from jaxrl_llm.master.exploring.gate import Gate
+from jaxrl_llm.master.exploring.hub import MasterHub
+from jaxrl_llm.master.keeper import Logs, RunKeeper
+from jaxrl_llm.master.loop import EnterStage, LoopState, Parts
+from jaxrl_llm.master.recorded import RecordedBatches, RecordedGroups
+from jaxrl_llm.master.trainer import Roles, Stage, StageTrainer
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.api import Model
+from jaxrl_llm.parallel.coordinator import Coordinator
+from jaxrl_llm.parallel.device import DeviceThread
+from jaxrl_llm.replay.index import ReplayStore, open_store
+from jaxrl_llm.rewards.pool import live
+from jaxrl_llm.rewards.pool.pool import ScorerPool
+from jaxrl_llm.rollout.api import Engine
+from jaxrl_llm.rollout.auxiliary import AuxiliaryModel
+from jaxrl_llm.rollout.explorers.arrivals import Bounds
+from jaxrl_llm.rollout.explorers.crew import Crew
+from jaxrl_llm.rollout.explorers.explorer import Welcome
+from jaxrl_llm.rollout.probe import Prober
+from jaxrl_llm.rollout.publisher import Gatherer, Publisher
+from jaxrl_llm.rollout.workflow import Workflow, completion_text
+from jaxrl_llm.runtime.checkpoint import Checkpoints
+from jaxrl_llm.runtime.events import SILENT, EventLog, Events
+from jaxrl_llm.runtime.machine import CompilationCounter, Heartbeat, resources
+from jaxrl_llm.runtime.phases import PhaseManager
+from jaxrl_llm.runtime.progress import ProgressDisplay
+from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
+from jaxrl_llm.tasks.sampler import TaskSampler
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rollouts:
+  """The workflow of a run, with whom it asks and who runs it."""
+
+  workflow: Workflow
+  auxiliary: tuple[AuxiliaryModel, ...]
+  crew: Crew | None
+  """The workflow, where explorer processes run it."""
+  _started: contextlib.AsyncExitStack = dataclasses.field(default_factory=contextlib.AsyncExitStack)
+
+  async def start(self) -> None:
+    for model in self.auxiliary:
+      await self._started.enter_async_context(model)
+    if self.crew is not None:
+      self._started.push_async_callback(self.crew.close)
+      await self.crew.start()
+
+  async def close(self) -> None:
+    """Ends what was started, also where `start` failed half-way."""
+    await self._started.aclose()
+
+  def take_metrics(self) -> dict[str, float]:
+    return self.crew.take_metrics() if self.crew is not None else {}
+
+
+def build_rollouts(
+  config: Config,
+  workdir: pathlib.Path,
+  prepared: Prepared,
+  engine: Engine | None,
+  scorers: ScorerPool,
+  events: Events = SILENT,
+) -> Rollouts:
+  """Nothing is started yet."""
+  rollout, tokenizer = config.rollout, prepared.tokenizer
+  auxiliary = {model.name: AuxiliaryModel(model) for model in rollout.auxiliary}
+  hub = MasterHub(engine, scorers, config.rewards, auxiliary=auxiliary, events=events)
+  # In the master it is built in any case: a workflow that cannot be is said before an explorer starts.
+  workflow = build_workflow(rollout.workflow, hub, tokenizer, rollout.max_response_length)
+  crew = None
+  if rollout.explorers is not None and engine is not None:
+    welcome = Welcome(workflow=rollout.workflow, max_tokens=rollout.max_response_length, tokenizer=tokenizer.files)
+    longest = rollout.max_prompt_length + rollout.max_response_length
+    crew = Crew(
+      hub,
+      rollout.explorers,
+      welcome=welcome.row(),
+      text=workflow.text,
+      bounds=Bounds(vocab_size=prepared.spec.vocab_size, max_length=longest),
+      logs=workdir.absolute() / 'logs',
+      command=explorer.command,
+    )
+  return Rollouts(workflow=crew or workflow, auxiliary=tuple(auxiliary.values()), crew=crew)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Host:
+  """What process 0 has beside the loop's parts; `open_host` makes it, `close` ends it."""
+
+  store: ReplayStore
+  engine: Engine | None
+  """None where nothing is sampled."""
+  scorers: ScorerPool
+  rollouts: Rollouts
+  logs: Logs
+  heartbeat: Heartbeat
+
+  async def start(self) -> None:
+    async with asyncio.TaskGroup() as starts:
+      starts.create_task(self.scorers.start())
+      starts.create_task(self.rollouts.start())
+      if self.engine is not None:
+        starts.create_task(self.engine.start())
+
+  async def close(self) -> None:
+    """Ends all of it, also where `start` failed half-way."""
+    async with contextlib.AsyncExitStack() as rest:
+      for part in (self.logs.events, self.store, self.logs.metrics):
+        rest.callback(part.close)
+      rest.push_async_callback(self.scorers.close)
+      if self.engine is not None:
+        rest.push_async_callback(self.engine.close)
+      rest.push_async_callback(self.rollouts.close)
+
+
+def open_host(
+  config: Config,
+  workdir: pathlib.Path,
+  prepared: Prepared,
+  stages: tuple[Stage, ...],
+  device: DeviceThread,
+  attempt: int,
+  host: Any,
+) -> Host:
+  """Opens what process 0 writes to and rolls out with, as the commit `host` (None: no commit) left it."""
+  step = host['step'] if host else 0
+  events = EventLog(workdir, attempt=attempt, step=step)
+  store = open_store(workdir / 'replay', max_uses=config.max_uses, synchronous='normal')
+  store.recover(step)
+  engine = build_engine(config, workdir, prepared, device) if config.generates else None
+  scorers = ScorerPool(build_scorers(config.rewards), config.rewards, live=workdir / live.FILE)
+  rolling = build_rollouts(config, workdir, prepared, engine, scorers, events)
+  compilations, heartbeat = CompilationCounter(), Heartbeat()
+
+  def machine_metrics() -> dict[str, float]:
+    return {
+      'perf/compilations': compilations.take(),
+      'perf/heartbeat_max_s': heartbeat.take(),
+      'perf/rollout_idle_s': sum(explorer.take_idle() for explorer in explorers),
+      'timing_s/reward': sum(explorer.take_scoring() for explorer in explorers),
+      **resources(workdir),
+      'run/clock_decisions': scorers.counts['timeout'] + sum(explorer.clock_decisions for explorer in explorers),
+      **scorers.take_metrics(),
+      **(engine.take_metrics() if engine is not None else {}),
+      **rolling.take_metrics(),
+    }
+
+  metrics = MetricsWriter(workdir, committed=host['metrics_offset'] if host else 0)
+  rollouts, evals = RolloutsWriter(workdir), EvalsWriter(workdir)
+  committed = {stage.name: min(step, stage.end) for stage in stages if host and stage.start < step}
+  rollouts.discard_later(committed)
+  evals.discard_later(committed)
+  batches = {
+    stage.name: _batches(config, stage_config, stage, workdir, prepared, store, scorers, rolling.workflow, events)
+    for stage_config, stage in zip(config.stages, stages, strict=True)
+    if stage.end > step
+  }
+  explorers = [one.explorer for one in batches.values() if isinstance(one, RolloutBatches | MixedBatches)]
+  logs = Logs(
+    metrics=metrics,
+    rollouts=rollouts,
+    evals=evals,
+    progress=ProgressDisplay({stage.name: stage.end - stage.start for stage in stages}),
+    store=store,
+    batches=batches,
+    evaluator=Evaluator(
+      workflow=rolling.workflow,
+      scorers=scorers,
+      rewards=config.rewards,
+      deadline_s=config.rollout.collect_deadline_s,
+      events=events,
+    ),
+    suites=prepared.suites,
+    token_text=prepared.tokenizer.token_text,
+    machine_metrics=machine_metrics,
+    mismatch=config.rollout.mismatch,
+    events=events,
+    files=made_files(workdir),
+  )
+  if host and host['stage'] in logs.batches:
+    logs.batches[host['stage']].restore(host['batches'])
+  return Host(store=store, engine=engine, scorers=scorers, rollouts=rolling, logs=logs, heartbeat=heartbeat)
+
+
+def _batches(
+  config: Config,
+  stage_config: StageConfig,
+  stage: Stage,
+  workdir: pathlib.Path,
+  prepared: Prepared,
+  store: ReplayStore,
+  scorers: ScorerPool,
+  workflow: Workflow,
+  events: Events,
+) -> Batches:
+  seed = config.seed
+  if stage_config.preferences is not None:
+    pairs = stage_config.preferences
+    rows = stage_config.sequences_per_batch
+    stream = RowStream(workdir, static_file(stage_config), rows=rows, seed=seed, unit=2)
+    held_out = all_rows(workdir, preferences_file(pairs.held_out)) if pairs.held_out is not None else ()
+    return StreamBatches(stream, held_out, events=events)
+  if stage_config.demonstrations is not None:
+    file = static_file(stage_config)
+    stream = RowStream(workdir, file, rows=stage_config.sequences_per_batch, seed=seed)
+    return StreamBatches(stream, events=events)
+  tasksets = [prepared.tasksets[name] for name in stage_config.tasksets]
+  if stage_config.recorded is not None:
+    groups = recorded_groups(workdir, stage_config, prepared)
+    return RecordedBatches(groups, count=stage_config.groups_per_batch, seed=seed, events=events)
+  sampler = TaskSampler(tasksets, stage_config.sampler, seed=config.seed)
+  gate = Gate(bound=stage_config.bound, groups_per_batch=stage_config.groups_per_batch, batches=stage_config.steps)
+  explorer = Explorer(
+    ExplorerConfig(
+      groups_per_batch=stage_config.groups_per_batch,
+      group_size=stage_config.group_size,
+      temperature=stage_config.temperature,
+      selection=stage_config.selection,
+      processors=build_processors(stage_config.processors),
+      max_dropped_groups=stage_config.max_dropped_groups,
+      limits=stage_config.limits,
+      collect_deadline_s=config.rollout.collect_deadline_s,
+    ),
+    stage=stage.name,
+    workflow=workflow,
+    sampler=sampler,
+    scorers=scorers,
+    rewards=config.rewards,
+    store=store,
+    gate=gate,
+    earlier=[one.name for one in config.stages[: config.stages.index(stage_config)]],
+    events=events,
+  )
+  past = None
+  if stage_config.past is not None:
+    of = stage_config.past
+    past = Past(stage=stage.name, groups=of.groups, max_uses=of.max_uses, config=of.draw, seed=seed)
+  rollouts = RolloutBatches(explorer, store, sampler, gate, past=past, trains=stage.trains, events=events)
+  if stage_config.experts is None:
+    return rollouts
+  usual = stage_config.groups * stage_config.group_size
+  stream = RowStream(workdir, demonstrations_file(stage.name), rows=stage_config.sequences - usual, seed=seed)
+  return MixedBatches(rollouts, StreamBatches(stream, events=events), store)
+
+
+def recorded_groups(workdir: pathlib.Path, stage: StageConfig, prepared: Prepared) -> RecordedGroups:
+  """What a stage took over from another run."""
+  tasks = {task.uid: task for name in stage.tasksets for task in prepared.tasksets[name].tasks}
+  text = lambda sample: completion_text(prepared.tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason)
+  return RecordedGroups(workdir, static_file(stage), tasks=tasks, text=text)
+
+
+def build_publisher(
+  config: Config, model: Model, mesh: Mesh, engine: Engine | None, device: DeviceThread, events: Events = SILENT
+) -> Publisher:
+  """Brings process 0's `engine` to what all processes hold."""
+  longest = config.rollout.max_prompt_length + config.rollout.max_response_length
+  apart = publishes_adapters(config)
+  return Publisher(
+    engine,
+    Gatherer(mesh, None if apart else config.policy.lora),
+    device,
+    prober=Prober(model, mesh, max_length=longest) if needs_proof(config) else None,
+    changing=(lambda params: lora.split(params, model.spec, model.options)[0]) if apart else lambda params: params,
+    events=events,
+  )
+
+
+def stage_entrance(
+  config: Config, workdir: pathlib.Path, *, model: Model, mesh: Mesh, device: DeviceThread, phases: PhaseManager
+) -> EnterStage:
+  """Enters stages that train on rows of the run in `workdir`."""
+  critic, loader = critic_model(model), RowLoader(workdir, mesh)
+
+  async def enter_stage(stage: Stage, state: LoopState) -> tuple[StageTrainer, LoopState]:
+    if state.step == stage.start:
+      state = await device.run(begin_stage, stage, config, state, mesh, critic)
+    has_critic = stage.algorithm.critic_loss is not None
+    trainer = StageTrainer(
+      stage,
+      roles=Roles(model, critic if has_critic else None),
+      mesh=mesh,
+      loader=loader,
+      device=device,
+      phases=phases,
+      learned=state.learned,
+    )
+    return trainer, state
+
+  return enter_stage
+
+
+def build_parts(
+  config: Config,
+  workdir: pathlib.Path,
+  *,
+  model: Model,
+  mesh: Mesh,
+  stages: tuple[Stage, ...],
+  coordinator: Coordinator,
+  device: DeviceThread,
+  checkpoints: Checkpoints,
+  stop: asyncio.Future,
+  host: Host | None,
+  attempt: int,
+  best: tuple[float, int] | None,
+  base: str | None,
+) -> Parts:
+  """The loop's parts; `host` is process 0's and None elsewhere, `base` the digest of what adapters stand on."""
+  phases = PhaseManager()
+  events = host.logs.events if host else SILENT
+  publisher = build_publisher(config, model, mesh, host.engine if host else None, device, events)
+  return Parts(
+    stages=stages,
+    coordinator=coordinator,
+    phases=phases,
+    publisher=publisher,
+    keeper=RunKeeper(
+      coordinator=coordinator,
+      device=device,
+      phases=phases,
+      publisher=publisher,
+      checkpoints=checkpoints,
+      attempt=attempt,
+      stop=stop,
+      logs=host.logs if host else None,
+      generates=bool(config.evaluation),
+      best=best,
+      base=base,
+    ),
+    enter_stage=stage_entrance(config, workdir, model=model, mesh=mesh, device=device, phases=phases),
+    planner=Planner(
+      seed=config.seed,
+      every_steps=config.checkpoint.every_steps,
+      every_minutes=config.checkpoint.every_minutes,
+      stop=stop,
+    ),
+    batches=dict(host.logs.batches) if host else {},
+    attempt=attempt,
+    events=events,
+  )

@@ -1,0 +1,415 @@
+"""What process 0 makes before the devices start: tasks, tokenizer, demonstrations; all of it in the run directory."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from absl import logging
+
+from jaxrl_llm.app.composition.workdir import DATA, TOKENIZER
+from jaxrl_llm.app.schema import Config, PreferenceSource, StageConfig, scored_tasksets
+from jaxrl_llm.config.values import from_json
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.files import parse_json
+from jaxrl_llm.core.records.sample import encode
+from jaxrl_llm.core.records.task import Task
+from jaxrl_llm.data.streams import sample_lengths
+from jaxrl_llm.master.evaluation import SuiteConfig
+from jaxrl_llm.master.exploring.recall import recall
+from jaxrl_llm.master.recorded import write_recorded
+from jaxrl_llm.models.families import tiny
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.replay.browse import open_copy
+from jaxrl_llm.replay.segments import write_segment
+from jaxrl_llm.rewards.api import RewardsConfig, in_force
+from jaxrl_llm.rewards.scorers.verifier.scorer import check_verifiers
+from jaxrl_llm.rollout.workflow import completion_text, demonstration_sample
+from jaxrl_llm.runtime.writers import METRICS_FILE
+from jaxrl_llm.tasks.preferences import Preferences, load_preferences, pairs_of_tasks, preference_samples
+from jaxrl_llm.tasks.processors import Setting, process
+from jaxrl_llm.tasks.taskset import (
+  DemonstrationsConfig,
+  Taskset,
+  check_disjoint,
+  demonstrations,
+  drop_long,
+  taskset_loader,
+)
+from jaxrl_llm.tasks.tokenizer import Tokenizer, build_tokenizer, task_texts
+from jaxrl_llm.weights.hf import read_spec, resolve
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+  """Process 0's part of a run, before any device work."""
+
+  tasksets: Mapping[str, Taskset]
+  tokenizer: Tokenizer
+  spec: ModelSpec
+  suites: Sequence[tuple[SuiteConfig, Sequence[Task]]]
+  lengths: Mapping[str, Sequence[int]]
+  """Of the sequences of each stage that learns from static data alone, or of a sample of them."""
+
+
+def checkpoint_directory(config: Config) -> pathlib.Path | None:
+  """Where the trained model's initial weights are; None for random ones."""
+  return None if config.policy.init_from is None else model_directory(config.policy.init_from)
+
+
+def base_of(config: Config) -> str | None:
+  """What others load below the adapters: a directory or hub id; None where it is kept nowhere."""
+  source = config.policy.init_from
+  if source is None or not pathlib.Path(source).expanduser().is_dir():
+    return source
+  return str(model_directory(source).absolute())
+
+
+def model_directory(source: str) -> pathlib.Path:
+  """Of a directory, a hub id or a run; a run directory stands for its export."""
+  directory = resolve(source)
+  if (directory / 'hf' / 'config.json').exists():
+    return directory / 'hf'
+  if (directory / METRICS_FILE).exists():
+    raise UserError(f'{source}: a run that has not finished, so it has no export (hf/); finish it first')
+  return directory
+
+
+def prepare(config: Config, workdir: pathlib.Path, load: Callable[[str], Taskset] | None = None) -> Prepared:
+  """Loads the tasks, makes or loads the tokenizer, renders demonstrations; repeats nothing on resume.
+
+  Args:
+    load: gives a taskset by its name; shared with whoever else needs the tasks.
+  """
+  load = load or taskset_loader(config.tasksets)
+  tasksets = {c.name: load(c.name) for c in config.tasksets}
+  suites = [(suite, _suite_tasks(suite, tasksets)) for suite in config.evaluation]
+  _check_names(config, tasksets)
+  for name in sorted(scored_tasksets(config)):
+    check_judged(tasksets[name], config.rewards)
+    check_verifiers(tasksets[name].tasks, config.rewards.scorers)
+  preferences = {source.name: _preferences(source, config, tasksets) for source in config.preferences}
+  _check_pairs(config, preferences, suites)
+  for stage in config.stages:
+    if stage.critic.init_from is not None:
+      model_directory(stage.critic.init_from)  # Not only when its stage begins.
+  checkpoint = checkpoint_directory(config)
+  if checkpoint is not None:
+    tokenizer, spec = Tokenizer.from_directory(checkpoint), read_spec(checkpoint)
+  else:
+    tokenizer = _tokenizer(config, tasksets, preferences, workdir)
+    overrides = {'vocab_size': tokenizer.vocab_size, 'max_position_embeddings': _longest(config), **config.policy.model}
+    spec = tiny(config.policy.family, **overrides)
+    if spec.vocab_size < tokenizer.vocab_size:
+      raise UserError(
+        f'policy.model.vocab_size: {spec.vocab_size}, and the tokenizer has {tokenizer.vocab_size} tokens; raise it, '
+        'or leave it out'
+      )
+  tokenizer.check_fits(spec.vocab_size, 'the model' if checkpoint is None else f'the model in {checkpoint}')
+  limit = config.rollout.max_prompt_length
+
+  def length(task: Task) -> int:
+    tokens = tokenizer.render_prompt(task.prompt)
+    if max(tokens, default=0) >= spec.vocab_size:
+      raise UserError(
+        f'taskset {task.taskset}: a prompt has token {max(tokens)}, and the model has {spec.vocab_size} tokens; take '
+        'the tokenizer of the model'
+      )
+    return len(tokens)
+
+  tasksets = {name: drop_long(taskset, limit, length) for name, taskset in tasksets.items()}
+  tasksets = _processed(config, tasksets, length)
+  for stage in config.stages:
+    for name in (*stage.tasksets, *(stage.experts.tasksets if stage.experts is not None else ())):
+      for suite in config.evaluation:
+        check_disjoint(tasksets[name], tasksets[suite.taskset])
+  fitting = {task.uid for taskset in tasksets.values() for task in taskset.tasks}
+  suites = [(suite, [task for task in tasks if task.uid in fitting]) for suite, tasks in suites]
+  for suite, tasks in suites:
+    if not tasks:
+      raise UserError(
+        f'evaluation.{suite.name}: every prompt is longer than {limit} tokens, or dropped by a processor; raise the '
+        'prompt limit, or take more tasks'
+      )
+  for taskset in tasksets.values():
+    if taskset.counts['too_long']:
+      logging.info('taskset %s: %d prompts longer than %d tokens', taskset.name, taskset.counts['too_long'], limit)
+  longest = _longest(config)
+  for stage in config.stages:
+    if stage.demonstrations is not None:
+      file, count = demonstrations_file(stage.name), stage.sequences_per_batch
+      _write_demonstrations(stage.tasksets, stage.demonstrations, file, count, tasksets, tokenizer, workdir, longest)
+    if stage.experts is not None:
+      file, count = demonstrations_file(stage.name), stage.sequences - stage.groups * stage.group_size
+      experts = stage.experts
+      _write_demonstrations(
+        experts.tasksets, experts.demonstrations, file, count, tasksets, tokenizer, workdir, longest
+      )
+    if stage.recorded is not None:
+      _take_over(stage, config, tasksets, tokenizer, workdir)
+  for source in config.preferences:
+    _write_pairs(source, preferences[source.name], tokenizer, workdir, longest)
+  lengths = {
+    stage.name: sample_lengths(workdir, static_file(stage), unit=stage.unit)
+    for stage in config.stages
+    if not stage.explores
+  }
+  return Prepared(tasksets=tasksets, tokenizer=tokenizer, spec=spec, suites=suites, lengths=lengths)
+
+
+def check_judged(taskset: Taskset, rewards: RewardsConfig) -> None:
+  """Refuses a taskset with tasks that no scorer judges, or of which none would say what is correct."""
+  for domain in sorted({task.domain for task in taskset.tasks}):
+    judges = {scorer.name for scorer in in_force(rewards.scorers, domain, taskset.name)}
+    if rewards.correct_by is not None and rewards.correct_by not in judges:
+      raise UserError(
+        f'rewards.correct_by: {rewards.correct_by!r} does not judge domain {domain!r} of taskset {taskset.name}, so '
+        'nothing there would be correct; let it judge all, or remove correct_by'
+      )
+
+
+def _longest(config: Config) -> int:
+  """Tokens of the longest sequence that this configuration lets through."""
+  return config.rollout.max_prompt_length + config.rollout.max_response_length
+
+
+def _processed(config: Config, tasksets: Mapping[str, Taskset], length_of: Callable[[Task], int]) -> dict[str, Taskset]:
+  """By the processors of each: those that are measured first, so that what is in both is not trained on."""
+  measured = {suite.taskset for suite in config.evaluation}
+  found, others = {}, []
+  for one in sorted(config.tasksets, key=lambda one: one.name not in measured):
+    found[one.name] = process(tasksets[one.name], one.processors, Setting(others, length_of))
+    others += found[one.name].tasks
+  return {name: found[name] for name in tasksets}
+
+
+def _check_names(config: Config, tasksets: Mapping[str, Taskset]) -> None:
+  """Every taskset and all preferences that are named exist."""
+  known = [source.name for source in config.preferences]
+  for stage in config.stages:
+    pairs = stage.preferences
+    for name in (pairs.train, pairs.held_out) if pairs is not None else ():
+      if name is not None and name not in known:
+        raise UserError(f'stages.{stage.name}.preferences: no preferences {name!r}; configured are {sorted(known)}')
+    for name in (*stage.tasksets, *(stage.experts.tasksets if stage.experts is not None else ())):
+      if name not in tasksets:
+        raise UserError(f'stages.{stage.name}.tasksets: no taskset {name!r}; configured are {sorted(tasksets)}')
+
+
+def _check_pairs(
+  config: Config, preferences: Mapping[str, Preferences], suites: Sequence[tuple[SuiteConfig, Sequence[Task]]]
+) -> None:
+  """No prompt is trained on, as a pair, and measured."""
+  for stage in config.stages:
+    if stage.preferences is None:
+      continue
+    trained = {pair.task.digest for pair in preferences[stage.preferences.train].pairs}
+    measured = {suite.name: {task.digest for task in tasks} for suite, tasks in suites}
+    if stage.preferences.held_out is not None:
+      name = stage.preferences.held_out
+      measured[name] = {pair.task.digest for pair in preferences[name].pairs}
+    for name, digests in measured.items():
+      if common := trained & digests:
+        raise UserError(
+          f'stages.{stage.name}: preferences {stage.preferences.train} (training) and {name} (held out) share '
+          f"{len(common)} prompts; give both the same holdout or fold, and split 'train' and 'eval'"
+        )
+
+
+def _suite_tasks(suite: SuiteConfig, tasksets: Mapping[str, Taskset]) -> Sequence[Task]:
+  if suite.taskset not in tasksets:
+    raise UserError(f'evaluation.{suite.name}.taskset: no taskset {suite.taskset!r}; configured are {sorted(tasksets)}')
+  tasks = tasksets[suite.taskset].tasks
+  if suite.tasks is not None and len(tasks) < suite.tasks:
+    raise UserError(
+      f'evaluation.{suite.name}.tasks: {suite.tasks} wanted, taskset {suite.taskset} has {len(tasks)}; '
+      'lower the number, or draw more (size)'
+    )
+  return tasks[: suite.tasks]
+
+
+def _tokenizer(
+  config: Config, tasksets: Mapping[str, Taskset], preferences: Mapping[str, Preferences], workdir: pathlib.Path
+) -> Tokenizer:
+  directory = workdir / TOKENIZER
+  if not directory.exists():
+    # There whole or not at all, whenever this process is killed.
+    unfinished = workdir / f'{TOKENIZER}.tmp'
+    shutil.rmtree(unfinished, ignore_errors=True)
+    texts = [text for taskset in tasksets.values() for text in task_texts(taskset.tasks)]
+    for pair in (pair for one in preferences.values() for pair in one.pairs):
+      texts += [*task_texts([pair.task]), pair.chosen, pair.rejected]
+    build_tokenizer(config.policy.tokenizer, texts, unfinished)
+    unfinished.rename(directory)
+  return Tokenizer.from_directory(directory)
+
+
+def demonstrations_file(stage: str) -> str:
+  """Of an offline stage, relative to the run directory."""
+  return f'{DATA}/{stage}.arrayrecord'
+
+
+def _write_demonstrations(
+  names: Sequence[str],
+  how: DemonstrationsConfig,
+  file: str,
+  batch: int,
+  tasksets: Mapping[str, Taskset],
+  tokenizer: Tokenizer,
+  workdir: pathlib.Path,
+  longest: int,
+) -> None:
+  """Samples of all demonstrations that fit; `batch` of them have to."""
+  path = workdir / file
+  if path.exists():
+    return
+  pairs = [pair for name in names for pair in demonstrations(tasksets[name], how)]
+  samples = [demonstration_sample(task, answer, tokenizer, number=i) for i, (task, answer) in enumerate(pairs)]
+  fitting = [sample for sample in samples if len(sample.tokens) <= longest]
+  logging.info('%s: %d demonstrations, %d too long', file, len(fitting), len(samples) - len(fitting))
+  if len(fitting) < batch:
+    raise UserError(
+      f'demonstrations of {", ".join(names)}: {len(fitting)} of at most {longest} tokens do not fill a batch of '
+      f'{batch} sequences; draw more tasks, lower the batch, or raise the lengths'
+    )
+  path.parent.mkdir(parents=True, exist_ok=True)
+  write_segment(path.parent, path.name, [encode(sample) for sample in fitting])
+
+
+def _take_over(
+  stage: StageConfig, config: Config, tasksets: Mapping[str, Taskset], tokenizer: Tokenizer, workdir: pathlib.Path
+) -> None:
+  """The rollouts of another run, as far as their tasks are this stage's and they fit."""
+  file, of = static_file(stage), stage.recorded
+  if (workdir / file).exists():
+    return
+  run = pathlib.Path(of.run).expanduser()
+  checkpoint, theirs = _recorded_config(stage.name, run)
+  _check_same_tokenizer(
+    stage.name, run, run / TOKENIZER if checkpoint is None else model_directory(checkpoint), tokenizer
+  )
+  rewards = from_json(theirs, RewardsConfig, f'{run / "config.json"}: rewards')
+  tasks = {task.uid: task for name in stage.tasksets for task in tasksets[name].tasks}
+  text = lambda sample: completion_text(tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason)
+  taken, counts = [], collections.Counter()
+  with tempfile.TemporaryDirectory() as scratch:
+    store = open_copy(run / 'replay', pathlib.Path(scratch) / 'replay')
+    with contextlib.closing(store):
+      for uids in store.sealed():
+        entry = store.entries(uids[:1])[uids[0]]
+        if of.stage is not None and not entry.group_id.startswith(f'{of.stage}/'):
+          continue
+        if entry.task_id not in tasks:
+          counts['other tasks'] += 1
+          continue
+        group = recall(store, uids, tasks=tasks.get, text=text, rewards=rewards)
+        if any(choice.pair or choice.imitated for choice in group):
+          raise UserError(f'stages.{stage.name}.recorded: {of.run} stored pairs or answers to imitate; wanted groups')
+        sample = group[0].scored.sample
+        if tokenizer.render_prompt(tasks[entry.task_id].prompt) != sample.tokens[: sample.prompt_len].tolist():
+          raise UserError(
+            f'stages.{stage.name}.recorded: {of.run} wrote the prompt of {entry.task_id} in other tokens; give its '
+            'tokenizer and template (policy.init_from, or the same tasksets and policy.tokenizer)'
+          )
+        if max(len(choice.scored.sample.tokens) for choice in group) > _longest(config):
+          counts['too long'] += 1
+          continue
+        if len(group) > stage.group_size:
+          raise UserError(
+            f'stages.{stage.name}.group_size: {stage.group_size}, and {of.run} stored groups of {len(group)}; raise it'
+          )
+        taken.append(group)
+  logging.info('%s: %d groups of %s; left out: %s', file, len(taken), of.run, dict(counts) or 'none')
+  if len(taken) < stage.groups_per_batch:
+    raise UserError(
+      f'stages.{stage.name}.recorded: {len(taken)} groups of {of.run} do not fill a batch of {stage.groups_per_batch} '
+      f'(left out: {dict(counts)}); give the tasksets that it rolled out, or lower groups_per_batch'
+    )
+  least = sum(sorted(map(len, taken))[: stage.groups_per_batch])
+  if least < stage.minibatches:
+    raise UserError(
+      f'stages.{stage.name}.minibatches: {stage.minibatches}, and the smallest {stage.groups_per_batch} groups of '
+      f'{of.run} have {least} sequences; lower it'
+    )
+  write_recorded(workdir, file, taken)
+
+
+def _recorded_config(stage: str, run: pathlib.Path) -> tuple[str | None, Any]:
+  """The checkpoint that a run's policy started from, and its rewards as JSON."""
+  try:
+    config = parse_json((run / 'config.json').read_text())
+    checkpoint, rewards = config['policy']['init_from'], config['rewards']
+    if not isinstance(checkpoint, str | None):
+      raise ValueError('policy.init_from is no text')
+    return checkpoint, rewards
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    reason = f'lacks {error}' if isinstance(error, KeyError) else error
+    raise UserError(f'stages.{stage}.recorded.run: {run} is not the directory of a run ({reason})') from None
+
+
+def _check_same_tokenizer(stage: str, run: pathlib.Path, directory: pathlib.Path, tokenizer: Tokenizer) -> None:
+  """Token ids mean something in one vocabulary only."""
+  if Tokenizer.from_directory(directory).vocabulary != tokenizer.vocabulary:
+    raise UserError(
+      f'stages.{stage}.recorded: {run} had another vocabulary ({directory}); begin from its checkpoint, or give the '
+      'same tasksets and policy.tokenizer'
+    )
+
+
+def preferences_file(name: str) -> str:
+  """Of preferences, relative to the run directory: chosen and rejected by turns."""
+  return f'{DATA}/{name}.pairs.arrayrecord'
+
+
+def static_file(stage: StageConfig) -> str:
+  """What a stage that samples nothing learns from, relative to the run directory."""
+  return demonstrations_file(stage.name) if stage.preferences is None else preferences_file(stage.preferences.train)
+
+
+_OF_TASKS = ('name', 'source', 'size', 'chosen', 'wrong')
+"""What preferences say themselves that are made of a taskset."""
+
+
+def _preferences(source: PreferenceSource, config: Config, tasksets: Mapping[str, Taskset]) -> Preferences:
+  if not source.source.startswith('taskset:'):
+    if source.wrong:
+      raise UserError(f"preferences.{source.name}.wrong: a file's rows bring their rejected answers; use rejected")
+    return load_preferences(source)
+  name = source.source.removeprefix('taskset:')
+  if name not in tasksets:
+    raise UserError(f'preferences.{source.name}.source: no taskset {name!r}; configured are {sorted(tasksets)}')
+  if next(one for one in config.tasksets if one.name == name).processors:
+    raise UserError(
+      f'preferences.{source.name}.source: taskset {name} has processors, and they do not drop pairs; make the pairs of '
+      'a taskset without'
+    )
+  if source.chosen is None or not source.wrong:
+    raise UserError(f'preferences.{source.name}: pairs of a taskset want the templates chosen and wrong')
+  for field in dataclasses.fields(source):
+    default = field.default if field.default is not dataclasses.MISSING else {}
+    if field.name not in _OF_TASKS and getattr(source, field.name) != default:
+      raise UserError(f'preferences.{source.name}.{field.name}: pairs of a taskset take this from it; remove it')
+  return pairs_of_tasks(
+    tasksets[name], chosen=source.chosen, rejected=source.wrong, count=source.size, name=source.name
+  )
+
+
+def _write_pairs(
+  source: PreferenceSource, preferences: Preferences, tokenizer: Tokenizer, workdir: pathlib.Path, longest: int
+) -> None:
+  path = workdir / preferences_file(source.name)
+  if path.exists():
+    return
+  samples = [preference_samples(pair, tokenizer) for pair in preferences.pairs]
+  fitting = [both for both in samples if max(len(one.tokens) for one in both) <= longest]
+  logging.info('preferences %s: %d pairs, %d too long', source.name, len(fitting), len(samples) - len(fitting))
+  if not fitting:
+    raise UserError(f'preferences.{source.name}: no pair has at most {longest} tokens a side; raise the lengths')
+  path.parent.mkdir(parents=True, exist_ok=True)
+  write_segment(path.parent, path.name, [encode(one) for both in fitting for one in both])

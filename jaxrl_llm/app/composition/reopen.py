@@ -1,0 +1,179 @@
+"""A run as those find it who come back to it: its configuration, tasks, model and commits, all of it only read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import pathlib
+import shutil
+from collections.abc import AsyncIterator, Mapping
+
+from jax.sharding import Mesh
+
+from jaxrl_llm.app.composition.engines import build_engine
+from jaxrl_llm.app.composition.host import build_publisher, build_rollouts
+from jaxrl_llm.app.composition.prepare import Prepared, prepare
+from jaxrl_llm.app.composition.scorers import build_scorers
+from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
+from jaxrl_llm.app.composition.state import committed_state
+from jaxrl_llm.app.composition.workdir import DATA, TOKENIZER
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.config.load import apply_overrides
+from jaxrl_llm.config.values import from_json
+from jaxrl_llm.core import disk
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.files import parse_json
+from jaxrl_llm.core.types import Params, Version
+from jaxrl_llm.master.loop import LoopState
+from jaxrl_llm.master.trainer import Stage
+from jaxrl_llm.models.api import Model, build_model
+from jaxrl_llm.parallel.device import DeviceThread
+from jaxrl_llm.parallel.mesh import build_mesh
+from jaxrl_llm.rewards.pool.pool import ScorerPool
+from jaxrl_llm.rollout.api import Engine
+from jaxrl_llm.rollout.publisher import Publisher
+from jaxrl_llm.rollout.workflow import Workflow
+from jaxrl_llm.runtime.checkpoint import Checkpoints
+
+
+def config_of_run(run: pathlib.Path) -> Config:
+  """As the run wrote it down."""
+  file = run / 'config.json'
+  try:
+    return from_json(parse_json(file.read_text()), Config)
+  except FileNotFoundError:
+    raise UserError(f'--workdir={run}: no run is there ({file.name} is missing); name the directory of a run') from None
+  except ValueError as error:
+    raise UserError(f'{file}: not the configuration of a run ({error})') from error
+  except UserError as error:
+    raise UserError(f'{file}: written by another version of this program: {error}') from None
+
+
+def check_alone() -> None:
+  """Refuses to be one process of several."""
+  if int(os.environ.get('JAX_NUM_PROCESSES', '1')) > 1:
+    raise UserError('JAX_NUM_PROCESSES: coming back to a run takes one process; start the command alone')
+
+
+def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str, str]) -> Config:
+  """The run's own configuration with overrides, for a command that samples its policies; one that disturbs nobody.
+
+  Args:
+    spec: a configuration that the command line names; there is to be none.
+  """
+  if spec is not None:
+    raise UserError(f"--config={spec}: the run's own configuration is used; --config.field=value changes it")
+  config = apply_overrides(config_of_run(run), overrides)
+  check_alone()
+  named = any(key.startswith('rollout.vllm.addresses') for key in overrides)
+  if config.rollout.engine == 'vllm' and config.rollout.vllm.addresses and not named:
+    raise UserError(
+      "rollout.vllm.addresses: the run's own servers would be given old weights; use --config.rollout.engine=embedded, "
+      'or name others with --config.rollout.vllm.addresses=[…]'
+    )
+  explorers = config.rollout.explorers
+  if explorers is None or explorers.listen is None or any(key.startswith('rollout.explorers') for key in overrides):
+    return config
+  # Explorers that wait for the run are the run's, and so is its port.
+  own = dataclasses.replace(explorers, listen=None) if explorers.processes else None
+  return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, explorers=own))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reopened:
+  """A run without its loop."""
+
+  config: Config
+  scratch: pathlib.Path
+  """A folder outside the run, removed at the end."""
+  prepared: Prepared
+  mesh: Mesh
+  device: DeviceThread
+  stages: tuple[Stage, ...]
+  model: Model
+  checkpoints: Checkpoints
+
+  async def state(self, step: int) -> LoopState:
+    """What was committed at `step`; 0: what the run began with."""
+    return await self.device.run(self._state, step)
+
+  async def policy(self, step: int) -> Params:
+    """Of that commit, and nothing else of it."""
+    return await self.device.run(self._policy, step)
+
+  def _state(self, step: int) -> LoopState:
+    return committed_state(self.config, step, self.stages, self.checkpoints, self.model, self.mesh)[0]
+
+  def _policy(self, step: int) -> Params:
+    learned = self._state(step).learned
+    return learned.whole(learned.policy.params)
+
+
+@contextlib.asynccontextmanager
+async def reopen(config: Config, run: pathlib.Path) -> AsyncIterator[Reopened]:
+  """What is needed of the run in the directory `run`; with another configuration than its own where that serves."""
+  with disk.scratch('jaxrl_llm-') as scratch, contextlib.ExitStack() as opened:
+    prepared = await asyncio.to_thread(_prepared, config, run, scratch)
+    mesh, device = build_mesh(config.learner.mesh), DeviceThread()
+    opened.callback(device.close)
+    yield Reopened(
+      config=config,
+      scratch=scratch,
+      prepared=prepared,
+      mesh=mesh,
+      device=device,
+      stages=build_stages(config, mesh, prepared.spec.vocab_size, prepared.lengths),
+      model=build_model(model_spec(config, prepared.spec), policy_options(config), mesh),
+      checkpoints=Checkpoints(run / 'checkpoints', config.checkpoint, leads=True),
+    )
+
+
+def _prepared(config: Config, run: pathlib.Path, scratch: pathlib.Path) -> Prepared:
+  """With the run's own tokenizer and static rows, in a folder that may be written to."""
+  if (run / TOKENIZER).is_dir():
+    shutil.copytree(run / TOKENIZER, scratch / TOKENIZER)
+  (scratch / DATA).mkdir()
+  for rows in (run / DATA).glob('*.arrayrecord'):
+    (scratch / DATA / rows.name).symlink_to(rows.absolute())
+  return prepare(config, scratch)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Serving:
+  """An engine and the run's scorers."""
+
+  past: Reopened
+  engine: Engine
+  workflow: Workflow
+  scorers: ScorerPool
+  publisher: Publisher
+
+  async def serve(self, step: int) -> None:
+    """The policy of that commit is sampled from now on."""
+    params = await self.past.policy(step)
+    await self.publisher.publish(params, Version(0, step), moved=step)
+
+
+@contextlib.asynccontextmanager
+async def serving(past: Reopened) -> AsyncIterator[Serving]:
+  """Starts both, and ends them with the block; they serve nothing before `serve`."""
+  config = past.config
+  async with contextlib.AsyncExitStack() as opened:
+    scorers = ScorerPool(build_scorers(config.rewards), config.rewards)
+    opened.push_async_callback(scorers.close)
+    await scorers.start()
+    engine = build_engine(config, past.scratch, past.prepared, past.device)
+    opened.push_async_callback(engine.close)
+    await engine.start()
+    rollouts = build_rollouts(config, past.scratch, past.prepared, engine, scorers)
+    opened.push_async_callback(rollouts.close)
+    await rollouts.start()
+    yield Serving(
+      past=past,
+      engine=engine,
+      workflow=rollouts.workflow,
+      scorers=scorers,
+      publisher=build_publisher(config, past.model, past.mesh, engine, past.device),
+    )

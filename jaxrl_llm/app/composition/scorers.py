@@ -1,0 +1,88 @@
+"""The scorers that a configuration names. Without JAX, so that scoring by hand starts fast."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from jaxrl_llm.config.annotations import nearest
+from jaxrl_llm.config.own import own_part
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.rewards.api import AnyScorer, RewardsConfig, ScorerConfig
+from jaxrl_llm.rewards.scorers.adapters import python_scorer, trl_scorer, verl_scorer
+from jaxrl_llm.rewards.scorers.answer.scorer import answer_scorer, choose_options
+from jaxrl_llm.rewards.scorers.code import code_scorer, options_within
+from jaxrl_llm.rewards.scorers.format import format_scorer
+from jaxrl_llm.rewards.scorers.http import http_scorer
+from jaxrl_llm.rewards.scorers.judge.scorer import judge_scorer
+from jaxrl_llm.rewards.scorers.k12 import k12_scorer
+from jaxrl_llm.rewards.scorers.language import language_scorer
+from jaxrl_llm.rewards.scorers.length import length_scorer, overlong_scorer
+from jaxrl_llm.rewards.scorers.repetition import repetition_scorer
+from jaxrl_llm.rewards.scorers.verifier.scorer import verifier_scorer
+from jaxrl_llm.rewards.scorers.vision import box_iou_scorer, point_scorer
+
+SCORERS: Mapping[str, Callable[..., AnyScorer]] = {
+  'answer': answer_scorer,
+  'box_iou': box_iou_scorer,
+  'code': code_scorer,
+  'format': format_scorer,
+  'http': http_scorer,
+  'judge': judge_scorer,
+  'k12': k12_scorer,
+  'language': language_scorer,
+  'length': length_scorer,
+  'overlong': overlong_scorer,
+  'point': point_scorer,
+  'python': python_scorer,
+  'repetition': repetition_scorer,
+  'trl': trl_scorer,
+  'verifier': verifier_scorer,
+  'verl': verl_scorer,
+}
+
+
+def build_scorer(scorer: ScorerConfig, where: str = 'rewards.scorers') -> AnyScorer:
+  """Of the catalogue or a user's own: a function of the options that gives a scorer."""
+  name = scorer.implementation
+  if ':' not in name and name not in SCORERS:
+    raise UserError(f"{where}: no scorer {name!r}; {nearest(name, SCORERS)}; one of your own is 'module:attribute'")
+  options = options_within(scorer) if name == 'code' else scorer.options
+  return (own_part(name, 'scorer') if ':' in name else SCORERS[name])(**options)
+
+
+def build_scorers(config: RewardsConfig) -> dict[str, AnyScorer]:
+  """All that the configuration has, by name."""
+  return {scorer.name: build_scorer(scorer) for scorer in config.scorers}
+
+
+CHOOSERS = {'answer': choose_options}
+"""Functions from the given options and all truths to further options and the reason, by implementation."""
+CHOSEN = ('mode', 'extraction', 'units')
+"""Names of the options that may be chosen."""
+
+
+class ChosenScorer(NamedTuple):
+  scorer: ScorerConfig
+  """The scorer with its open options filled in."""
+  why: str
+  """Empty where nothing was open."""
+
+  def line(self) -> str:
+    options = {name: self.scorer.options[name] for name in CHOSEN if name in self.scorer.options}
+    settings = [f'{name} {", ".join(v) if isinstance(v, list | tuple) else v}' for name, v in options.items()]
+    return f'scorer {self.scorer.name}: {"; ".join(settings)} ({self.why or "as given"})'
+
+
+def choose(scorer: ScorerConfig, truths: Callable[[], Iterable[str | None]]) -> ChosenScorer:
+  """The scorer, with the options that its configuration leaves open chosen from the truths.
+
+  Args:
+    truths: returns the truths of all tasks that the scorer judges; called only if an option is open.
+  """
+  chooser = CHOOSERS.get(scorer.implementation)
+  chosen = chooser(scorer.options, truths) if chooser else None
+  if chosen is None:
+    return ChosenScorer(scorer, '')
+  return ChosenScorer(dataclasses.replace(scorer, options={**scorer.options, **chosen.options}), chosen.why)

@@ -1,0 +1,273 @@
+"""From the configuration's stages to the stages that every process runs, with their derived numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import logging
+from jax.sharding import Mesh
+
+from jaxrl_llm.app.schema import AlgorithmConfig, Config, CriticConfig, StageConfig
+from jaxrl_llm.batching.plan import plan_shape
+from jaxrl_llm.config.annotations import nearest
+from jaxrl_llm.config.own import own_part
+from jaxrl_llm.config.values import from_json
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.learner.algorithm import Algorithm, Setting
+from jaxrl_llm.learner.catalogue import ALGORITHMS, OFFLINE, PAIRWISE
+from jaxrl_llm.learner.optimizer import build_optimizer
+from jaxrl_llm.master.exploring.processors import PROCESSORS, Processor, ProcessorConfig
+from jaxrl_llm.master.exploring.selection import SelectionConfig
+from jaxrl_llm.master.trainer import Stage
+from jaxrl_llm.models.heads import with_head
+from jaxrl_llm.models.spec import ModelOptions, ModelSpec
+from jaxrl_llm.ops.logprobs import plan_token_chunk
+from jaxrl_llm.parallel.mesh import SEQUENCE, data_parallel_ranks
+from jaxrl_llm.parallel.rules import parts
+from jaxrl_llm.rollout.vllm.replica import SPECULATION
+
+
+def build_algorithm(config: AlgorithmConfig, setting: Setting) -> Algorithm:
+  """One of the catalogue's, or a user's: a pair of an options dataclass and a function of it and the setting."""
+  name = config.name
+  if ':' not in name and name not in ALGORITHMS:
+    raise UserError(f"algorithm {name!r}: unknown; {nearest(name, ALGORITHMS)}; one of your own is 'module:attribute'")
+  pair = own_part(name, 'algorithm') if ':' in name else ALGORITHMS[name]
+  if not _is_pair(pair):
+    raise UserError(f'algorithm {name!r}: wanted a pair of an options dataclass and a function of it, got {pair!r}')
+  options, make = pair
+  return make(from_json(dict(config.options), options, f'options of algorithm {name}'), setting)
+
+
+def build_processors(configs: Sequence[ProcessorConfig]) -> tuple[tuple[str, Processor], ...]:
+  """By name; of the catalogue or a user's own: a pair of an options dataclass and a function of it."""
+  built = []
+  for config in configs:
+    kind = config.implementation
+    pair = own_part(kind, 'processor') if ':' in kind else PROCESSORS[kind]
+    if not _is_pair(pair):
+      raise UserError(f'processor {kind!r}: wanted a pair of an options dataclass and a function of it, got {pair!r}')
+    options, make = pair
+    built.append((config.name, make(from_json(dict(config.options), options, f'options of processor {config.name}'))))
+  return tuple(built)
+
+
+def _is_pair(part: Any) -> bool:
+  """Whether it is an options dataclass and a function of it."""
+  return isinstance(part, tuple) and len(part) == 2 and dataclasses.is_dataclass(part[0]) and callable(part[1])
+
+
+def build_stages(
+  config: Config, mesh: Mesh, vocab_size: int, lengths: Mapping[str, Sequence[int]]
+) -> tuple[Stage, ...]:
+  """The stages with their derived numbers.
+
+  Args:
+    lengths: of sequences, by stage, where they are known before it begins.
+  """
+  stages, start = [], 0
+  for stage in config.stages:
+    stages.append(_stage(stage, config, mesh, start, vocab_size, lengths.get(stage.name, ())))
+    start += stage.steps
+  return tuple(stages)
+
+
+def _stage(
+  stage: StageConfig, config: Config, mesh: Mesh, start: int, vocab_size: int, lengths: Sequence[int]
+) -> Stage:
+  optimizer = stage.optimizer or config.learner.optimizer
+  where = f'stages.{stage.name}'
+  if optimizer is None:
+    raise UserError(f'{where}.optimizer: missing, and learner.optimizer too; give one with its peak_lr')
+  algorithm = build_algorithm(stage.algorithm, Setting(max_response_length=config.rollout.max_response_length))
+  _check_stage(stage, config, algorithm)
+  for line in algorithm.no_effect:
+    logging.warning('%s.algorithm: %s', where, line)
+  longest = config.rollout.max_prompt_length + config.rollout.max_response_length
+  sequence = mesh.shape[SEQUENCE]
+  chunk_len = config.learner.chunk_len or -(-longest // math.lcm(8, sequence)) * math.lcm(8, sequence)
+  if chunk_len % sequence:
+    raise UserError(
+      f'learner.chunk_len: {chunk_len} tokens cannot be cut over learner.mesh.sequence={sequence} devices; wanted a '
+      'multiple of it'
+    )
+  if chunk_len < longest:
+    raise UserError(
+      f'learner.chunk_len: {chunk_len} tokens are too few for max_prompt_length + max_response_length = {longest}'
+    )
+  critic_updates = stage.steps * stage.minibatches * stage.epochs
+  updates = critic_updates - algorithm.critic_warmup * stage.minibatches * stage.epochs
+  critic = (stage.critic.optimizer or optimizer) if algorithm.critic_loss is not None else None
+  # Each kind of rows is dealt for itself, so that a minibatch may have one unit more of each than its share.
+  usual = stage.groups * stage.group_size if stage.experts is not None else stage.sequences
+  kinds = [usual, stage.sequences - usual]
+  rows = sum(-(-kind // stage.unit // stage.minibatches) * stage.unit for kind in kinds)
+  shape = plan_shape(
+    rows=rows,
+    ranks=data_parallel_ranks(mesh),
+    chunks=config.learner.chunks_per_rank,
+    chunk_len=chunk_len,
+    unit=stage.unit,
+    lengths=lengths,
+  )
+  return Stage(
+    name=stage.name,
+    start=start,
+    end=start + stage.steps,
+    algorithm=algorithm,
+    optimizer=build_optimizer(optimizer, updates),
+    optimizer_config=optimizer,
+    keep_optimizer=stage.keep_optimizer,
+    critic_optimizer=build_optimizer(critic, critic_updates) if critic is not None else None,
+    critic_optimizer_config=critic,
+    shape=shape,
+    token_chunk=plan_token_chunk(
+      chunks=shape.chunks,
+      time=chunk_len,
+      vocab=vocab_size // parts(mesh, 'vocab', vocab_size),
+      budget_bytes=config.learner.logits_budget_bytes,
+      time_shards=sequence,
+    ),
+    minibatches=stage.minibatches,
+    epochs=stage.epochs,
+    evaluate_every=stage.evaluate_every,
+    explores=stage.explores,
+    publish_every=stage.publish_every,
+    recorded=stage.recorded is not None,
+    trains=not stage.rollout_only,
+    held_out=stage.preferences.held_out if stage.preferences is not None else None,
+  )
+
+
+def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:
+  """Refuses what cannot learn, or would learn something else than it seems to."""
+  where, name = f'stages.{stage.name}', stage.algorithm.name
+  pairs = stage.unit == 2
+  if name in PAIRWISE and not pairs:
+    raise UserError(f"{where}: {name} learns from pairs; give it preferences, or selection.kind='pairs' for rollouts")
+  if pairs and name in ALGORITHMS and name not in PAIRWISE:
+    raise UserError(f'{where}: {name} makes nothing of pairs; use one of {", ".join(sorted(PAIRWISE))}')
+  if name == 'sft' and stage.rollouts and stage.selection.kind != 'shortest_correct':
+    raise UserError(
+      f"{where}.demonstrations: sft learns from demonstrations; say how to write them, or imitate the policy's own "
+      "best with selection.kind='shortest_correct'"
+    )
+  if stage.selection.kind == 'shortest_correct' and name in ALGORITHMS and name != 'sft':
+    raise UserError(f'{where}.selection: one answer of a group is to be imitated, which {name} does not; use sft')
+  if stage.experts is not None and stage.selection.kind not in ('all', 'mixed'):
+    raise UserError(f'{where}.selection: {stage.selection.kind!r} has no place beside experts; wanted all or mixed')
+  if not stage.rollouts and name in ALGORITHMS and name not in OFFLINE:
+    raise UserError(f'{where}: {name} learns from rollouts; remove demonstrations and preferences')
+  if (name == 'mix') != (stage.experts is not None) and name in ALGORITHMS:
+    raise UserError(f'{where}.experts: mix learns from expert rows beside its rollouts, and only mix does')
+  if algorithm.head == 'scalar' and stage.rollouts:
+    raise UserError(f'{where}: {name} trains a model of one score, which generates nothing; give it preferences')
+  _check_reference(stage, config, algorithm)
+  if algorithm.critic_loss is None and stage.critic != CriticConfig():
+    raise UserError(f'{where}.critic: {name} has no critic; remove it, or use ppo')
+  if algorithm.critic_warmup >= stage.steps:
+    raise UserError(
+      f'{where}: critic_warmup={algorithm.critic_warmup} of {stage.steps} steps leaves none for the policy; lower it'
+    )
+  if not stage.explores and stage.selection != SelectionConfig():
+    raise UserError(f'{where}.selection: chooses among rollouts, and this stage learns from static data; remove it')
+  if stage.selection.kind == 'pairs' and stage.group_size < 2:
+    raise UserError(f'{where}.group_size: 1 sample makes no pair; wanted at least 2')
+  usual = stage.groups * stage.group_size if stage.experts is not None else None
+  least = {
+    'groups_per_batch': stage.groups_per_batch if stage.selection.kind in ('pairs', 'shortest_correct') else None,
+    'experts.ratio': stage.sequences - usual if usual is not None else None,
+  }
+  for field, units in least.items():
+    if units is not None and units < stage.minibatches:
+      raise UserError(
+        f'{where}.minibatches: {stage.minibatches} want a part of each kind of rows, and {field} gives {units}; lower '
+        'minibatches or raise it'
+      )
+  if stage.explores and config.rollout.engine == 'vllm' and config.rollout.vllm.speculative:
+    raise UserError(f'rollout.vllm.args.speculative_config: stage {stage.name} samples rollouts; {SPECULATION}')
+  if stage.explores and stage.temperature <= 0:
+    raise UserError(f'{where}.temperature: {stage.temperature} is not above 0: training needs samples to differ')
+  _check_processors(stage, config)
+  if stage.past is not None and stage.group_size % (stage.minibatches * stage.unit):
+    raise UserError(
+      f'{where}.minibatches: with earlier groups a batch has as many groups as there are, so that each has to be dealt '
+      f'evenly; group_size {stage.group_size} into {stage.minibatches} minibatches cannot'
+    )
+  even = stage.experts is None and stage.selection.kind in ('all', 'mixed')
+  if even and stage.sequences % (stage.minibatches * stage.unit):
+    raise UserError(
+      f'{where}.minibatches: {stage.sequences} sequences cannot be dealt evenly into {stage.minibatches} minibatches'
+      + (' of pairs' if pairs else '')
+    )
+
+
+def _check_processors(stage: StageConfig, config: Config) -> None:
+  """Builds them once, in every process and before anything is loaded, so that what is wrong is said by all."""
+  build_processors(stage.processors)
+  scorers = [scorer.name for scorer in config.rewards.scorers]
+  for processor in stage.processors:
+    key = processor.options.get('key')
+    if processor.implementation == 'shape' and key.split('/')[0] not in scorers:
+      raise UserError(
+        f'stages.{stage.name}.processors: {processor.name} shapes by {key!r}, and no scorer is called '
+        f'{key.split("/")[0]!r}; configured are {sorted(scorers)}'
+      )
+
+
+def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:
+  """Refuses references that cannot differ from what they are compared with, or cannot move."""
+  where, rule = f'stages.{stage.name}', algorithm.reference
+  if 'reference' not in algorithm.reads:
+    return
+  if rule.ema is not None and config.policy.param_dtype != 'float32':
+    raise UserError(
+      f'{where}: reference.ema averages in the type of the parameters, and {config.policy.param_dtype} rounds its '
+      'small steps away; use param_dtype=float32, or reference.every'
+    )
+  if rule.ema is not None and config.policy.lora is not None:
+    raise UserError(
+      f"{where}: reference.ema averages parameters, and the means of two adapters' factors are not those of what they "
+      'add to the weights; use reference.every, or policy.lora=null'
+    )
+  if rule.every == 1 and stage.preferences is not None:
+    raise UserError(f'{where}: pairs are judged against a reference that stands still; reference.every=1 has none')
+  if rule.every == 1 and stage.minibatches * stage.epochs == 1:
+    text = (
+      f'{where}: with reference.every=1 and one update a batch the policy is its own reference: nothing holds it; set '
+      'minibatches or epochs above 1, or another reference'
+    )
+    if stage.algorithm.name != 'opmd':
+      raise UserError(text)
+    logging.warning('%s', text)  # What is left of it, a policy gradient, still learns.
+
+
+def model_spec(config: Config, spec: ModelSpec) -> ModelSpec:
+  """Of the model that the stages train: a policy, or a reward model with its one output."""
+  setting = Setting(max_response_length=config.rollout.max_response_length)
+  heads = {stage.name: build_algorithm(stage.algorithm, setting).head for stage in config.stages}
+  if len(set(heads.values())) > 1:
+    raise UserError(f'stages: {heads} train models of different outputs; make them runs of their own')
+  (head,) = set(heads.values())
+  if head == 'scalar' and config.evaluation:
+    raise UserError('evaluation: a reward model generates nothing; measure it on held-out pairs (preferences.held_out)')
+  if head == 'lm' and spec.head != 'lm':
+    raise UserError(
+      f'policy.init_from: a model with one output ({spec.head}), which generates nothing; give a language model'
+    )
+  return with_head(spec, head)
+
+
+def policy_options(config: Config) -> ModelOptions:
+  policy = config.policy
+  return ModelOptions(
+    scan_layers=policy.scan_layers,
+    remat=policy.remat,
+    attention=policy.attention,
+    dtype=policy.dtype,
+    param_dtype=policy.param_dtype,
+    lora=policy.lora,
+  )

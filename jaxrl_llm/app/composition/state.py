@@ -1,0 +1,173 @@
+"""What a run begins with, a stage begins with, and a resumed run goes on with: parameters, optimizers, reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import xxhash
+from jax.sharding import Mesh
+
+from jaxrl_llm.app.composition.prepare import checkpoint_directory, model_directory
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.types import Params
+from jaxrl_llm.learner.state import (
+  Learned,
+  TrainState,
+  abstract_state,
+  copy_params,
+  init_params,
+  init_state,
+  init_trained,
+  place_params,
+  with_output,
+  with_schedule,
+)
+from jaxrl_llm.master.loop import LoopState
+from jaxrl_llm.master.trainer import Stage
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.api import Model, build_model
+from jaxrl_llm.models.heads import fresh_head, replace_head, with_head
+from jaxrl_llm.rollout.publisher import Gatherer
+from jaxrl_llm.rollout.vllm.publication import digest
+from jaxrl_llm.runtime.checkpoint import Checkpoints
+from jaxrl_llm.weights.hf import load_params, read_spec
+
+
+def critic_model(model: Model) -> Model:
+  """PPO's critic beside that policy: of its shape with one output per token, and trained in full."""
+  return build_model(with_head(model.spec, 'value'), dataclasses.replace(model.options, lora=None), model.mesh)
+
+
+def begin_stage(stage: Stage, config: Config, state: LoopState, mesh: Mesh, critic: Model) -> LoopState:
+  """A stage starts from the policy before it, which is its reference; its optimizer is fresh, or keeps its moments."""
+  params, before = state.learned.policy.params, state.learned.policy.opt_state
+  reads, rule = 'reference' in stage.algorithm.reads, stage.algorithm.reference
+  reference = copy_params(params) if reads and rule.every != 1 else None
+  learned = Learned(
+    policy=init_state(params, stage.optimizer, mesh, offload=stage.optimizer_config.offload),
+    critic=_begin_critic(stage, config, state.learned, mesh, critic)
+    if stage.algorithm.critic_loss is not None
+    else None,
+    reference=reference,
+    reference_step=state.step,
+    base=state.learned.base,
+  )
+  if before is not None and stage.keep_optimizer:
+    # The moments go on; the schedule is this stage's own, from its beginning.
+    kept = with_schedule(before, learned.policy.opt_state)
+    learned = learned._replace(policy=learned.policy.replace(opt_state=kept))
+  return dataclasses.replace(state, learned=learned)
+
+
+def _begin_critic(stage: Stage, config: Config, before: Learned, mesh: Mesh, critic: Model) -> TrainState:
+  """A trained reward model or critic, else that of the stage before, else the policy's body with a fresh output."""
+  source = next(s for s in config.stages if s.name == stage.name).critic.init_from
+  offload = stage.critic_optimizer_config.offload
+  if source is None and before.critic is not None:
+    state = init_state(before.critic.params, stage.critic_optimizer, mesh, offload=offload)
+    if stage.keep_optimizer:
+      state = state.replace(opt_state=with_schedule(before.critic.opt_state, state.opt_state))
+    return state
+  if source is not None:
+    directory = model_directory(source)
+    found = read_spec(directory)
+    length = found.max_position_embeddings
+    wanted = dataclasses.replace(critic.spec, head=found.head, max_position_embeddings=length)
+    if found.head == 'lm' or found != wanted:
+      raise UserError(
+        f'stages.{stage.name}.critic.init_from: {source} is a {found.family} model with head {found.head!r}; wanted a '
+        "reward model or critic of the policy's own shape, as launch/train.py exports them"
+      )
+    host = load_params(directory, found, scan_layers=config.policy.scan_layers, dtype=config.policy.param_dtype)
+    params = place_params(critic, mesh, host)
+  else:
+    dtype = config.policy.param_dtype
+    kernel = fresh_head(critic.spec, jax.random.key(config.seed), dtype=dtype)
+    body = lora.merge(before.whole(before.policy.params), config.policy.lora)
+    body = jax.tree.map(lambda leaf: leaf.astype(dtype), body)
+    params = copy_params(with_output(critic, mesh, body, kernel))
+  return init_state(params, stage.critic_optimizer, mesh, offload=offload)
+
+
+def initial_params(config: Config, model: Model, mesh: Mesh) -> tuple[Params, Params | None]:
+  """What is trained before the first stage, and what it stands on (`models.lora.split`).
+
+  A checkpoint with another output gets a fresh one.
+  """
+  directory = checkpoint_directory(config)
+  if directory is None:
+    return lora.split(init_params(model, mesh, seed=config.seed), model.spec, model.options)
+  found = read_spec(directory)
+  host = load_params(directory, found, scan_layers=config.policy.scan_layers, dtype=config.policy.param_dtype)
+  if found.head != model.spec.head:
+    kernel = fresh_head(model.spec, jax.random.key(config.seed), dtype=config.policy.param_dtype)
+    host = replace_head(host, model.spec, np.asarray(kernel))
+  placed = place_params(model, mesh, host)
+  if model.options.lora is not None:
+    placed = lora.join(placed, init_trained(model, mesh, seed=config.seed))
+  return lora.split(placed, model.spec, model.options)
+
+
+def committed_state(
+  config: Config, step: int, stages: Sequence[Stage], checkpoints: Checkpoints, model: Model, mesh: Mesh
+) -> tuple[LoopState, str | None]:
+  """What the commit at `step` holds (0: what a run begins with), and the digest of what its adapters stand on."""
+  params, base, found = None, None, None
+  if step == 0 or model.options.lora is not None:
+    params, base = initial_params(config, model, mesh)
+  if base is not None:
+    found = base_digest(base, mesh)
+  if step == 0:
+    policy = TrainState(params=params, opt_state=None, updates=None, skipped=None)
+    return LoopState(Learned(policy, base=base), 0), found
+  host = checkpoints.host(step)
+  check_base(found, host, config)
+  stage = next(s for s in stages if s.name == host['stage'])
+  return restore_state(stage, step, checkpoints, model, mesh, base), found
+
+
+def base_digest(base: Params, mesh: Mesh) -> str:
+  """Of all names and bits of what adapters stand on; every process takes part."""
+  hasher = xxhash.xxh3_128()
+  for name, array in Gatherer(mesh).leaves(base):
+    hasher.update(f'{name} {array.dtype} {array.shape} {digest(array)}\n'.encode())
+  return hasher.hexdigest()
+
+
+def check_base(found: str | None, committed: Mapping[str, Any], config: Config) -> None:
+  """Refuses to go on with adapters on other weights than those that they were trained on."""
+  if found != committed.get('base'):
+    source = config.policy.init_from or f'random weights of seed {config.seed}'
+    raise UserError(
+      f'policy.init_from: {source} no longer gives the weights that the adapters of the commit at step '
+      f'{committed["step"]} were trained on (digest {found}, wanted {committed["base"]}); put those back, or begin '
+      'another run'
+    )
+
+
+def restore_state(
+  stage: Stage, step: int, checkpoints: Checkpoints, model: Model, mesh: Mesh, base: Params | None = None
+) -> LoopState:
+  """The state that was committed at `step`, inside or at the end of `stage`; `base` is what its adapters stand on."""
+  algorithm = stage.algorithm
+  like = {'train': abstract_state(model, stage.optimizer, mesh, offload=stage.optimizer_config.offload)}
+  if 'reference' in algorithm.reads and algorithm.reference.every != 1:
+    like['reference'] = like['train'].params
+  if algorithm.critic_loss is not None:
+    critic, offload = critic_model(model), stage.critic_optimizer_config.offload
+    like['critic'] = abstract_state(critic, stage.critic_optimizer, mesh, offload=offload)
+  arrays, host = checkpoints.restore(step, like), checkpoints.host(step)
+  learned = Learned(
+    arrays['train'],
+    arrays.get('critic'),
+    arrays.get('reference'),
+    reference_step=host['reference_step'],
+    algorithm_state=host['algorithm_state'],
+    base=base,
+  )
+  return LoopState(learned, step, evaluated=host['evaluated'])

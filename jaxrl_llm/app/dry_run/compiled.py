@@ -1,0 +1,81 @@
+"""Compiled programs and what roles hold, as a person reads them: bytes against the chip, traffic, operations, time."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Group
+from rich.table import Table
+
+from jaxrl_llm.app.dry_run.programs import Held, Program
+from jaxrl_llm.parallel.collectives import traffic
+from jaxrl_llm.parallel.topology import CHIPS
+
+UTILISATION = 0.4
+"""Of the chip's peak, in the expected time: what a well-kept training step reaches."""
+_READABLE = {'tpu': {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}}
+"""Without it TPU programs hide their gathers in products, as chains of permutations that nobody can count."""
+_TOO_MUCH = re.compile(r'Used ([\d.]+\w) of ([\d.]+\w) hbm. Exceeded[^.]* by ([\d.]+\w)')
+
+
+def held_table(mesh: Mesh, roles: Sequence[Held]) -> Group:
+  """The mesh's axes, and by role the bytes of the whole and on each device."""
+  device = mesh.devices.flat[0]
+  axes = ' '.join(f'{axis}={size}' for axis, size in mesh.shape.items())
+  table = Table()
+  table.add_column('role')
+  table.add_column('MB', justify='right')
+  table.add_column('MB a device', justify='right')
+  for role in roles:
+    table.add_row(role.role, f'{role.whole / 1e6:,.1f}', f'{role.per_device / 1e6:,.1f}')
+  return Group(f'{mesh.devices.size} × {device.device_kind}: {axes}', table)
+
+
+def compiled_line(program: Program, mesh: Mesh, chip: str | None) -> tuple[str, bool]:
+  """What the compiler says of a program, and whether it fits the chip (None: nobody knows)."""
+  lowered, began = program.lower(), time.perf_counter()
+  options = _READABLE.get(CHIPS[chip].platform) if chip else None
+  try:
+    compiled = lowered.compile(options)
+  except jax.errors.JaxRuntimeError as error:
+    if 'RESOURCE_EXHAUSTED' not in str(error):
+      raise
+    return f'does not fit: {_excess(str(error))}', False
+  took = time.perf_counter() - began
+  memory = compiled.memory_analysis()
+  needed = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+  needed -= memory.alias_size_in_bytes
+  line = (
+    f'{needed / 1e6:,.1f} MB a device (arguments {memory.argument_size_in_bytes / 1e6:,.1f}, temporaries '
+    f'{memory.temp_size_in_bytes / 1e6:,.1f}'
+  )
+  line += (
+    f', in host memory {memory.host_argument_size_in_bytes / 1e6:,.1f})' if memory.host_argument_size_in_bytes else ')'
+  )
+  if not chip:
+    return line, True
+  limit = CHIPS[chip].memory_bytes
+  line += f' of {limit / 1e6:,.0f}'
+  sent = [
+    f'{kind} {t.count} ({t.bytes / 1e6:,.1f} MB, largest {t.largest})'
+    for kind, t in traffic(compiled.as_text()).items()
+  ]
+  line += f'; collectives of a micro-batch: {", ".join(sent) or "none"}'
+  if program.flops:
+    peak = CHIPS[chip].peak_flops * mesh.devices.size * UTILISATION
+    line += f'; {program.flops / 1e12:,.2f} TFLOP a full micro-batch, '
+    line += f'{program.flops / peak:,.3f} s at {UTILISATION:.0%} of peak'
+  line += f'; compiled in {took:.0f} s'
+  if needed > limit:
+    return f'does not fit, by {(needed - limit) / 1e6:,.1f} MB: {line}', False
+  return line, True
+
+
+def _excess(message: str) -> str:
+  """The compiler's own figures, or its first line."""
+  found = _TOO_MUCH.search(message)
+  return f'wants {found[1]} of {found[2]}, {found[3]} too much' if found else message.splitlines()[0]

@@ -1,0 +1,170 @@
+"""What a person can know before the first step: `--dry_run` and `--list`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+import shlex
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+
+import jax
+from rich.console import Console
+
+from jaxrl_llm.app.composition.chosen import settle
+from jaxrl_llm.app.composition.engines import ENGINES, owned_commands
+from jaxrl_llm.app.composition.prepare import prepare
+from jaxrl_llm.app.composition.scorers import SCORERS, build_scorers
+from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
+from jaxrl_llm.app.composition.state import critic_model
+from jaxrl_llm.app.composition.workdir import has_commits
+from jaxrl_llm.app.dry_run.compiled import compiled_line, held_table
+from jaxrl_llm.app.dry_run.programs import Program, held, stage_programs
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.config.values import to_json
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.learner.catalogue import ALGORITHMS
+from jaxrl_llm.master.exploring.processors import PROCESSORS as EXPERIENCE_PROCESSORS
+from jaxrl_llm.master.trainer import Stage
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.api import build_model
+from jaxrl_llm.models.attention import chosen
+from jaxrl_llm.models.families import FAMILIES
+from jaxrl_llm.models.spec import ModelOptions, ModelSpec
+from jaxrl_llm.parallel.mesh import build_mesh
+from jaxrl_llm.parallel.topology import CHIPS, parse_topology, topology_devices
+from jaxrl_llm.rollout.embedded.engine import build_programs
+from jaxrl_llm.tasks.processors import PROCESSORS
+from jaxrl_llm.tasks.sources import SOURCES
+from jaxrl_llm.tasks.taskset import taskset_loader
+
+
+def print_list() -> None:
+  """Everything a configuration can name, a line each."""
+  console = Console(markup=False, highlight=False, soft_wrap=True)
+  first = lambda value: (value.__doc__ or '').strip().splitlines()[0]
+  lines = [('family', name, family.description) for name, family in FAMILIES.items()]
+  lines += [('algorithm', name, first(options)) for name, (options, _) in ALGORITHMS.items()]
+  lines += [('engine', name, description) for name, description in ENGINES.items()]
+  lines += [('tasks', name, description) for name, description in SOURCES.items()]
+  lines += [('of tasks', name, first(options)) for name, (options, _) in PROCESSORS.items()]
+  lines += [('of groups', name, first(make)) for name, (_, make) in EXPERIENCE_PROCESSORS.items()]
+  lines += [('scorer', name, first(make)) for name, make in SCORERS.items()]
+  for kind, name, description in lines:
+    console.print(f'{kind:10} {name:40} {description}')
+
+
+def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = None) -> None:
+  """Resolved configuration, derived numbers, parameters, memory by role, compiled programs. Trains and leaves nothing.
+
+  Args:
+    topology: compile for these devices ('v5e:4x4'), which need not be here; None: for those that are.
+
+  Raises:
+    UserError: for a program that does not fit the topology's devices, after all of them have been printed.
+  """
+  console = Console(markup=False, highlight=False, soft_wrap=True)
+  devices = jax.devices() if topology is None else topology_devices(topology)
+  mesh = build_mesh(config.learner.mesh, devices)
+  load = taskset_loader(config.tasksets)
+  config = settle(config, workdir if has_commits(workdir) else None, console.print, load)
+  console.print_json(json.dumps(to_json(config)))
+  build_scorers(config.rewards)
+  with tempfile.TemporaryDirectory() as scratch:
+    prepared = prepare(config, pathlib.Path(scratch), load)
+  stages = build_stages(config, mesh, prepared.spec.vocab_size, prepared.lengths)
+  chip = None if topology is None else parse_topology(topology)[0]
+  model = build_model(model_spec(config, prepared.spec), _options(config, chip), mesh)
+  critic = critic_model(model)
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  trained, _ = lora.split(shapes, model.spec, model.options)
+  count = lambda tree: sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+  adapters = f', of which {count(trained):,} are trained' if config.policy.lora is not None else ''
+  console.print(f'run directory: {workdir}')
+  console.print(
+    f'policy: {prepared.spec.family}, {count(shapes):,} parameters{adapters}, vocabulary {prepared.spec.vocab_size}'
+  )
+  time = stages[0].shape.chunk_len
+  attention = chosen(model.options, mesh, time=time, keys=time, same_tokens=True)
+  console.print(f'attention in training: {attention.implementation} ({attention.reason})')
+  for taskset in prepared.tasksets.values():
+    console.print(f'taskset {taskset.name}: {dict(taskset.counts)}')
+  for stage in stages:
+    console.print(
+      f'stage {stage.name}: steps {stage.start}–{stage.end}, {stage.updates} updates, {_sequences(config, stage)} '
+      f'sequences a batch, arrays {_arrays(stage)} planned on {_known(prepared.lengths.get(stage.name))}, logits for '
+      f'{stage.token_chunk} of {stage.shape.chunk_len} tokens at a time'
+    )
+  if topology is None:
+    _print_servers(config, console, workdir)
+  console.print(held_table(mesh, held(stages, model, critic, mesh)))
+  refused = []
+  for stage in stages:
+    for program in stage_programs(stage, model, critic, mesh):
+      line, fits = compiled_line(program, mesh, chip)
+      console.print(f'{program.name} of {stage.name}: {line}')
+      refused += [] if fits else [f'{program.name} of {stage.name}']
+  for name, lowered in _engine_programs(config, prepared.spec, devices[0]):
+    line, fits = compiled_line(Program(name, lambda lowered=lowered: lowered, 0), mesh, chip)
+    console.print(f'{name}, on one device: {line}')
+    refused += [] if fits else [name]
+  if refused:
+    raise UserError(
+      f'topology {topology}: {", ".join(refused)}: more memory than a device has (above, by how much); use more '
+      'devices, policy.remat, policy.dtype=bfloat16, fewer learner.chunks_per_rank, or another engine'
+    )
+
+
+def _options(config: Config, chip: str | None) -> ModelOptions:
+  """As trained with, but for GPUs' fused attention, which compiles only where there is a GPU."""
+  options = policy_options(config)
+  absent = chip is not None and CHIPS[chip].platform == 'cuda'
+  return dataclasses.replace(options, attention='blockwise') if absent and options.attention == 'auto' else options
+
+
+def _engine_programs(config: Config, spec: ModelSpec, device: jax.Device) -> Iterator[tuple[str, jax.stages.Lowered]]:
+  """Of the embedded engine, which samples on one device."""
+  if config.rollout.engine != 'embedded' or not config.generates:
+    return
+  options = ModelOptions(dtype=config.policy.dtype, param_dtype=config.policy.param_dtype)
+  length = config.rollout.max_prompt_length + config.rollout.max_response_length
+  programs = build_programs(build_model(spec, options), config.rollout.embedded, length, device)
+  for (kind, detail), lowered in programs.lower(filtered=config.rollout.embedded.filters).items():
+    if kind != 'admit':
+      yield f'{kind} {detail}' if kind == 'prefill' else 'filtered decode' if detail else 'decode', lowered
+
+
+def _print_servers(config: Config, console: Console, workdir: pathlib.Path) -> None:
+  """The command line of each server that the trainer would start."""
+  if config.rollout.engine != 'vllm' or config.rollout.vllm.addresses:
+    return
+  for i, command in enumerate(owned_commands(config, workdir)):
+    variables = [f'{name}={value}' for name, value in command.variables(pathlib.Path('MODULES')).items()]
+    line = shlex.join(['env', *variables, *command.argv(pathlib.Path('SOCKET'))])
+    console.print(f'engine vllm-{i}: {line}')
+
+
+def _sequences(config: Config, stage: Stage) -> str:
+  plan = next(s for s in config.stages if s.name == stage.name)
+  if not stage.explores:
+    return str(plan.sequences)
+  usual = plan.groups_per_batch * plan.selection.most(plan.group_size)
+  experts = f' + {plan.sequences - usual} of experts' if plan.experts is not None else ''
+  most = '' if plan.selection.kind == 'all' else f', of which at most {usual} are learned from,'
+  return f'{plan.groups_per_batch} tasks × {plan.group_size} = {plan.groups_per_batch * plan.group_size}{most}{experts}'
+
+
+def _known(lengths: Sequence[int] | None) -> str:
+  if not lengths:
+    return 'the longest'
+  return f'{len(lengths):,} lengths (median {statistics.median(lengths):.0f}, at most {max(lengths)})'
+
+
+def _arrays(stage: Stage) -> str:
+  shape = stage.shape
+  return (
+    f'[≤{shape.micro_batches} micro-batches, {shape.ranks} ranks × {shape.chunks} chunks, {shape.chunk_len} tokens]'
+  )

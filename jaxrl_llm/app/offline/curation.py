@@ -1,0 +1,127 @@
+"""Chooses tasks by what a run's policy makes of them: neither too easy nor too hard, and not to be guessed."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxrl_llm.app.composition.prepare import check_judged
+from jaxrl_llm.app.composition.reopen import Serving, reopen, serving
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.task import Task
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.core.waits import gathered
+from jaxrl_llm.master.exploring.judging import judged
+from jaxrl_llm.rollout.api import Sampling
+from jaxrl_llm.rollout.workflow import SingleTurn, Workflow, checked_run
+from jaxrl_llm.tasks import processors
+from jaxrl_llm.tasks.processors import Outcomes, Passed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CurateConfig:
+  """Kimi k1.5's two measures of a prompt (arXiv:2501.12599, section 2.1)."""
+
+  samples: int = 10
+  """Attempts at each task."""
+  temperature: float = 1.0
+  """Of attempts and guesses."""
+  low: float = 0.0
+  high: float = 1.0
+  """Shares of correct attempts between which a task is kept, both included."""
+  guess_tries: int = 8
+  """Tries without reasoning, of which one that is correct drops the task; 0: none are made."""
+  guess_tokens: int = 16
+  """Tokens that a guess may have."""
+  guess_instruction: str = 'Give the final answer at once, without any reasoning.'
+  """Follows the prompt of a guess; empty: a guess is only short."""
+
+  def __post_init__(self):
+    for name, least in (('samples', 1), ('guess_tries', 0), ('guess_tokens', 1)):
+      if getattr(self, name) < least:
+        raise UserError(f'--{name}={getattr(self, name)}: wanted at least {least}')
+    if not self.temperature > 0:
+      raise UserError(f'--temperature={self.temperature}: wanted above 0; attempts would all be the same')
+    if not 0 <= self.low <= self.high <= 1:
+      raise UserError(f'--low={self.low} --high={self.high}: wanted 0 <= low <= high <= 1')
+
+
+class Curated(NamedTuple):
+  rows: list[dict[str, Json]]
+  """Of the tasks that are kept, as their source has them, with what was measured."""
+  passed: list[Passed]
+  """By processor, in their order."""
+
+
+async def curate(config: Config, run: pathlib.Path, step: int, name: str, how: CurateConfig) -> Curated:
+  """The tasks of taskset `name` that the policy committed at `step` (0: what the run began with) says are worth it."""
+  if name not in [taskset.name for taskset in config.tasksets]:
+    raise UserError(f'--taskset={name}: no such taskset; configured are {sorted(one.name for one in config.tasksets)}')
+  async with reopen(config, run) as past:
+    taskset = past.prepared.tasksets[name]
+    check_judged(taskset, config.rewards)
+    if how.guess_tries:
+      _check_guesses(taskset.tasks, past.prepared.tokenizer.render_prompt, config.rollout.max_prompt_length, how)
+    async with serving(past) as served:
+      await served.serve(step)
+      attempts = await _outcomes(served, served.workflow, {task.uid: task for task in taskset.tasks}, how.samples, how)
+      rate = processors.pass_rate(attempts, low=how.low, high=how.high)
+      tasks, passed = processors.run(f'pass_rate in [{how.low:g}, {how.high:g}]', rate, taskset.tasks)
+      told, guesses = [passed], {}
+      if how.guess_tries:
+        tokens = min(how.guess_tokens, config.rollout.max_response_length)
+        workflow = SingleTurn(served.engine, past.prepared.tokenizer, max_tokens=tokens)
+        asked = {task.uid: guess_of(task, how.guess_instruction) for task in tasks}
+        guesses = await _outcomes(served, workflow, asked, how.guess_tries, how)
+        tasks, passed = processors.run(f'guessable in {how.guess_tries} tries', processors.guessable(guesses), tasks)
+        told.append(passed)
+  return Curated([_row(task, attempts, guesses) for task in tasks], told)
+
+
+def guess_of(task: Task, instruction: str) -> Task:
+  """The same task, to be answered without reasoning."""
+  *before, last = task.prompt
+  content = f'{last["content"]}\n\n{instruction}' if instruction else last['content']
+  return dataclasses.replace(task, prompt=(*before, {**last, 'content': content}))
+
+
+def _check_guesses(tasks: Sequence[Task], render, limit: int, how: CurateConfig) -> None:
+  """Before anything is sampled: the instruction makes prompts longer."""
+  longest = max(len(render(guess_of(task, how.guess_instruction).prompt)) for task in tasks)
+  if longest > limit:
+    raise UserError(
+      f'--guess_instruction: makes prompts of up to {longest} tokens, and rollout.max_prompt_length is {limit}; raise '
+      "it with --config.rollout.max_prompt_length, shorten the instruction (--guess_instruction='' adds none), or "
+      'guess nothing with --guess_tries=0'
+    )
+
+
+async def _outcomes(
+  served: Serving, workflow: Workflow, tasks: dict[str, Task], samples: int, how: CurateConfig
+) -> dict[str, Outcomes]:
+  """By the keys of `tasks`, what became of `samples` attempts at each."""
+  stage = 'curate' if workflow is served.workflow else 'guess'
+  rewards, sampling = served.past.config.rewards, Sampling(temperature=how.temperature)
+
+  async def attempt(task: Task) -> Outcomes:
+    runs = checked_run(workflow, task, 0, stage=stage, samples=samples, sampling=sampling)
+    said = [one.reward.correct for one in await judged(runs, task, served.scorers, rewards)]
+    return Outcomes(correct=said.count(True), attempts=len(said) - said.count(None))
+
+  outcomes = await gathered(
+    map(attempt, tasks.values()),
+    name='curated_tasks',
+    owner=stage,
+    waits_for='another task to end, by the engine and the scorers (rollout.collect_deadline_s)',
+    deadline_s=served.past.config.rollout.collect_deadline_s,
+  )
+  return dict(zip(tasks, outcomes, strict=True))
+
+
+def _row(task: Task, attempts: dict[str, Outcomes], guesses: dict[str, Outcomes]) -> dict[str, Json]:
+  rate = attempts[task.uid].rate
+  row = {**task.fields, 'pass_rate': rate, 'hardness': 1.0 - rate}
+  return {**row, 'guessed': guesses[task.uid].correct} if guesses else row

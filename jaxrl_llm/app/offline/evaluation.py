@@ -1,0 +1,54 @@
+"""Measures what a run committed, afterwards: each commit on the suites of its configuration."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from absl import logging
+
+from jaxrl_llm.app.composition.reopen import reopen, serving
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.master.evaluation import Evaluator
+from jaxrl_llm.runtime.checkpoint import Checkpoints
+
+
+def chosen_steps(run: pathlib.Path, config: Config, wanted: Sequence[int] | None) -> list[int]:
+  """Commits to measure; 0 is what the run began with.
+
+  Args:
+    wanted: None: all that are kept.
+  """
+  kept = Checkpoints(run / 'checkpoints', config.checkpoint, leads=True).steps()
+  if wanted is None and not kept:
+    raise UserError(f'--workdir={run}: nothing was committed there yet; --steps=0 measures what it began with')
+  missing = sorted(set(wanted or ()) - {0, *kept})
+  if missing:
+    raise UserError(f'--steps: no commit at step {missing[0]} in {run}; kept are {", ".join(map(str, kept)) or "none"}')
+  return kept if wanted is None else sorted(set(wanted))
+
+
+async def evaluate(config: Config, run: pathlib.Path, steps: Sequence[int]) -> AsyncIterator[dict[str, Any]]:
+  """For each step and suite: `step`, `suite`, `metrics`, and `rows` as in `evals/`. The run is only read."""
+  if not config.evaluation:
+    raise UserError('evaluation: the configuration of the run has no suite, so there is nothing that could be measured')
+  async with reopen(config, run) as past, serving(past) as served:
+    evaluator = Evaluator(
+      workflow=served.workflow,
+      scorers=served.scorers,
+      rewards=config.rewards,
+      deadline_s=config.rollout.collect_deadline_s,
+    )
+    for step in steps:
+      try:
+        await served.serve(step)
+      except (UserError, OSError):
+        if step == 0 or step in past.checkpoints.steps():
+          raise
+        logging.warning('step %d: the run that is going on has removed its commit meanwhile', step)
+        continue
+      for suite, tasks in past.prepared.suites:
+        metrics, rows = await evaluator.run(suite, tasks)
+        yield {'step': step, 'suite': suite.name, 'metrics': metrics, 'rows': rows}

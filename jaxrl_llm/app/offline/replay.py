@@ -1,0 +1,205 @@
+"""Makes updates of a run again, from a commit and the recorded plans, and compares them with what the run recorded.
+
+On the machine that a run ran on, all of an update but its times is a function of the commit, the plans and the samples
+they name: what differs here has changed on the disk or in the program, or was never a function of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl_llm.app.composition.host import recorded_groups, stage_entrance
+from jaxrl_llm.app.composition.reopen import Reopened, reopen
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.batching.plan import StepPlan
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.learner.state import Learned
+from jaxrl_llm.master.batches import SEALED
+from jaxrl_llm.master.exploring.recall import recall
+from jaxrl_llm.master.exploring.selection import Scored
+from jaxrl_llm.master.loop import pass_over, take_step
+from jaxrl_llm.master.recorded import RecordedGroups
+from jaxrl_llm.master.records import step_metrics
+from jaxrl_llm.replay.browse import open_copy
+from jaxrl_llm.replay.index import ReplayStore
+from jaxrl_llm.replay.tables import INDEX
+from jaxrl_llm.rollout.vllm.publication import digest
+from jaxrl_llm.rollout.workflow import completion_text
+from jaxrl_llm.runtime.checkpoint import Checkpoints
+from jaxrl_llm.runtime.machine import changes
+from jaxrl_llm.runtime.phases import PhaseManager
+from jaxrl_llm.runtime.writers import METRICS_FILE, STAGE, STEP, finite_row, read_jsonl
+
+_OF_A_STEP = 'perf/time_per_step'
+"""In the row of every step, and in no row of an evaluation."""
+_NOT_OF_THE_PLAN = ('timing_s/', 'timing_per_token_ms/', 'perf/', 'run/clock_decisions', 'run/engine')
+"""How metrics begin that depend on time, or on what the host of the run counted."""
+
+
+class Difference(NamedTuple):
+  """`got` is what came out now; None: nothing of that name."""
+
+  key: str
+  got: Json
+  recorded: Json
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compared:
+  """An update that was made again."""
+
+  step: int
+  """Completed batches after it."""
+  stage: str
+  metrics: Mapping[str, Json]
+  """As they came out now."""
+  arrays: int
+  """How many of the commit after it were compared; 0 where none is kept."""
+  differences: tuple[Difference, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Course:
+  """What is gone through to make a step again."""
+
+  commit: int
+  """Where it starts; 0: what the run began with."""
+  step: int
+  rows: Mapping[int, Mapping[str, Json]]
+  """What the run recorded of each step."""
+
+
+def course(config: Config, run: pathlib.Path, step: int | None) -> Course:
+  """From the newest commit before `step` (None: the last recorded one) to it.
+
+  Raises:
+    UserError: the run has not recorded that step, or not on a machine like this one.
+  """
+  file = run / METRICS_FILE
+  rows = {row[STEP]: row for row in (read_jsonl(file)[0] if file.exists() else []) if _OF_A_STEP in row}
+  if not rows:
+    raise UserError(f'--workdir={run}: no step is recorded there yet, so there is none to make again')
+  if step is None:
+    step = max(rows)
+  if step not in rows:
+    raise UserError(f'--step={step}: not recorded in {file}, which has the steps {min(rows)} to {max(rows)}')
+  checkpoints = Checkpoints(run / 'checkpoints', config.checkpoint, leads=True)
+  kept = checkpoints.steps()
+  commit = max((committed for committed in kept if committed < step), default=0)
+  # Who committed before it and who committed next: steps in between may have been made by either.
+  after = min((committed for committed in kept if committed >= step), default=0)
+  for near in {commit, after} - {0}:
+    if told := changes(checkpoints.host(near)['machine']):
+      raise UserError(
+        f'--step={step}: not bit for bit here, for this machine is not the one that committed step {near}: {told}; '
+        'replay it where all of that is as it was'
+      )
+  return Course(commit=commit, step=step, rows=rows)
+
+
+async def replay(config: Config, run: pathlib.Path, way: Course) -> AsyncIterator[Compared]:
+  """Each step of the way, as soon as it is made and compared. The run is only read.
+
+  Raises:
+    UserError: a plan, or what a plan names, is not there any more.
+  """
+  async with reopen(config, run) as past:
+    store = open_copy(run / 'replay', past.scratch / 'replay')
+    try:
+      plans = _plans(store, run, way)
+      phases = PhaseManager()
+      recorded = {stage.name: recorded_groups(run, stage, past.prepared) for stage in config.stages if stage.recorded}
+      enter_stage = stage_entrance(config, run, model=past.model, mesh=past.mesh, device=past.device, phases=phases)
+      state = await past.state(way.commit)
+      for stage in past.stages:
+        if not state.step < min(stage.end, way.step):
+          continue
+        trainer, state = await enter_stage(stage, state)
+        while state.step < min(stage.end, way.step):
+          plan = plans[state.step]
+          if stage.trains:
+            state, batch, updated = await take_step(phases, trainer, state, plan)
+          else:
+            state, batch, updated = pass_over(state, plan)
+          known = taken(store, past, plan, recorded.get(stage.name))
+          row = finite_row(step_metrics(batch, updated, known, config.rollout.mismatch)[0])
+          found = _metric_differences(row, way.rows.get(state.step, {}))
+          arrays = 0
+          if state.step == way.step and way.step in past.checkpoints.steps():
+            arrays, more = await past.device.run(_commit_differences, state.learned, past.checkpoints, way.step)
+            found += more
+          yield Compared(step=plan.step + 1, stage=stage.name, metrics=row, arrays=arrays, differences=tuple(found))
+    finally:
+      store.close()
+
+
+def _plans(store: ReplayStore, run: pathlib.Path, way: Course) -> dict[int, StepPlan]:
+  """By completed batches before each; all that the way needs, or a UserError."""
+  found = store.plans(way.commit)
+  for step in range(way.commit, way.step):
+    if step not in found:
+      origin = f'the commit at step {way.commit}' if way.commit else 'the beginning'
+      raise UserError(
+        f'--step={way.step}: the plan of step {step + 1}, which lies on the way from {origin}, is not recorded in '
+        f'{run / "replay" / INDEX}; choose a step that a later commit leads to'
+      )
+  return {step: StepPlan.from_json(found[step]) for step in range(way.commit, way.step)}
+
+
+def taken(
+  store: ReplayStore, past: Reopened, plan: StepPlan, recorded: RecordedGroups | None = None
+) -> dict[str, Scored]:
+  """What the loop knew of the rollouts in a plan; by uid, in the order of the plan's rows."""
+  if recorded is not None:
+    return recorded.recall(plan.rows)
+  uids = [*dict.fromkeys(row.uid for row in plan.rows if row.source.startswith(SEALED))]
+  tasks = {task.uid: task for taskset in past.prepared.tasksets.values() for task in taskset.tasks}
+  text = lambda sample: completion_text(
+    past.prepared.tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason
+  )
+  chosen = recall(store, uids, tasks=tasks.get, text=text, rewards=past.config.rewards)
+  members = {choice.scored.sample.uid: choice.scored for choice in chosen}
+  return {uid: members[uid] for uid in uids}
+
+
+def _metric_differences(row: Mapping[str, Json], recorded: Mapping[str, Json]) -> list[Difference]:
+  """Of what comes from the plan; a number is equal if all its bits are."""
+  of_plan = lambda key: not key.startswith(_NOT_OF_THE_PLAN) and key not in (STAGE, STEP)
+  return [
+    Difference(key, row.get(key), recorded.get(key))
+    for key in sorted(filter(of_plan, row.keys() | recorded.keys()))
+    if key not in row or key not in recorded or json.dumps(row[key]) != json.dumps(recorded[key])
+  ]
+
+
+def _commit_differences(learned: Learned, checkpoints: Checkpoints, step: int) -> tuple[int, list[Difference]]:
+  """How many arrays the commit has, and what differs from it; those of `learned` are deleted.
+
+  There is room for one of the two on the devices.
+  """
+  arrays, host = learned.committed(), checkpoints.host(step)
+  like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
+  got = _digests(arrays)
+  for leaf in jax.tree.leaves(arrays):
+    leaf.delete()
+  recorded = _digests(checkpoints.restore(step, like))
+  pairs = {name: (got[name], recorded[name]) for name in got}
+  for name in ('reference_step', 'algorithm_state'):
+    pairs[name] = (getattr(learned, name), host[name])
+  return len(got), [
+    Difference(name, *pair) for name, pair in pairs.items() if json.dumps(pair[0]) != json.dumps(pair[1])
+  ]
+
+
+def _digests(arrays: Any) -> dict[str, str]:
+  """Of all bits of each array, by its path."""
+  leaves, _ = jax.tree_util.tree_flatten_with_path(arrays)
+  return {jax.tree_util.keystr(path, simple=True, separator='/'): digest(np.asarray(leaf)) for path, leaf in leaves}

@@ -1,0 +1,58 @@
+"""The command line of an explorer process: `launch/serve.py --role=explorer`, and what a run starts by itself.
+
+Explorers hold no model and touch no device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import sys
+from collections.abc import Sequence
+
+from absl import flags, logging
+
+from jaxrl_llm.app.composition.workflows import build_workflow
+from jaxrl_llm.config.load import parse_flags
+from jaxrl_llm.core import script
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.net.connections import read_key
+from jaxrl_llm.rollout.explorers.explorer import Link, explore
+
+FLAGS = flags.FlagValues()
+flags.DEFINE_string('master', None, 'Address of the run: unix:PATH, or that of its front.', flag_values=FLAGS)
+flags.DEFINE_string('name', None, "The explorer's own name; default: the host's.", flag_values=FLAGS)
+flags.DEFINE_string('key_file', None, 'File whose first line is the token.', flag_values=FLAGS)
+flags.DEFINE_string('ca_file', None, 'PEM of who signed the certificate, with https.', flag_values=FLAGS)
+
+
+def command(master: str, name: str) -> list[str]:
+  """The command of an explorer process with this Python. `master` is an address, `name` the explorer's name."""
+  return [sys.executable, '-P', '-m', __name__, f'--master={master}', f'--name={name}']
+
+
+async def _explore() -> None:
+  name = FLAGS.name or platform.node() or 'explorer'
+  link = Link(FLAGS.master, key=read_key(FLAGS.key_file, '--key_file'), ca_file=FLAGS.ca_file, name=name)
+  await explore(link, build_workflow)
+
+
+def run(argv: Sequence[str], document: str | None = None) -> int:
+  """Returns the exit code. `document` describes the command for --help."""
+  return script.exit_code(lambda: _run(argv, document))
+
+
+def _run(argv: Sequence[str], document: str | None) -> int:
+  parse_flags(argv, FLAGS, document)
+  if FLAGS.master is None:
+    raise UserError('--master is missing; wanted the address that the run printed')
+  logging.set_verbosity(logging.INFO)
+  try:
+    asyncio.run(_explore())
+  except KeyboardInterrupt:
+    return 130
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(run(sys.argv))

@@ -1,0 +1,167 @@
+"""A reward model as a service: `launch/serve.py --role=reward`, which scorers of kind `http` ask.
+
+Request: `{prompt, completion, …}` as scorers of kind `http` post it, `prompt` a text or chat messages. Answer:
+`{value, evidence}`; 400 with one line for what cannot be scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from absl import flags, logging
+from aiohttp import web
+
+from jaxrl_llm.app.composition.prepare import model_directory
+from jaxrl_llm.app.serve.listening import define_listening, read_front, write_addresses
+from jaxrl_llm.config.load import parse_flags
+from jaxrl_llm.core import script
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.net.listener import listening
+from jaxrl_llm.learner.state import place_params
+from jaxrl_llm.master.reward_model import Batcher, RewardModel
+from jaxrl_llm.models.api import build_model
+from jaxrl_llm.models.spec import ModelOptions
+from jaxrl_llm.parallel.device import DeviceThread
+from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
+from jaxrl_llm.tasks.tokenizer import Tokenizer
+from jaxrl_llm.weights.hf import load_params, read_spec
+
+FLAGS = flags.FlagValues()
+flags.DEFINE_string('model', None, 'Reward model: a directory, a hub id, or a run that trained it.', flag_values=FLAGS)
+flags.DEFINE_enum('dtype', 'bfloat16', ['float32', 'bfloat16'], 'Of weights and activations.', flag_values=FLAGS)
+flags.DEFINE_integer('max_length', None, "Tokens of prompt and answer; default: the model's.", 1, flag_values=FLAGS)
+flags.DEFINE_integer('sequences', 32, 'Of one pass.', 1, flag_values=FLAGS)
+flags.DEFINE_integer(
+  'tensor', 1, 'Devices that heads and MLP are cut over; the others hold parts of weights.', 1, flag_values=FLAGS
+)
+define_listening(FLAGS)
+_CHARACTERS = 256
+"""Length of the longest token in common vocabularies; a text with more characters per token cannot fit."""
+PATHS = ('/', '/score')
+ROUTES = (('GET', '/health'), *(('POST', path) for path in PATHS))
+
+
+def load(
+  source: str, *, dtype: str, max_length: int | None, sequences: int, tensor: int
+) -> tuple[RewardModel, Tokenizer]:
+  """A reward model on all devices of this process, and its tokenizer. Raises UserError for another model."""
+  directory = model_directory(source)
+  spec = read_spec(directory)
+  if spec.head != 'scalar':
+    raise UserError(
+      f'--model={source}: a model with head {spec.head!r}; wanted a reward model (…ForSequenceClassification with one '
+      'label), as launch/train.py --config=configs/reward_model.py exports it'
+    )
+  tokenizer, mesh = Tokenizer.from_directory(directory), build_mesh(MeshConfig(tensor=tensor))
+  tokenizer.check_fits(spec.vocab_size, f'the model in {directory}')
+  model = build_model(spec, ModelOptions(dtype=dtype, param_dtype=dtype), mesh)
+  params = place_params(model, mesh, load_params(directory, spec, scan_layers=False, dtype=dtype))
+  longest = min(max_length or spec.max_position_embeddings, spec.max_position_embeddings)
+  return RewardModel(model, params, mesh, max_length=longest, sequences=sequences), tokenizer
+
+
+def application(batcher: Batcher, tokenizer: Tokenizer, *, max_length: int) -> web.Application:
+  """The service.
+
+  Args:
+    max_length: tokens of the longest sequence that the model scores; texts that cannot fit are not tokenized.
+  """
+  # Beside the event loop, which long texts would hold up; one at a time, as tokenizers are not made for threads.
+  encoder = ThreadPoolExecutor(1, thread_name_prefix='tokenizer')
+
+  def encode(data: bytes) -> tuple[list[int], list[int]]:
+    prompt, completion = _read(data)
+    characters = sum(len(message['content']) for message in prompt) + len(completion)
+    if characters > max_length * _CHARACTERS:
+      raise UserError(f'{characters} characters are more than the {max_length} tokens that the reward model takes')
+    return tokenizer.render_answer(prompt, completion)
+
+  async def score(request: web.Request) -> web.Response:
+    try:
+      data = await request.read()
+      before, after = await asyncio.get_running_loop().run_in_executor(encoder, encode, data)
+      value = await batcher.score([*before, *after])
+    except UserError as error:
+      return web.Response(status=400, text=str(error))
+    return web.json_response({'value': value, 'evidence': {'tokens': len(before) + len(after)}})
+
+  served = web.Application(client_max_size=16 << 20)
+  served.router.add_get('/health', _healthy)
+  for path in PATHS:
+    served.router.add_post(path, score)
+  return served
+
+
+async def _healthy(request: web.Request) -> web.Response:
+  return web.Response(text='ok')
+
+
+def _read(data: bytes) -> tuple[tuple[dict[str, str], ...], str]:
+  try:
+    body = json.loads(data)
+    prompt, completion = body['prompt'], body['completion']
+    messages = [{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else prompt
+    found = tuple({'role': str(m['role']), 'content': str(m['content'])} for m in messages)
+  except (ValueError, KeyError, TypeError, RecursionError):
+    raise UserError(f'got {data[:80]!r}, wanted JSON with prompt (a text or messages) and completion') from None
+  if not isinstance(completion, str) or not found:
+    raise UserError('got no completion as text, or an empty prompt')
+  try:
+    ''.join([*(message['content'] for message in found), completion]).encode()
+  except UnicodeEncodeError as error:
+    raise UserError(f'got text that UTF-8 cannot write ({error.reason}), which no tokenizer takes') from None
+  return found, completion
+
+
+async def serve(model: RewardModel, tokenizer: Tokenizer, front: Any, say: Callable[[str], None]) -> None:
+  """Serves until SIGINT or SIGTERM; says where."""
+  stop, device = asyncio.Event(), DeviceThread()
+  for number in (signal.SIGINT, signal.SIGTERM):
+    asyncio.get_running_loop().add_signal_handler(number, stop.set)
+  await device.run(model, [[tokenizer.pad_id]])  # Compiles.
+  batcher = Batcher(model, device)
+  where = listening(
+    application(batcher, tokenizer, max_length=model.max_length), name='reward', front=front, routes=ROUTES
+  )
+  try:
+    async with where as (address, public):
+      running = asyncio.create_task(batcher.run())
+      say(public or address)
+      stopped = asyncio.create_task(stop.wait())  # wait signal: none, a service runs until then
+      await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)  # wait signal: none, see above
+      running.cancel()
+      with contextlib.suppress(asyncio.CancelledError):
+        await running  # wait cancelled: it has just been cancelled
+  finally:
+    device.close()
+
+
+def run(argv: Sequence[str], document: str | None = None) -> int:
+  """Returns the exit code. `document` describes the command for --help."""
+  return script.exit_code(lambda: _run(argv, document))
+
+
+def _run(argv: Sequence[str], document: str | None) -> int:
+  parse_flags(argv, FLAGS, document)
+  if FLAGS.model is None:
+    raise UserError('--model is missing; wanted a reward model: a directory, a hub id, or a run that trained it')
+  front = read_front(FLAGS)
+  logging.set_verbosity(-1)
+  how = {name: FLAGS[name].value for name in ('dtype', 'max_length', 'sequences', 'tensor')}
+  model, tokenizer = load(FLAGS.model, **how)
+
+  def say(address: str) -> None:
+    options = {'addresses': [address if address.startswith('unix:') else f'{address}/']}
+    print(f'{FLAGS.model} scores on {jax.device_count()} devices at {address}', flush=True)
+    print(f"a scorer of it: kind 'http', options {json.dumps(options)}", flush=True)
+    write_addresses(FLAGS.addresses_file, options['addresses'])
+
+  asyncio.run(serve(model, tokenizer, front, say))
+  return 0

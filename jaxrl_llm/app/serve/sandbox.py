@@ -1,0 +1,55 @@
+"""Sandboxes for code scorers of other hosts: `launch/serve.py --role=sandbox`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+
+from absl import flags
+
+from jaxrl_llm.app.serve.listening import define_listening, read_front, write_addresses
+from jaxrl_llm.config.load import parse_flags
+from jaxrl_llm.core import script
+from jaxrl_llm.core.net.front import FrontConfig
+from jaxrl_llm.core.net.listener import listening
+from jaxrl_llm.rewards.sandbox.server import ROUTES, SandboxServer
+
+FLAGS = flags.FlagValues()
+flags.DEFINE_integer('programs', None, 'Run at once; default: one a core.', lower_bound=1, flag_values=FLAGS)
+flags.DEFINE_enum(
+  'isolation',
+  'auto',
+  ['auto', 'namespaces', 'bubblewrap', 'none'],
+  'Of programs; none: limits only.',
+  flag_values=FLAGS,
+)
+define_listening(FLAGS)
+
+
+async def serve(server: SandboxServer, front: FrontConfig | None) -> None:
+  """Returns on SIGINT or SIGTERM."""
+  stop = asyncio.Event()
+  for number in (signal.SIGINT, signal.SIGTERM):
+    asyncio.get_running_loop().add_signal_handler(number, stop.set)
+  async with listening(server.application(), name='sandbox', front=front, routes=ROUTES) as (address, public):
+    print(f'sandboxes ({server.isolation}) serve at {public or address}', flush=True)
+    write_addresses(FLAGS.addresses_file, [public or address])
+    await stop.wait()  # wait signal: none, a service runs until then
+
+
+def run(argv: Sequence[str], document: str | None = None) -> int:
+  """Returns the exit code. `document` describes the command for --help."""
+  return script.exit_code(lambda: _run(argv, document))
+
+
+def _run(argv: Sequence[str], document: str | None) -> int:
+  parse_flags(argv, FLAGS, document)
+  front = read_front(FLAGS)
+  server = SandboxServer(isolation=FLAGS.isolation, at_once=FLAGS.programs or os.cpu_count() or 1)
+  try:
+    asyncio.run(serve(server, front))
+  finally:
+    server.close()
+  return 0

@@ -1,0 +1,199 @@
+"""vLLM servers that a trainer attaches to: `launch/serve.py --role=vllm`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import pathlib
+import signal
+from collections.abc import Sequence
+
+from absl import flags, logging
+
+from jaxrl_llm.app.serve.listening import check_addresses_file, write_addresses
+from jaxrl_llm.config.load import parse_flags
+from jaxrl_llm.core import script
+from jaxrl_llm.core.errors import RunError, UserError, first_cause
+from jaxrl_llm.core.net.front import Front, FrontConfig
+from jaxrl_llm.rollout.vllm.server import WORKER, WORKER_MODULE, Server, VllmConfig, parse_options, server_commands
+
+FLAGS = flags.FlagValues()
+_MODEL = flags.DEFINE_string('model', None, "Directory with the policy's config.json.", flag_values=FLAGS)
+_SERVERS = flags.DEFINE_integer(
+  'servers', 1, 'How many; the cores of this machine are split between them.', flag_values=FLAGS
+)
+_ENVIRONMENT = flags.DEFINE_string(
+  'environment', VllmConfig.environment, 'Virtual environment that has vLLM.', flag_values=FLAGS
+)
+_DTYPE = flags.DEFINE_enum(
+  'dtype', 'bfloat16', ['float32', 'bfloat16'], 'Of weights and activations.', flag_values=FLAGS
+)
+_LENGTH = flags.DEFINE_integer(
+  'max_model_len', None, "Tokens of the longest sequence; default: the model's.", flag_values=FLAGS
+)
+_LOAD = flags.DEFINE_enum(
+  'load', 'dummy', ['dummy', 'auto'], 'dummy: wait for a trainer; auto: the weights in --model.', flag_values=FLAGS
+)
+_DEVICES = flags.DEFINE_list('devices', [], 'CUDA_VISIBLE_DEVICES of each server, e.g. 0,1.', flag_values=FLAGS)
+_TRANSFER = flags.DEFINE_enum(
+  'transfer', 'files', ['files', 'nccl'], 'How weights come: as rollout.vllm.transfer.', flag_values=FLAGS
+)
+_CACHE = flags.DEFINE_integer(
+  'cpu_cache_gib', VllmConfig.cpu_cache_gib, 'KV cache of each server on CPUs.', flag_values=FLAGS
+)
+_LOGS = flags.DEFINE_string('logs', 'logs', "Directory of the servers' logs.", flag_values=FLAGS)
+_HOST = flags.DEFINE_string(
+  'host', None, 'Address that the fronts listen on; none: unix sockets, no front.', flag_values=FLAGS
+)
+_PORT = flags.DEFINE_integer('port', 8400, 'Port of the first front; 0 = free ones.', flag_values=FLAGS)
+_TOKEN = flags.DEFINE_string(
+  'token_file', None, 'File with the bearer token (mode 600), with --host.', flag_values=FLAGS
+)
+_CERT = flags.DEFINE_string('tls_cert', None, 'Certificate, PEM.', flag_values=FLAGS)
+_KEY = flags.DEFINE_string('tls_key', None, "The certificate's key, PEM.", flag_values=FLAGS)
+_PLAIN = flags.DEFINE_bool(
+  'allow_plaintext', False, 'Fronts without TLS on addresses other than loopback.', flag_values=FLAGS
+)
+_ROOT = flags.DEFINE_string('publish_root', None, 'With --host: where weights may be read from.', flag_values=FLAGS)
+_WORKER = flags.DEFINE_string(
+  'worker_file',
+  None,
+  "Python file whose class Worker takes the place of the worker extension's (jaxrl_llm_worker).",
+  flag_values=FLAGS,
+)
+_FILE = flags.DEFINE_string(
+  'addresses_file', None, 'Written once all serve: a JSON list of addresses.', flag_values=FLAGS
+)
+
+_START_DEADLINE_S = 900.0
+_MAX_RESTARTS = 3
+_STEADY_S = 60.0
+"""A server that served so long may fail and be started again as if for the first time."""
+
+
+async def serve(servers: list[Server], fronts: list[FrontConfig | None]) -> None:
+  """Returns on SIGINT or SIGTERM; RunError when a server cannot be kept up."""
+  stop = asyncio.Event()
+  for number in (signal.SIGINT, signal.SIGTERM):
+    asyncio.get_running_loop().add_signal_handler(number, stop.set)
+  addresses: list[str] = []
+  async with contextlib.AsyncExitStack() as stack:
+    for server in servers:
+      stack.push_async_callback(server.close)
+    for server, config in zip(servers, fronts, strict=True):
+      # First, so that a port that is taken is said at once.
+      front = config and await stack.enter_async_context(
+        Front(config, upstream=server.address, publish_root=_ROOT.value)
+      )
+      addresses.append(front.address if front else server.address)
+    for server in servers:
+      server.start()
+    stopped = asyncio.create_task(stop.wait())  # wait signal: none, a service runs until then
+    async with asyncio.TaskGroup() as group:
+      keepers = [group.create_task(keep_up(server)) for server in servers]
+      announcer = group.create_task(announce(servers, addresses))
+      await asyncio.wait({stopped, *keepers}, return_when=asyncio.FIRST_COMPLETED)  # wait signal: none, see above
+      for task in (announcer, *keepers):
+        task.cancel()
+
+
+async def announce(servers: list[Server], addresses: list[str]) -> None:
+  await asyncio.gather(*(server.ready(deadline_s=_START_DEADLINE_S) for server in servers))
+  for server, address in zip(servers, addresses, strict=True):
+    print(f'{server.name} serves at {address}', flush=True)
+  print(f"--config.rollout.engine=vllm --config.rollout.vllm.addresses='{json.dumps(addresses)}'", flush=True)
+  write_addresses(_FILE.value, addresses)
+
+
+async def keep_up(server: Server) -> None:
+  """Starts a server that ended again; RunError when that does not help."""
+  loop, failures = asyncio.get_running_loop(), 0
+  await server.ready(deadline_s=_START_DEADLINE_S)
+  while True:
+    since = loop.time()
+    while server.is_running():  # wait server: none, it is started again when it ends
+      await asyncio.sleep(0.5)
+    failures = 1 if loop.time() - since > _STEADY_S else failures + 1
+    logging.error('%s ended: %s', server.name, server.last_lines())
+    if failures > _MAX_RESTARTS:
+      raise RunError(f'{server.name}: ended {failures} times in a row; its last lines: {server.last_lines()}')
+    await server.stop()
+    server.start()
+    try:
+      await server.ready(deadline_s=_START_DEADLINE_S)
+    except RunError as error:  # Counts as another end; the other servers go on.
+      logging.error('%s', error)
+      await server.stop()
+
+
+def _run(options: Sequence[str]) -> int:
+  logging.set_verbosity(-1)
+  if not _MODEL.value:
+    raise UserError("--model is missing: wanted a directory with the policy's config.json")
+  model = pathlib.Path(_MODEL.value).absolute()
+  if not (model / 'config.json').exists():
+    raise UserError(f'{_MODEL.value}: --model has no config.json; wanted a model directory')
+  if _HOST.value and not _TOKEN.value:
+    raise UserError('--token_file is missing: with --host a front asks everybody for its token')
+  config = VllmConfig(
+    environment=_ENVIRONMENT.value,
+    servers=_SERVERS.value,
+    devices=tuple(_DEVICES.value),
+    transfer=_TRANSFER.value,
+    cpu_cache_gib=_CACHE.value,
+    args=parse_options(options),
+  )
+  check_addresses_file(_FILE.value)
+  worker = pathlib.Path(_WORKER.value) if _WORKER.value else WORKER
+  if not worker.is_file():
+    raise UserError(f'{worker}: --worker_file is no file')
+  module = worker.stem if _WORKER.value else WORKER_MODULE
+  commands = server_commands(
+    config,
+    model,
+    dtype=_DTYPE.value,
+    max_model_len=_LENGTH.value,
+    load_format=_LOAD.value,
+    worker_files={module: worker},
+    worker_class=f'{module}.Worker',
+  )
+  logs = pathlib.Path(_LOGS.value).absolute()
+  fronts = [front_config(i) for i in range(len(commands))]
+  try:
+    logs.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise UserError(f'{logs}: --logs cannot be made ({error.strerror}); name another directory') from None
+  servers = [Server(command, name=f'vllm-{i}', log=logs / f'vllm-{i}.log') for i, command in enumerate(commands)]
+  for server in servers:
+    print(f'{server.name}: {server.line}', flush=True)
+  try:
+    asyncio.run(serve(servers, fronts))
+  except BaseExceptionGroup as group:
+    raise first_cause(group) from None
+  return 0
+
+
+def front_config(i: int) -> FrontConfig | None:
+  if not _HOST.value:
+    return None
+  return FrontConfig(
+    host=_HOST.value,
+    port=_PORT.value and _PORT.value + i,
+    token_file=_TOKEN.value,
+    tls_cert=_CERT.value,
+    tls_key=_KEY.value,
+    allow_plaintext=_PLAIN.value,
+  )
+
+
+def parse(argv: Sequence[str], document: str | None = None) -> list[str]:
+  """Parses the host's flags and returns vLLM's options, which follow `--`."""
+  split = argv.index('--') if '--' in argv else len(argv)
+  parse_flags(argv[:split], FLAGS, document)
+  return list(argv[split + 1 :])
+
+
+def run(argv: Sequence[str], document: str | None = None) -> int:
+  """Returns the exit code. `document` describes the command for --help."""
+  return script.exit_code(lambda: _run(parse(argv, document)))

@@ -1,0 +1,208 @@
+"""Calls to services that score: JSON out, JSON in, over one or more addresses.
+
+Invariant: a call ends with what a service answered with status 200, or in one `RemoteError` that says what its tries
+met. A try that met a fault that may pass (no connection, no answer in time, 429, 5xx) is repeated, at another address
+where there is one; no more than `concurrency` requests are under way at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any, Self
+
+import aiohttp
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.net.connections import base_url, certificates, check_address, open_session, read_key
+from jaxrl_llm.core.types import Json
+
+CHAT_PATH = '/v1/chat/completions'
+"""Of OpenAI-compatible servers."""
+_MAX_WAIT_S = 30.0
+"""Longest wait before another try, whatever the service asks for."""
+_REST_S = 5.0
+"""After a fault an address comes after all others for so long."""
+_MAX_ANSWER_BYTES = 4 << 20
+_CONNECT_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RemoteOptions:
+  addresses: tuple[str, ...]
+  """`http://host:port/path`, `https://…` or `unix:/path/to.sock`; each request goes to the one that has least to do."""
+  key_file: str | None = None
+  """File with the bearer token in its first line."""
+  ca_file: str | None = None
+  """Certificates that an https server may show; None = the system's."""
+  concurrency: int = 16
+  """Requests under way at once."""
+  request_deadline_s: float = 60.0
+  """Of one try. The scorer's own `deadline_s` is over all of them."""
+  retries: int = 5
+  """Tries after the first, where a fault may pass. With the default waits that bridges 15 s: a service's restart."""
+  first_wait_s: float = 0.5
+  """Before the second try, and twice as long before each later one; `Retry-After` of an answer may make it longer."""
+
+  def check(self, where: str) -> None:
+    """Raises UserError for what no request could be made with."""
+    _check_addresses(self.addresses, where)
+    if self.concurrency < 1 or self.retries < 0:
+      raise UserError(f'{where}: concurrency is {self.concurrency} and retries {self.retries}, wanted at least 1 and 0')
+    if not self.request_deadline_s > 0 or not self.first_wait_s > 0:
+      raise UserError(
+        f'{where}: request_deadline_s is {self.request_deadline_s} and first_wait_s {self.first_wait_s}, '
+        'wanted them above 0'
+      )
+    read_key(self.key_file, f'{where}: key_file')
+    if self.ca_file is not None:
+      certificates(self.ca_file, where)
+
+
+class RemoteError(Exception):
+  """The service gave no answer that counts."""
+
+
+class _Passing(Exception):
+  """A fault after which another try may do better."""
+
+  def __init__(self, what: str, wait_s: float = 0.0):
+    super().__init__(what)
+    self.wait_s = wait_s
+
+
+def _check_addresses(addresses: Sequence[str], where: str) -> None:
+  if not addresses:
+    raise UserError(f'{where}: addresses is empty, wanted at least one')
+  for address in addresses:
+    check_address(address, where)
+
+
+class Remote:
+  """A client of services, and the base of what asks them for something of its own.
+
+  Open as a context manager, within the event loop that calls it.
+  """
+
+  def __init__(self, options: RemoteOptions, where: str, path: str = ''):
+    """
+    Args:
+      where: whose it is, for errors.
+      path: what follows the addresses, which are whole by themselves where it is empty.
+    """
+    self._options, self._where, self._path = options, where, path
+    self._sessions: dict[str, aiohttp.ClientSession] = {}
+    self._busy: collections.Counter[str] = collections.Counter()
+    self._served: collections.Counter[str] = collections.Counter()
+    self._rests_until: dict[str, float] = {}
+    self._slots = asyncio.Semaphore(options.concurrency)
+    self._addresses = options.addresses
+
+  async def __aenter__(self) -> Self:
+    self._key = read_key(self._options.key_file, f'{self._where}: key_file')
+    return self
+
+  async def __aexit__(self, *raised: object) -> None:
+    sessions, self._sessions = list(self._sessions.values()), {}
+    for session in sessions:
+      await session.close()
+
+  def set_addresses(self, addresses: Sequence[str]) -> None:
+    """Requests from now on go to these; those under way end where they are. Raises UserError."""
+    _check_addresses(addresses, self._where)
+    self._addresses = tuple(addresses)
+
+  async def post(self, body: Json) -> Json:
+    """What a service answers. Raises RemoteError."""
+    met: list[str] = []
+    wait = self._options.first_wait_s
+    while True:
+      async with self._slots:
+        address = self._choose()
+        self._busy[address] += 1
+        try:
+          return await self._try(address, body)
+        except _Passing as fault:
+          met.append(str(fault))
+          if len(met) > self._options.retries:
+            told = '; '.join(dict.fromkeys(met))
+            raise RemoteError(f'{len(met)} tries: {told}' if len(met) > 1 else told) from None
+          asked = fault.wait_s
+          self._rests_until[address] = asyncio.get_running_loop().time() + _REST_S
+        finally:
+          self._busy[address] -= 1
+          self._served[address] += 1
+      # Outside of the slot: others may go meanwhile.
+      await asyncio.sleep(min(max(wait, asked), _MAX_WAIT_S))
+      wait *= 2
+
+  def _choose(self) -> str:
+    """The address with least to do, of those that had no fault just now; of equals the one that served least."""
+    now = asyncio.get_running_loop().time()
+    rests = lambda address: self._rests_until.get(address, now) > now
+    return min(self._addresses, key=lambda address: (rests(address), self._busy[address], self._served[address]))
+
+  def _session(self, address: str) -> aiohttp.ClientSession:
+    if address not in self._sessions:
+      ca_file = self._options.ca_file
+      self._sessions[address] = open_session(address, key=self._key, ca_file=ca_file, where=self._where)
+    return self._sessions[address]
+
+  def _url(self, address: str) -> str:
+    # An address that is whole by itself keeps its end.
+    base = base_url(address) if self._path or address.startswith('unix:') else address
+    # As OpenAI's own clients are told their base address, with its version.
+    return base + (self._path.removeprefix('/v1') if base.endswith('/v1') else self._path)
+
+  async def _try(self, address: str, body: Json) -> Json:
+    """Raises _Passing or RemoteError."""
+    limit = self._options.request_deadline_s
+    timeout = aiohttp.ClientTimeout(total=limit, sock_connect=min(limit, _CONNECT_S))
+    request = self._session(address).post(self._url(address), json=body, timeout=timeout, allow_redirects=False)
+    try:
+      async with request as response:
+        data = await _read(response)
+    except TimeoutError:  # Before OSError, of which it is one.
+      raise _Passing(f'{address}: no answer within {limit:g} s') from None
+    except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
+      raise _Passing(f'{address}: {type(error).__name__}: {" ".join(str(error).split())}') from None
+    except aiohttp.ClientError as error:
+      raise RemoteError(f'{address}: {type(error).__name__}: {" ".join(str(error).split())}') from None
+    if response.status == 429 or response.status >= 500:
+      raise _Passing(f'{address}: HTTP {response.status}: {_start(data)}', _asked_wait(response))
+    if response.status in (401, 403):
+      raise RemoteError(f'{address}: HTTP {response.status}: it refuses the key: {_start(data)}; look at key_file')
+    if response.status != 200:
+      raise RemoteError(f'{address}: HTTP {response.status}: {_start(data)}')
+    try:
+      return json.loads(data)
+    except (ValueError, RecursionError):
+      raise RemoteError(f'{address}: answered {_start(data)!r}, wanted JSON') from None
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+  data = bytearray()
+  async for piece in response.content.iter_any():
+    data += piece
+    if len(data) > _MAX_ANSWER_BYTES:
+      raise RemoteError(f'{response.url}: answered more than {_MAX_ANSWER_BYTES} bytes')
+  return bytes(data)
+
+
+def _start(data: bytes) -> str:
+  return ' '.join(data[:300].decode(errors='replace').split())
+
+
+def _asked_wait(response: aiohttp.ClientResponse) -> float:
+  text = response.headers.get('Retry-After', '')
+  return float(text) if text.isdecimal() else 0.0
+
+
+def read_object(answer: Any, what: str) -> dict[str, Json]:
+  """The answer, which has to be a JSON object. Raises RemoteError."""
+  if not isinstance(answer, dict):
+    raise RemoteError(f'{what} is a {type(answer).__name__}, wanted an object: {json.dumps(answer):.200}')
+  return answer

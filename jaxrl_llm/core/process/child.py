@@ -1,0 +1,109 @@
+"""A child process under a guard: its command, its log, its end.
+
+Invariant: neither the child nor anything that it starts outlives the process that started it (`core.process.guard`).
+"""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from jaxrl_llm.core.process import guard
+from jaxrl_llm.core.waits import WaitExpired, ended
+
+GUARD = pathlib.Path(guard.__file__)
+_STOP_S = 45.0
+"""Longest wait for a guard to end, in seconds; the guard's limits are shorter: 5 s of grace and 30 s after SIGKILL."""
+_TAIL_BYTES = 64 << 10
+_GUARD_SAYS = 'guard:'
+
+
+class Child:
+  """A process tree of this process. It can be started again after it has ended."""
+
+  def __init__(self, name: str, *, log: pathlib.Path, remove: Sequence[pathlib.Path] = (), grace_s: float = 5.0):
+    """
+    Args:
+      name: its name in messages.
+      log: file to which its output is appended.
+      remove: files and directories that the guard removes if this process dies.
+      grace_s: seconds between SIGTERM and SIGKILL.
+    """
+    self.name, self.log = name, log
+    self._remove, self._grace_s = remove, grace_s
+    self._guard: subprocess.Popen | None = None
+    self._log_start = 0
+
+  @property
+  def pid(self) -> int | None:
+    """Process id of the guard, whose child the command is."""
+    return self._guard.pid if self._guard else None
+
+  @property
+  def exit_code(self) -> int | None:
+    """The command's exit code (128 + the number for a signal); None while it runs or before its start."""
+    return self._guard.poll() if self._guard else None
+
+  def is_running(self) -> bool:
+    return self._guard is not None and self._guard.poll() is None
+
+  def start(self, command: Sequence[str], env: Mapping[str, str], *, first_line: str = '') -> None:
+    """Starts `command` with the environment `env`. `first_line` goes into the log before the command's output."""
+    self._close_pipe()
+    self.log.parent.mkdir(parents=True, exist_ok=True)
+    self._log_start = self.log.stat().st_size if self.log.exists() else 0
+    if first_line:
+      with self.log.open('a') as log:
+        log.write(f'{first_line}\n')
+    orphaned = [f'--remove_orphaned={path}' for path in self._remove]
+    # -P: the modules beside the guard are not for import.
+    guard_command = [sys.executable, '-P', str(GUARD), f'--log={self.log}', f'--grace_s={self._grace_s:g}', *orphaned]
+    self._guard = subprocess.Popen(
+      [*guard_command, '--', *command],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.DEVNULL,
+      env=env,
+      start_new_session=True,
+    )
+
+  def lines(self) -> list[str]:
+    """The last lines that the command has printed since its start, without empty ones."""
+    if not self.log.exists():
+      return []
+    with self.log.open('rb') as file:
+      file.seek(max(self._log_start, self.log.stat().st_size - _TAIL_BYTES))
+      lines = [line.strip() for line in file.read().decode(errors='replace').splitlines()]
+    return [line for line in lines if line and not line.startswith(_GUARD_SAYS)]
+
+  def terminate(self) -> None:
+    """Orders the end without waiting for it; the guard kills what survives SIGTERM."""
+    if self._guard is not None:
+      # Not by closing the pipe: that is what this process's death looks like.
+      self._guard.terminate()
+
+  async def stop(self, *, owner: str) -> None:
+    """Ends the command and everything that it started, and returns when nothing is left.
+
+    If it is cancelled, the next call waits for what is still ending.
+
+    Raises:
+      WaitExpired: the guard is stuck. The child is then forgotten.
+    """
+    if self._guard is None:
+      return
+    self.terminate()
+    waits_for = f'the guard of {self.name} to end it (see {self.log})'
+    try:
+      await ended(self._guard, name='guarded_stop', owner=owner, waits_for=waits_for, deadline_s=_STOP_S)
+    except WaitExpired:
+      self._close_pipe()
+      raise
+    self._close_pipe()
+
+  def _close_pipe(self) -> None:
+    if self._guard is not None:
+      self._guard.stdin.close()
+      self._guard = None

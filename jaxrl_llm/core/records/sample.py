@@ -1,0 +1,149 @@
+"""What was generated, token-exact: written once, never changed.
+
+The bytes form (`encode`, `decode`) is msgpack with arrays as little-endian bytes; no pickle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import msgpack
+import numpy as np
+from jaxtyping import Bool, Float32, Int32, UInt8
+
+from jaxrl_llm.core.records.task import Task
+from jaxrl_llm.core.types import Json, Version
+
+SCHEMA = 1
+
+
+class Source(enum.StrEnum):
+  ROLLOUT = 'rollout'
+  EXPERT = 'expert'
+  HUMAN = 'human'
+  SYNTHETIC = 'synthetic'
+
+
+class Role(enum.IntEnum):
+  """Who wrote a token (`Sample.role`)."""
+
+  PROMPT = 0
+  POLICY = 1
+  TOOL = 2
+
+
+class Finish(enum.StrEnum):
+  """Why a generation ended: a stop token, its length limit, or an abort."""
+
+  STOP = 'stop'
+  LENGTH = 'length'
+  ABORT = 'abort'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segment:
+  """Tokens [start, end) of a sample that one engine generated under one version."""
+
+  start: int
+  end: int
+  version: Version
+  engine: str
+  finish: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Sample:
+  """One token sequence. All per-token arrays have the length of `tokens`."""
+
+  uid: str
+  """`<stage>/<task uid>/<visit>/<sample index>`: the same in every attempt of a run."""
+  task_id: str
+  visit: int
+  """How often the task had been drawn before, in this run."""
+  sample_index: int
+  """Which of the group's samples."""
+  group_id: str
+  """Samples with equal group_id share a baseline."""
+  trajectory_id: str
+  step_index: int = 0
+  taskset: str
+  domain: str
+  source: Source
+  tokens: Int32[np.ndarray, 'time']
+  prompt_len: int
+  role: UInt8[np.ndarray, 'time']
+  loss_mask: Bool[np.ndarray, 'time']
+  """Tokens that are trained on. Never position 0."""
+  sampled: Bool[np.ndarray, 'time']
+  """Tokens that the policy drew."""
+  behaviour_logprobs: Float32[np.ndarray, 'time']
+  """0 where not sampled."""
+  segments: tuple[Segment, ...] = ()
+  temperature: float = 1.0
+  finish_reason: Finish = Finish.STOP
+  preference: dict[str, str] | None = None
+  """{'pair_id', 'label' in chosen, rejected, desirable, undesirable} for preference data."""
+  media: tuple[dict[str, Json], ...] = ()
+  """{'kind', 'digest', 'span': [start, end) of the tokens that stand for it, empty where none do} (`media_of`)."""
+
+  def __post_init__(self):
+    length = len(self.tokens)
+    for name in ('role', 'loss_mask', 'sampled', 'behaviour_logprobs'):
+      if len(getattr(self, name)) != length:
+        raise ValueError(f'Sample {self.uid}: {name} has {len(getattr(self, name))} entries, tokens {length}')
+    if not 0 < self.prompt_len <= length:
+      raise ValueError(f'Sample {self.uid}: prompt_len {self.prompt_len} of {length} tokens')
+    if self.loss_mask[0]:
+      raise ValueError(f'Sample {self.uid}: loss_mask[0] is set, but token 0 has no logprob')
+    if not np.isfinite(self.behaviour_logprobs).all():
+      raise ValueError(f'Sample {self.uid}: behaviour_logprobs not finite')
+    if self.behaviour_logprobs[~self.sampled].any():
+      raise ValueError(f'Sample {self.uid}: behaviour_logprobs set where no token was sampled')
+    for shown in self.media:
+      if shown.keys() != {'kind', 'digest', 'span'}:
+        raise ValueError(f'Sample {self.uid}: media has {sorted(shown)}, wanted kind, digest and span')
+      start, end = shown['span']
+      if not 0 <= start <= end <= length:
+        raise ValueError(f'Sample {self.uid}: media span {shown["span"]} of {length} tokens')
+
+  @property
+  def response_len(self) -> int:
+    return len(self.tokens) - self.prompt_len
+
+
+def media_of(task: Task) -> tuple[dict[str, Json], ...]:
+  """What the record of an attempt says of the task's media: text prompts hold no tokens of theirs."""
+  return tuple({'kind': shown.kind, 'digest': shown.digest, 'span': [0, 0]} for shown in task.media)
+
+
+_ARRAYS = {'tokens': '<i4', 'role': '|u1', 'loss_mask': '|b1', 'sampled': '|b1', 'behaviour_logprobs': '<f4'}
+
+
+def encode(sample: Sample) -> bytes:
+  """The sample as bytes; `decode` gives it back bit for bit."""
+  row: dict[str, Any] = {f.name: getattr(sample, f.name) for f in dataclasses.fields(sample)}
+  for name, dtype in _ARRAYS.items():
+    row[name] = np.ascontiguousarray(row[name], dtype).tobytes()
+  row['segments'] = [[s.start, s.end, s.version.attempt, s.version.step, s.engine, s.finish] for s in sample.segments]
+  row['source'], row['finish_reason'] = str(sample.source), str(sample.finish_reason)
+  row['media'] = list(sample.media)
+  return msgpack.packb({'schema': SCHEMA, **row})
+
+
+def decode(data: bytes) -> Sample:
+  """Inverse of `encode`. Raises ValueError for a schema this program does not know."""
+  row = msgpack.unpackb(data)
+  schema = row.pop('schema', None)
+  if schema != SCHEMA:
+    raise ValueError(f'Sample record has schema {schema!r}, this program reads {SCHEMA}')
+  for name, dtype in _ARRAYS.items():
+    row[name] = np.frombuffer(row[name], dtype)
+  row['segments'] = tuple(
+    Segment(start=a, end=b, version=Version(attempt, step), engine=engine, finish=finish)
+    for a, b, attempt, step, engine, finish in row['segments']
+  )
+  row['source'], row['finish_reason'] = Source(row['source']), Finish(row['finish_reason'])
+  row['media'] = tuple(row['media'])
+  return Sample(**row)

@@ -1,0 +1,54 @@
+"""Attempts at a task with what they are worth: each judged the moment it ends, then all of them as a group."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+
+from jaxrl_llm.core.records.sample import Sample
+from jaxrl_llm.core.records.task import Task
+from jaxrl_llm.master.exploring.selection import Scored
+from jaxrl_llm.rewards.api import Attempt, RewardsConfig, combine, drops_group
+from jaxrl_llm.rewards.pool.pool import ScorerPool
+
+
+async def judge(sample: Sample, completion: str, task: Task, scorers: ScorerPool, rewards: RewardsConfig) -> Scored:
+  """One attempt, scored by all scorers of single attempts in force."""
+  scores = await scorers.score(_attempt(sample, completion, task))
+  return Scored(sample=sample, task=task, completion=completion, scores=scores, reward=combine(scores, rewards))
+
+
+async def judge_group(members: Sequence[Scored], scorers: ScorerPool, rewards: RewardsConfig) -> list[Scored]:
+  """A task's attempts in the order of issue, scored by those of whole groups too.
+
+  Where a scorer's failure gives the group up, no member has a reward.
+  """
+  members = sorted(members, key=lambda one: one.sample.sample_index)
+  attempts = [_attempt(one.sample, one.completion, one.task) for one in members]
+  scores = await scorers.score_group(attempts, [one.scores for one in members])
+  rewarded = [
+    dataclasses.replace(m, scores=s, reward=combine(s, rewards)) for m, s in zip(members, scores, strict=True)
+  ]
+  if drops_group((score for of in scores for score in of), rewards):
+    return [dataclasses.replace(m, reward=dataclasses.replace(m.reward, value=None, correct=None)) for m in rewarded]
+  return rewarded
+
+
+async def judged(
+  runs: AsyncIterator[tuple[Sample, str]], task: Task, scorers: ScorerPool, rewards: RewardsConfig
+) -> list[Scored]:
+  """What a workflow gives for one task, judged one by one as they end and then as a group."""
+  async with asyncio.TaskGroup() as scoring:
+    pending = [scoring.create_task(judge(*one, task, scorers, rewards)) async for one in runs]
+  return await judge_group([one.result() for one in pending], scorers, rewards)
+
+
+def _attempt(sample: Sample, completion: str, task: Task) -> Attempt:
+  return Attempt(
+    uid=sample.uid,
+    task=task,
+    completion=completion,
+    finish_reason=str(sample.finish_reason),
+    response_len=sample.response_len,
+  )

@@ -1,0 +1,290 @@
+"""From raw to verified: what becomes of a finished group before it can be learned from.
+
+A stage's processors run in their order on the scorable members of a group, before selection and admission. Each is a
+pure function of the members and the number of completed batches: it changes rewards, masks members or leaves them
+out. Samples that it leaves out are dropped in its name, a group of which nothing is left is replaced by another, and
+every change to a sample is written down in the store under the processor's name (its lineage).
+
+They see what is known when a group ends: tokens, the sampler's logprobs, scores. What the trainer computes comes after
+the batch is closed, when nothing can be replaced any more: a processor that asks for it is refused.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from jaxrl_llm.config.annotations import nearest
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.sample import Finish
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.master.exploring.selection import Scored
+
+RESERVED = ('experience', 'given_up', 'groups', 'not_selected', 'scorer_failed', 'straggler', 'timeout', 'unscorable')
+"""Names under which the explorer itself drops, counts or writes down."""
+LATER = ('advantages', 'entropy', 'kl', 'proximal_logprobs', 'reference_logprobs', 'returns', 'values')
+"""What the trainer computes, after the batch is closed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessorConfig:
+  """One processor of a stage."""
+
+  name: str
+  """In counts, drop reasons and lineage; unique in its stage."""
+  kind: str | None = None
+  """Key of `PROCESSORS`, or your own as 'module:attribute'; None: the one called `name`."""
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  """Fields of its options."""
+
+  @property
+  def implementation(self) -> str:
+    return self.name if self.kind is None else self.kind
+
+
+Processor = Callable[[Sequence[Scored], int], Sequence[Scored]]
+"""(members in the order of issue, completed batches of the run) to those that are left, in that order."""
+
+
+class Processed(NamedTuple):
+  members: list[Scored]
+  """What is left."""
+  dropped: dict[str, list[str]]
+  """By processor, the uids that it left out."""
+  lineage: list[tuple[str, str, Json]]
+  """(uid, processor, what it changed), in order."""
+  counts: dict[str, int]
+  """`<processor>/in` and `<processor>/out`, of samples."""
+
+
+def process(processors: Sequence[tuple[str, Processor]], members: Sequence[Scored], step: int) -> Processed:
+  """Runs named processors one after the other; after one that leaves nothing, no other runs."""
+  left, done = list(members), Processed([], {}, [], {})
+  for name, processor in processors:
+    if not left:
+      break
+    after = {member.sample.uid: member for member in processor(left, step)}
+    gone = [member.sample.uid for member in left if member.sample.uid not in after]
+    if gone:
+      done.dropped[name] = gone
+    for before in left:
+      now = after.get(before.sample.uid)
+      if now is not None and (change := _change(before, now)):
+        done.lineage.append((now.sample.uid, name, change))
+    done.counts.update({f'{name}/in': len(left), f'{name}/out': len(left) - len(gone)})
+    left = [after[member.sample.uid] for member in left if member.sample.uid in after]
+  return done._replace(members=left)
+
+
+def _change(before: Scored, now: Scored) -> dict[str, Json]:
+  change: dict[str, Json] = {}
+  if before.reward.value != now.reward.value:
+    change['reward'] = [before.reward.value, now.reward.value]
+  if before.masked != now.masked:
+    change['masked'] = now.masked
+  return change
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Nothing:
+  """No options."""
+
+
+def aligned(options: Nothing) -> Processor:
+  """Drops samples whose record contradicts itself: no token of the policy, or logprobs above 0."""
+
+  def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
+    def fine(member: Scored) -> bool:
+      sample = member.sample
+      drawn = sample.behaviour_logprobs[sample.sampled]
+      covered = sum(segment.end - segment.start for segment in sample.segments)
+      return bool(sample.loss_mask.any() and (drawn <= 1e-3).all() and covered == int(sample.sampled.sum()))
+
+    return [member for member in members if fine(member)]
+
+  return run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FreshOptions:
+  max_age: int = 0
+  """Completed batches that the oldest token's weights may be behind when the group ends."""
+
+
+def fresh(options: FreshOptions) -> Processor:
+  """Drops a group one of whose samples has a token of weights that are too old already when the group ends."""
+
+  def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
+    oldest = min(segment.version.step for member in members for segment in member.sample.segments)
+    return members if step - oldest <= options.max_age else []
+
+  return run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VarianceOptions:
+  min_std: float = 0.0
+  """Population standard deviation of the group's rewards, those of turns included, which has to be above it."""
+
+
+def reward_std(options: VarianceOptions) -> Processor:
+  """Drops a group whose rewards do not differ (Trinity-RFT's reward_std_filter); before shaping or after, as placed."""
+
+  def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
+    rewards = np.array([member.reward.worth for member in members], np.float64)
+    # Equal rewards are told from unequal ones before any rounding.
+    differ = rewards.max() > rewards.min() and rewards.std() > options.min_std
+    return members if differ else []
+
+  return run
+
+
+def dynamic_sampling(options: Nothing) -> Processor:
+  """Keeps a group if some of its answers are correct and some are not; others are replaced (DAPO, arXiv:2503.14476)."""
+
+  def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
+    correct = sum(bool(member.reward.correct) for member in members)
+    return members if 0 < correct < len(members) else []
+
+  return run
+
+
+def mask_truncated(options: Nothing) -> Processor:
+  """Answers cut at the length limit stay in their group's baseline and are not trained on."""
+
+  def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
+    cut = lambda member: member.masked or member.sample.finish_reason == Finish.LENGTH
+    return [dataclasses.replace(member, masked=cut(member)) for member in members]
+
+  return run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShapeOptions:
+  key: str
+  """A scorer's value or part, as in the metrics: 'judge' or 'judge/quality'."""
+  operation: Literal['add', 'subtract', 'multiply', 'divide'] = 'add'
+  weight: float = 1.0
+  offset: float = 0.0
+  """Added to the key's value before it is weighted: -0.5 centres a score in [0, 1]."""
+
+
+def shape(options: ShapeOptions) -> Processor:
+  """reward ← reward ∘ weight · (value + offset): reward shaping, and quality scores (Trinity-RFT, arXiv:2505.17826)."""
+  known_then(options.key, 'shape.key')
+
+  def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
+    return [with_reward(member, _shaped(options, member)) for member in members]
+
+  return run
+
+
+def _shaped(options: ShapeOptions, member: Scored) -> float:
+  if options.key not in member.reward.parts:
+    raise UserError(
+      f'processor shape: {member.sample.uid} has no score {options.key!r}; it has {sorted(member.reward.parts)}'
+    )
+  reward, by = member.reward.value, options.weight * (member.reward.parts[options.key] + options.offset)
+  match options.operation:
+    case 'add':
+      return reward + by
+    case 'subtract':
+      return reward - by
+    case 'multiply':
+      return reward * by
+    case 'divide':
+      if by == 0:
+        raise UserError(f'processor shape: {member.sample.uid} would be divided by 0 ({options.key}); set an offset')
+      return reward / by
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DiversityOptions:
+  weight: float = 0.5
+  """At the beginning."""
+  final_weight: float | None = None
+  """Reached after `decay_steps` completed batches along a straight line; None: as `weight`."""
+  decay_steps: int = 1
+
+
+def diversity(options: DiversityOptions) -> Processor:
+  """reward ← reward + weight · (1 − cos(e, mean of the group's e)); e counts the answer's pairs of tokens.
+
+  After Trinity-RFT (arXiv:2505.17826, 3.4.2), whose e is a model's embedding. 0 for a group of equal answers.
+  """
+  if options.decay_steps < 1:
+    raise UserError(f'processor diversity: decay_steps {options.decay_steps}, wanted at least 1')
+
+  def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
+    final = options.weight if options.final_weight is None else options.final_weight
+    weight = options.weight + (final - options.weight) * min(step / options.decay_steps, 1.0)
+    bags = [_pairs(member.sample.tokens[member.sample.prompt_len :]) for member in members]
+    mean: collections.Counter[tuple[int, int]] = sum(bags, collections.Counter())
+    far = [1.0 - _cosine(bag, mean) for bag in bags]
+    return [with_reward(m, m.reward.value + weight * distance) for m, distance in zip(members, far, strict=True)]
+
+  return run
+
+
+def _pairs(tokens: Sequence[int] | np.ndarray) -> collections.Counter[tuple[int, int]]:
+  ids = [-1, *(int(token) for token in tokens)]
+  return collections.Counter(itertools.pairwise(ids))
+
+
+def _cosine(a: Mapping[Any, int], b: Mapping[Any, int]) -> float:
+  """Of two bags; 1 where one is empty."""
+  size = math.sqrt(sum(n * n for n in a.values()) * sum(n * n for n in b.values()))
+  return min(1.0, sum(n * b.get(pair, 0) for pair, n in a.items()) / size) if size else 1.0
+
+
+def with_reward(member: Scored, value: float) -> Scored:
+  """The member with that reward; its parts, and whether it is correct, stay what the scorers said."""
+  if not math.isfinite(value):
+    raise UserError(f'processors: the reward of {member.sample.uid} became {value}; look at their weights')
+  return dataclasses.replace(member, reward=dataclasses.replace(member.reward, value=value))
+
+
+def known_then(key: str, where: str) -> None:
+  """Raises UserError for a key that is known only after the batch is closed."""
+  if key.split('/')[0] in LATER:
+    raise UserError(
+      f'processors: {where}={key!r} is computed by the trainer, after the batch is closed: a group that it drops could '
+      'not be replaced any more; use a score, or an option of the algorithm'
+    )
+
+
+PROCESSORS: Mapping[str, tuple[type, Callable[..., Processor]]] = {
+  'aligned': (Nothing, aligned),
+  'diversity': (DiversityOptions, diversity),
+  'dynamic_sampling': (Nothing, dynamic_sampling),
+  'fresh': (FreshOptions, fresh),
+  'mask_truncated': (Nothing, mask_truncated),
+  'reward_std': (VarianceOptions, reward_std),
+  'shape': (ShapeOptions, shape),
+}
+"""Kind to its options and what makes it."""
+
+
+def check_processors(configs: Sequence[ProcessorConfig], where: str) -> None:
+  """Raises UserError for names that are not unique or kinds that do not exist; `where` begins its message."""
+  names = [config.name for config in configs]
+  for config in configs:
+    if names.count(config.name) > 1:
+      raise UserError(
+        f'{where}: {names.count(config.name)} are called {config.name!r}; give each its own name (and kind)'
+      )
+    if config.name in RESERVED:
+      raise UserError(f'{where}: the name {config.name!r} is taken; give it another name, and its kind')
+    kind = config.implementation
+    if kind in LATER:
+      known_then(kind, 'kind')
+    if ':' not in kind and kind not in PROCESSORS:
+      raise UserError(
+        f"{where}: no processor {kind!r}; {nearest(kind, PROCESSORS)}; one of your own is 'module:attribute'"
+      )

@@ -1,0 +1,46 @@
+"""Rollouts as the loop knew them, from what the store has: tokens, scores, and what processors made of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.sample import Sample
+from jaxrl_llm.core.records.task import Task
+from jaxrl_llm.master.exploring.selection import EXPERIENCE, Chosen, Scored, read_experiences
+from jaxrl_llm.replay.index import ReplayStore
+from jaxrl_llm.rewards.api import RewardsConfig, combine
+
+
+def recall(
+  store: ReplayStore,
+  uids: Sequence[str],
+  *,
+  tasks: Callable[[str], Task | None],
+  text: Callable[[Sample], str],
+  rewards: RewardsConfig,
+) -> list[Chosen]:
+  """What was chosen among these samples, in the order in which it was; those that were not chosen are left out.
+
+  Args:
+    uids: of one group, or of several.
+    tasks: the task of that uid, None if there is none any more.
+    text: what the policy said in a sample.
+
+  Raises:
+    UserError: a task is not there any more.
+  """
+  experiences = store.derived(uids, EXPERIENCE)
+  scores, members = store.scores([*experiences]), {}
+  for sample in store.read([*experiences]):
+    task = tasks(sample.task_id)
+    if task is None:
+      raise UserError(
+        f'sample {sample.uid}: its task {sample.task_id} is in no taskset of the run any more; put the source of '
+        f'taskset {sample.taskset} back as it was'
+      )
+    given = tuple(scores[sample.uid])
+    members[sample.uid] = Scored(
+      sample=sample, task=task, completion=text(sample), scores=given, reward=combine(given, rewards)
+    )
+  return read_experiences(experiences, members)

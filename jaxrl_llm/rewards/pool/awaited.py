@@ -1,0 +1,143 @@
+"""Scorers that wait for another process, on the event loop: opened once, so many calls at a time, each to its deadline.
+
+Invariant: a call ends at its deadline, whatever the scorer does with its cancellation, and what it raises is data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from absl import logging
+
+from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.records.score import Score
+from jaxrl_llm.core.waits import bounded
+from jaxrl_llm.rewards.api import Addressed, Attempt, Awaited, AwaitedGroup
+from jaxrl_llm.rewards.pool.outcome import Outcome, checked, failed, timed_out
+
+OPEN_DEADLINE_S = 120.0
+"""Of opening one: a session, a first word from its server."""
+CLOSE_DEADLINE_S = 10.0
+"""Of closing one; a run does not wait longer for it."""
+
+
+class AwaitedScorer:
+  """One of them, from `start` to `close`."""
+
+  def __init__(self, name: str, scorer: Awaited | AwaitedGroup):
+    if scorer.concurrency < 1:
+      raise UserError(f'scorer {name!r}: concurrency is {scorer.concurrency}, wanted at least 1')
+    self._name, self._scorer = name, scorer
+    self._free = asyncio.Semaphore(scorer.concurrency)
+    self._closing = asyncio.Event()
+    self._call: Callable[..., Awaitable[Any]] | None = None
+    self._open: asyncio.Task | None = None
+    self._under_way: set[asyncio.Task] = set()
+
+  async def start(self) -> None:
+    """Opens it. Raises RunError where that fails, unless it raises a UserError of its own."""
+    ready: asyncio.Future = asyncio.get_running_loop().create_future()
+    self._open = asyncio.create_task(self._hold(ready))
+    try:
+      self._call = await bounded(
+        ready,
+        name='scorer_open',
+        owner='scorer pool',
+        waits_for=f'scorer {self._name} to open',
+        deadline_s=OPEN_DEADLINE_S,
+      )
+    except UserError:
+      raise
+    except Exception as error:
+      raise RunError(
+        f'scorer {self._name}: could not be opened ({type(error).__name__}: {error}); does its server run?'
+      ) from error
+
+  async def _hold(self, ready: asyncio.Future) -> None:
+    """Enters and leaves the scorer's context in one task, as scopes of cancellation want it."""
+    try:
+      async with self._scorer.open() as call:
+        if not ready.done():  # Else nobody waits for it any more.
+          ready.set_result(call)
+        await self._closing.wait()  # wait scorer_closed: none, it is open until it is closed
+    except (KeyboardInterrupt, GeneratorExit):
+      raise
+    except BaseException as error:
+      if not ready.done():
+        # A SystemExit would end the loop where it is awaited, a cancellation would look like that of who awaits.
+        told = RuntimeError(f'{type(error).__name__}: {error}')
+        ready.set_exception(error if isinstance(error, Exception) else told)
+      elif isinstance(error, asyncio.CancelledError):
+        raise
+      else:
+        logging.warning('Scorer %s did not close well: %s: %s', self._name, type(error).__name__, error)
+
+  async def close(self) -> None:
+    """Ends it; a call that is still out raises RunError."""
+    self._call = None
+    self._closing.set()
+    for task in self._under_way:
+      task.cancel()
+    if self._open is not None:
+      _, late = await asyncio.wait({self._open}, timeout=CLOSE_DEADLINE_S)
+      for task in late:
+        task.cancel()
+        logging.warning('Scorer %s did not close in %g s: it is left as it is', self._name, CLOSE_DEADLINE_S)
+
+  @property
+  def addressed(self) -> bool:
+    """Whether its servers can change; known once it is open."""
+    return isinstance(self._call, Addressed)
+
+  def set_addresses(self, addresses: Sequence[str]) -> None:
+    """Raises UserError for one that the scorer refuses, or where it has none."""
+    if not isinstance(self._call, Addressed):
+      raise UserError(f'scorer {self._name!r} has no addresses that could change')
+    try:
+      self._call.set_addresses(addresses)
+    except UserError:
+      raise
+    except Exception as error:
+      raise UserError(f'scorer {self._name!r}: refused {addresses} ({type(error).__name__}: {error})') from error
+
+  async def call(
+    self, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...], deadline_s: float
+  ) -> Outcome:
+    """One call, of one attempt or of a group; its wait for a free place does not count."""
+    async with self._free:
+      if self._call is None:
+        raise RunError('scorer pool: score() was called before start() or after close()')
+      per_group = isinstance(self._scorer, AwaitedGroup)
+      task = asyncio.create_task(_judge(self._call, attempts, scores, per_group=per_group))
+      self._under_way.add(task)
+      task.add_done_callback(self._under_way.discard)
+      try:
+        await asyncio.wait({task}, timeout=deadline_s)
+      finally:
+        late = not task.done()
+        task.cancel()  # without effect on one that is done
+    if self._call is None:
+      raise RunError(f'scorer {self._name}: was closed with a call under way')
+    return timed_out(deadline_s) if late else task.result()
+
+
+async def _judge(
+  call: Callable[..., Awaitable[Any]],
+  attempts: tuple[Attempt, ...],
+  scores: tuple[tuple[Score, ...], ...],
+  *,
+  per_group: bool,
+) -> Outcome:
+  """What the scorer raises is data: SystemExit too, which would end the loop, a cancellation of its own, a panic."""
+  start = time.perf_counter()
+  try:
+    said = await call(attempts, scores) if per_group else [await call(attempts[0])]
+    verdicts = checked(said, len(attempts))
+    return Outcome(verdicts=verdicts, seconds=time.perf_counter() - start)
+  except (KeyboardInterrupt, GeneratorExit):
+    raise
+  except BaseException as raised:
+    return failed(raised, time.perf_counter() - start)

@@ -1,0 +1,79 @@
+"""What became of one call of a scorer: its verdicts, checked, or why there are none."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import traceback
+from collections.abc import Mapping, Sequence
+
+from jaxrl_llm.core.files import check_depth
+from jaxrl_llm.core.records.score import Status
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.rewards.api import Verdict
+
+MAX_SCORE = 1e9
+"""Largest size of a value, a part or a turn's value: its square and the sums over a batch are finite in float32."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+  """Of one call, wherever it ran."""
+
+  status: Status = Status.OK
+  verdicts: tuple[Verdict, ...] = ()
+  """One for each attempt; none where the call failed."""
+  evidence: Mapping[str, Json] = dataclasses.field(default_factory=dict)
+  """Why a call failed."""
+  seconds: float = 0.0
+  overran: bool = False
+  """Whether it ran out of time, memory or stack."""
+
+
+def checked(verdicts: Sequence[Verdict], count: int) -> tuple[Verdict, ...]:
+  """`count` verdicts as plain floats and JSON.
+
+  Raises TypeError or ValueError for anything else, for numbers beyond `MAX_SCORE` and for deeply nested evidence.
+  """
+  if not isinstance(verdicts, Sequence):
+    raise TypeError(f'scorer returned {type(verdicts).__name__} for a group, wanted a tuple of Verdicts')
+  if len(verdicts) != count:
+    raise ValueError(f'scorer returned {len(verdicts)} verdicts for a group of {count}')
+  return tuple(map(_checked, verdicts))
+
+
+def _checked(verdict: Verdict) -> Verdict:
+  if not isinstance(verdict, Verdict):
+    raise TypeError(f'scorer returned {type(verdict).__name__}, wanted Verdict')
+  value = None if verdict.value is None else float(verdict.value)
+  parts = {name: float(part) for name, part in verdict.parts.items()}
+  turns = tuple(float(turn) for turn in verdict.turn_values)
+  numbers = (value or 0.0, *parts.values(), *turns)
+  if not all(abs(number) <= MAX_SCORE for number in numbers):  # Not so of NaN either.
+    raise ValueError(
+      f'scorer returned value {value}, parts {parts} and turns {turns}, wanted finite numbers of at most {MAX_SCORE:g}'
+    )
+  evidence = json.loads(json.dumps(dict(verdict.evidence)))
+  check_depth(evidence)
+  return Verdict(value=value, parts=parts, turn_values=turns, evidence=evidence)
+
+
+def failed(raised: BaseException, seconds: float) -> Outcome:
+  """Of a scorer that raised."""
+  *_, (frame, line) = traceback.walk_tb(raised.__traceback__)
+  evidence = {'error': _text(raised), 'where': f'{frame.f_code.co_filename}:{line}'}
+  overran = isinstance(raised, MemoryError | RecursionError)
+  return Outcome(status=Status.ERROR, evidence=evidence, seconds=seconds, overran=overran)
+
+
+def _text(raised: BaseException) -> str:
+  try:
+    return f'{type(raised).__name__}: {raised}'[:500]
+  except Exception as error:  # Its `__str__` is the scorer's own too.
+    return f'{type(raised).__name__}, whose text cannot be had ({type(error).__name__})'
+
+
+def timed_out(deadline_s: float) -> Outcome:
+  """Of a scorer that was still at it at its deadline."""
+  evidence = {'error': f'ran past its deadline of {deadline_s:g} s'}
+  return Outcome(status=Status.TIMEOUT, evidence=evidence, seconds=deadline_s, overran=True)

@@ -1,0 +1,221 @@
+"""Every attempt to its scores: each is judged the moment it ends, beside everything else.
+
+Invariants: every call ends in exactly one Score for each attempt; a scorer that hangs, raises or takes its process down
+costs its own scores and nothing else, what they are worth then is its stated policy, and all of it is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+
+from absl import logging
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.score import Score, Status
+from jaxrl_llm.rewards.api import (
+  AnyScorer,
+  Attempt,
+  Awaited,
+  AwaitedGroup,
+  OverrunIsZero,
+  PerGroup,
+  RewardsConfig,
+  ScorerConfig,
+  drops_group,
+  in_force,
+)
+from jaxrl_llm.rewards.pool.awaited import AwaitedScorer
+from jaxrl_llm.rewards.pool.live import Live, LiveFile, Partly
+from jaxrl_llm.rewards.pool.outcome import Outcome
+from jaxrl_llm.rewards.pool.processes import Workers
+
+
+class ScorerPool:
+  """The scorers of a run: those that compute in worker processes, those that wait on the event loop.
+
+  Attributes:
+    counts: calls by status, in total (`ok`, `timeout`, `error`, `crashed`) and per scorer (`<scorer>/<status>`), and
+      what was made of those that failed: `<scorer>/retried`, `<scorer>/unscorable`, `<scorer>/zeroed`, and groups
+      `<scorer>/dropped_groups`. `unscorable` counts all values of None, `breaks` restarts of all workers.
+  """
+
+  def __init__(self, scorers: Mapping[str, AnyScorer], config: RewardsConfig, *, live: pathlib.Path | None = None):
+    """
+    Args:
+      scorers: by their names in `config`.
+      live: the file that may change the numbers while the pool is in use (`rewards.live`); None: there is none.
+    """
+    missing = [s.name for s in config.scorers if s.name not in scorers]
+    if missing:
+      raise UserError(f'rewards.scorers: no scorer was built for {missing}; built: {sorted(scorers)}')
+    self.config = config
+    self.counts: collections.Counter[str] = collections.Counter()
+    self._taken: collections.Counter[str] = collections.Counter()
+    self._scorers = {s.name: scorers[s.name] for s in config.scorers}
+    waits = {name: s for name, s in self._scorers.items() if isinstance(s, Awaited | AwaitedGroup)}
+    self._awaited = {name: AwaitedScorer(name, s) for name, s in waits.items()}
+    self._workers = Workers(
+      {name: s for name, s in self._scorers.items() if name not in waits},
+      count=config.workers,
+      counts=self.counts,
+      memory_limit_bytes=config.memory_limit_mib << 20,
+      environment=config.environment,
+      longest_s=max((s.deadline_s for s in config.scorers), default=0.0),
+    )
+    self._live = None if live is None else LiveFile(live, self._apply)
+
+  async def start(self) -> None:
+    """Starts the workers and opens the others, and returns when they answer."""
+    for awaited in self._awaited.values():
+      await awaited.start()
+    if self._live is not None:
+      await self._live.check()
+    await self._workers.start()
+    if self._live is not None:
+      self._live.start()
+
+  async def close(self) -> None:
+    """Kills the workers and closes the others; a call that is still out raises RunError."""
+    if self._live is not None:
+      await self._live.close()
+    await asyncio.gather(self._workers.close(), *(awaited.close() for awaited in self._awaited.values()))
+
+  @property
+  def workers(self) -> int:
+    """Processes that scorers run in."""
+    return self._workers.count
+
+  async def resize(self, workers: int) -> None:
+    """From the next call on there are so many processes; calls that are out end on those that they are on."""
+    if workers < 1:
+      raise UserError(f'scorer pool: {workers} workers, wanted at least 1')
+    await self._workers.resize(workers)
+
+  async def _apply(self, live: Live) -> None:
+    """Raises UserError, with nothing changed, or Partly."""
+    addressed = sorted(name for name, awaited in self._awaited.items() if awaited.addressed)
+    for name in live.addresses:
+      if name not in addressed:
+        raise UserError(f'addresses of {name!r}: scorers that have some are {addressed}')
+    moved: list[str] = []
+    try:
+      for name, addresses in live.addresses.items():
+        self._awaited[name].set_addresses(addresses)
+        logging.info('Scorer %s: now at %s', name, ', '.join(addresses))
+        moved.append(name)
+      if live.workers is not None and live.workers != self.workers:
+        logging.info('Scorer processes: %d, now %d', self.workers, live.workers)
+        await self.resize(live.workers)
+    except UserError as error:
+      if not moved:
+        raise
+      raise Partly(f'{error}; only the addresses of {moved} are changed') from error
+
+  async def score(self, attempt: Attempt) -> tuple[Score, ...]:
+    """One Score for each scorer of single attempts in force for its task, in the configuration's order."""
+    chosen = self._in_force(attempt, per_group=False)
+    return tuple([score for (score,) in await asyncio.gather(*(self._judge(one, (attempt,)) for one in chosen))])
+
+  async def score_group(
+    self, attempts: Sequence[Attempt], scores: Sequence[tuple[Score, ...]]
+  ) -> list[tuple[Score, ...]]:
+    """All scores of each attempt, in the configuration's order: `scores`, and those of the scorers of whole groups.
+
+    These see all attempts, also those that others could not judge. They are not asked where the failure of another
+    scorer gives the group up.
+
+    Args:
+      attempts: of one task.
+      scores: of each, by `score`.
+    """
+    attempts, scores = tuple(attempts), tuple(scores)
+    if len({attempt.task.uid for attempt in attempts}) != 1:
+      raise ValueError(f'attempts at {sorted({a.task.uid for a in attempts})}, wanted those at one task')
+    all_of = lambda: [score for of in scores for score in of]
+    if not drops_group(all_of(), self.config) and (chosen := self._in_force(attempts[0], per_group=True)):
+      judged = await asyncio.gather(*(self._judge(one, attempts, scores) for one in chosen))
+      order = {scorer.name: place for place, scorer in enumerate(self.config.scorers)}
+      merged = zip(scores, *judged, strict=True)
+      scores = tuple(tuple(sorted((*own, *more), key=lambda s: order[s.scorer])) for own, *more in merged)
+    for name in {s.scorer for s in all_of() if drops_group([s], self.config)}:
+      self.counts[f'{name}/dropped_groups'] += 1
+    return list(scores)
+
+  def take_metrics(self) -> dict[str, float]:
+    """What failed since the last call, and what was made of it; nothing of what never did."""
+    taken, self._taken = self._taken, self.counts.copy()
+    told = [key for key in self.counts if key == 'breaks' or ('/' in key and not key.endswith(f'/{Status.OK}'))]
+    return {f'run/scorers/{key}': float(self.counts[key] - taken[key]) for key in sorted(told)}
+
+  def _in_force(self, attempt: Attempt, *, per_group: bool) -> list[ScorerConfig]:
+    chosen = in_force(self.config.scorers, attempt.task.domain, attempt.task.taskset)
+    return [config for config in chosen if isinstance(self._scorers[config.name], PerGroup | AwaitedGroup) == per_group]
+
+  async def _judge(
+    self, config: ScorerConfig, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...] = ()
+  ) -> tuple[Score, ...]:
+    """One Score for each attempt, after as many calls as the scorer's policy gives it."""
+    calls = 1
+    while (outcome := await self._call(config, attempts, scores)).status != Status.OK:
+      blamed = outcome.overran and isinstance(self._scorers[config.name], OverrunIsZero)
+      last = blamed or calls > config.retries
+      self._tell(config, attempts, outcome, calls, last=last)
+      if last:
+        return self._failed(config, attempts, outcome, calls, blamed=blamed)
+      self.counts[f'{config.name}/retried'] += 1
+      calls += 1
+    self.counts['unscorable'] += sum(verdict.value is None for verdict in outcome.verdicts)
+    return tuple(
+      Score(uid=attempt.uid, scorer=config.name, time=outcome.seconds, **dataclasses.asdict(verdict))
+      for attempt, verdict in zip(attempts, outcome.verdicts, strict=True)
+    )
+
+  async def _call(
+    self, config: ScorerConfig, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]
+  ) -> Outcome:
+    if config.name in self._awaited:
+      outcome = await self._awaited[config.name].call(attempts, scores, config.deadline_s)
+    else:
+      outcome = await self._workers.call(config, attempts, scores)
+    self.counts[outcome.status.value] += 1
+    self.counts[f'{config.name}/{outcome.status.value}'] += 1
+    return outcome
+
+  def _failed(
+    self, config: ScorerConfig, attempts: tuple[Attempt, ...], outcome: Outcome, calls: int, *, blamed: bool
+  ) -> tuple[Score, ...]:
+    """What the attempts are worth, by the scorer's policy; 0 where the completion is to blame."""
+    value = 0.0 if blamed or config.on_failure == 'zero' else None
+    evidence = {**outcome.evidence, 'caused_by': 'completion' if blamed else 'scorer', 'calls': calls}
+    if value is None:
+      self.counts['unscorable'] += len(attempts)
+    if not blamed and config.on_failure != 'drop_group':
+      self.counts[f'{config.name}/{"zeroed" if config.on_failure == "zero" else "unscorable"}'] += len(attempts)
+    return tuple(
+      Score(
+        uid=attempt.uid,
+        scorer=config.name,
+        value=value,
+        status=outcome.status,
+        evidence=evidence,
+        time=outcome.seconds,
+      )
+      for attempt in attempts
+    )
+
+  def _tell(
+    self, config: ScorerConfig, attempts: tuple[Attempt, ...], outcome: Outcome, calls: int, *, last: bool
+  ) -> None:
+    """Logs the 1st, 2nd, 4th, 8th, … failure of a scorer in one way: one that always fails does not flood the log."""
+    so_far = self.counts[f'{config.name}/{outcome.status.value}']
+    if so_far & (so_far - 1) == 0:
+      then = config.on_failure if last else f'trying again ({calls} of {config.retries + 1} calls made)'
+      where = attempts[0].uid if len(attempts) == 1 else f'the group of {attempts[0].uid}'
+      logging.warning(
+        'Scorer %s on %s: %s (%d so far; %s): %s',
+        *(config.name, where, outcome.status.value, so_far, then, dict(outcome.evidence)),
+      )

@@ -1,0 +1,296 @@
+"""Worker processes for scorers: killable, replaced when they die, more or fewer of them at any time.
+
+Invariants: every call ends in exactly one `Outcome`; a scorer that hangs, raises or takes its process down costs its
+own call and nothing else; no worker outlives the process that owns them.
+
+Start-up: a fork server imports the libraries of these scorers once and forks each worker from there, so a killed worker
+is replaced in milliseconds. A process has one fork server, with what its first pool asked for: what is missing there,
+workers import when they start, in no call's time. `multiprocessing` runs the main module's top level in every new
+worker: a script that uses them keeps its heavy imports under `if __name__ == '__main__':`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import contextlib
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+import pebble
+from absl import logging
+
+from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.records.score import Score, Status
+from jaxrl_llm.core.waits import WaitExpired, bounded
+from jaxrl_llm.rewards.api import Attempt, PerGroup, Scorer, ScorerConfig
+from jaxrl_llm.rewards.pool import worker
+from jaxrl_llm.rewards.pool.locks import NamelessLocks
+from jaxrl_llm.rewards.pool.outcome import Outcome, timed_out
+
+START_DEADLINE_S = 120.0
+"""Longest start, imports included, and longest end of the fork server and of a worker on a busy machine, in seconds."""
+_TO_START = 'scorer workers to start (do their modules import?)'
+
+CHECK_S = 1.0
+"""Seconds between looks at whether the pool still lives while a call is out."""
+
+MAX_BREAKS = 5
+"""Breaks of the whole pool, without an outcome in between, after which the run stops."""
+
+
+class Workers:
+  """Calls scorers in `count` processes; none at all where there are no scorers.
+
+  Attributes:
+    count: processes.
+  """
+
+  def __init__(
+    self,
+    scorers: Mapping[str, Scorer | PerGroup],
+    *,
+    count: int,
+    memory_limit_bytes: int,
+    environment: Sequence[str],
+    longest_s: float,
+    counts: collections.Counter[str],
+  ):
+    """
+    Args:
+      environment: names of variables that workers keep although they look like secrets.
+      longest_s: the longest deadline of a call.
+      counts: its `breaks` are how often all processes had to be started again.
+    """
+    self._scorers, self._memory_limit_bytes, self._longest_s = dict(scorers), memory_limit_bytes, longest_s
+    self._withheld = tuple(name for name in worker.secrets(os.environ) if name not in environment)
+    self.count, self._counts = count, counts
+    # Twice the workers: each has its next call waiting while the event loop is busy elsewhere.
+    self._slots = asyncio.Semaphore(2 * count)
+    self._changing = asyncio.Lock()
+    self._breaks_in_a_row = 0
+    self._pool: pebble.ProcessPool | None = None
+    self._old: dict[asyncio.Task, pebble.ProcessPool] = {}
+    """Pools that end their last calls, by the task that waits for it."""
+
+  async def start(self) -> None:
+    """Starts them, and returns when they answer."""
+    if not self._scorers:
+      return
+    for name, scorer in self._scorers.items():
+      _check_travels(name, scorer)
+    if self._withheld:
+      logging.info('Scorer workers do not get %s; rewards.environment names what they keep', ', '.join(self._withheld))
+    self._pool = self._new_pool(self.count)
+    try:
+      heavy = await _started(self._pool)
+    except WaitExpired:
+      self._pool = None
+      raise
+    except BrokenProcessPool:
+      await self.close()
+      raise RunError(f'scorer pool: waited for {_TO_START}, but they died; their errors are in the log above') from None
+    if heavy:
+      logging.warning(
+        'Scorer workers import %s: each new one costs that time and memory. Keep the heavy imports of the launch '
+        "script under `if __name__ == '__main__':`.",
+        ', '.join(heavy),
+      )
+
+  async def close(self) -> None:
+    """Kills them; a call that is still out raises RunError.
+
+    Raises:
+      WaitExpired: the workers do not end, or the fork server does not report it.
+    """
+    for pool in self._old.values():
+      pool.stop()
+    pool, self._pool = self._pool, None
+    try:
+      await asyncio.gather(*self._old)
+    finally:
+      if pool is not None:
+        await _stopped(pool)
+
+  async def resize(self, count: int) -> None:
+    """From the next call on there are `count`; calls that are out end on the processes that they are on.
+
+    Raises:
+      RunError: they do not start; it stays with those that there are.
+    """
+    async with self._changing:
+      if count == self.count:
+        return
+      if self._pool is not None:
+        new = self._new_pool(count)
+        try:
+          await _started(new)
+        except BrokenProcessPool as error:
+          await _stopped(new)
+          raise RunError(f'scorer pool: {count} workers do not start ({error}); it keeps {self.count}') from None
+        old, self._pool = self._pool, new
+        ending = asyncio.create_task(_stopped(old, START_DEADLINE_S + 2 * self._longest_s))
+        self._old[ending] = old
+        ending.add_done_callback(self._old.pop)
+      full, self._slots, self.count = self._slots, asyncio.Semaphore(2 * count), count
+      full.release()  # One by one, those that wait for it go over to the new one.
+
+  async def call(
+    self, config: ScorerConfig, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]
+  ) -> Outcome:
+    """One call of scorer `config.name`; of a group where the scorer is `PerGroup`, with the scores of each."""
+    outcome = None
+    while outcome is None:
+      slots = self._slots
+      async with slots:
+        if slots is self._slots:
+          outcome = await self._try(config, attempts, scores)
+    self._breaks_in_a_row = 0
+    return outcome
+
+  async def _try(self, config, attempts, scores) -> Outcome | None:
+    """None if the whole pool broke under the call: it has been replaced, and the call may be repeated."""
+    pool = self._pool
+    if pool is None:
+      raise RunError('scorer pool: score() was called before start() or after close()')
+    try:
+      return await bounded(
+        _answer(pool, _schedule(pool, config, attempts, scores)),
+        name='score',
+        owner=f'sample {attempts[0].uid}',
+        waits_for=f'scorer {config.name}',
+        deadline_s=START_DEADLINE_S + 2 * self._longest_s,
+      )
+    except concurrent.futures.TimeoutError:
+      return timed_out(config.deadline_s)
+    except pebble.ProcessExpired as expired:
+      evidence = {'error': 'the worker process died', 'exit_code': expired.exitcode}
+      return Outcome(status=Status.CRASHED, evidence=evidence)
+    except BrokenProcessPool as error:
+      await self._mend(pool, error)
+      return None
+
+  async def _mend(self, broken: pebble.ProcessPool, error: BrokenProcessPool) -> None:
+    """Replaces a broken pool, once however many calls met the break."""
+    async with self._changing:
+      if self._pool is not broken:
+        return
+      self._counts['breaks'] += 1
+      self._breaks_in_a_row += 1
+      if self._breaks_in_a_row > MAX_BREAKS:
+        raise RunError(
+          f'scorer pool: broke {self._breaks_in_a_row} times without a score in between (last: {error}); '
+          'are workers killed from outside, or is memory short? Lower rewards.workers'
+        )
+      logging.warning('Scorer pool broke (%s): starting new workers', error)
+      new = self._new_pool(self.count)
+      with contextlib.suppress(BrokenProcessPool):  # The next call meets it, and counts it.
+        await _started(new)
+      if self._pool is not broken:  # Closed meanwhile.
+        await _stopped(new)
+        return
+      self._pool = new
+      await _stopped(broken)
+
+  def _new_pool(self, count: int) -> pebble.ProcessPool:
+    context = NamelessLocks()
+    context.set_forkserver_preload(list(worker.preload(self._scorers.values())))
+    return pebble.ProcessPool(
+      max_workers=count,
+      initializer=worker.initialise,
+      initargs=(self._scorers, self._memory_limit_bytes, self._withheld),
+      context=context,
+    )
+
+
+def _check_travels(name: str, scorer: Scorer | PerGroup) -> None:
+  """Raises UserError for a scorer that cannot be sent to a process."""
+  try:
+    pickle.dumps(scorer)
+  except (AttributeError, TypeError, pickle.PicklingError) as error:  # All three are pickle's own words for it.
+    raise UserError(
+      f'scorer {name!r}: cannot be pickled for its worker process ({error}); '
+      'wanted a top-level function, or a functools.partial of one'
+    ) from None
+
+
+def _first_call(pool: pebble.ProcessPool) -> concurrent.futures.Future:
+  """Starts the pool; SIGINT is blocked in all its processes: Ctrl-C reaches the whole group, amid their imports too."""
+  signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+  try:
+    return pool.schedule(worker.heavy_modules)
+  finally:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _schedule(
+  pool: pebble.ProcessPool,
+  config: ScorerConfig,
+  attempts: tuple[Attempt, ...],
+  scores: tuple[tuple[Score, ...], ...],
+) -> concurrent.futures.Future:
+  try:
+    return pool.schedule(worker.call, args=(config.name, attempts, scores), timeout=config.deadline_s)
+  except RuntimeError as error:  # How pebble says that the pool is not running.
+    raise BrokenProcessPool(str(error)) from error
+
+
+async def _started(pool: pebble.ProcessPool) -> list[str]:
+  """Starts its workers; heavy modules that they import. Raises BrokenProcessPool, and WaitExpired for a stuck one."""
+
+  async def start() -> list[str]:
+    return await _answer(pool, await asyncio.to_thread(_first_call, pool))
+
+  names = {'owner': 'scorer pool', 'waits_for': _TO_START}
+  try:
+    return await bounded(start(), name='scorers_start', **names, deadline_s=START_DEADLINE_S)
+  except (WaitExpired, asyncio.CancelledError):
+    # The start may be delayed and succeed after all.
+    threading.Thread(target=_stop, args=(pool, 0.0), daemon=True).start()
+    raise
+
+
+async def _answer(pool: pebble.ProcessPool, answer: concurrent.futures.Future) -> Any:
+  """Result of a call. Raises BrokenProcessPool if the pool died without an answer."""
+  future = asyncio.wrap_future(answer)
+  try:
+    while True:
+      await asyncio.wait({future}, timeout=CHECK_S)
+      alive = pool.active
+      if answer.done():  # `future` may not be yet: it follows when the loop comes to it.
+        return await future  # wait score: it is there
+      if not alive:
+        raise BrokenProcessPool('the pool ended without an answer')
+  finally:
+    future.cancel()  # without effect on one that is done
+
+
+async def _stopped(pool: pebble.ProcessPool, answers_s: float = 0.0) -> None:
+  """Ends its workers, after `answers_s` seconds at most in which it may answer what it was asked.
+
+  Raises:
+    WaitExpired: they do not end.
+  """
+  await bounded(
+    asyncio.to_thread(_stop, pool, answers_s),
+    name='scorers_stop',
+    owner='scorer pool',
+    waits_for='its workers to end after SIGKILL',
+    deadline_s=answers_s + START_DEADLINE_S,
+  )
+
+
+def _stop(pool: pebble.ProcessPool, answers_s: float) -> None:
+  if answers_s:
+    pool.close()
+    with contextlib.suppress(TimeoutError):
+      pool.join(answers_s)
+      return
+  pool.stop()
+  pool.join()  # wait scorers_stop: from outside

@@ -1,0 +1,256 @@
+"""Starts sandboxes: by namespaces of this process's own making, by bubblewrap, or, where that is asked for, by neither.
+
+Invariant: no process that is started here outlives the one that starts it. Each waits at a socket whose other end only
+the starter holds, and ends when that is closed, for whatever reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+import sys
+from typing import Any, Literal
+
+from absl import logging
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.rewards.sandbox.inside.channel import Channel, Closed
+
+Isolation = Literal['auto', 'namespaces', 'bubblewrap', 'none']
+"""auto: namespaces where the kernel permits them, else bubblewrap, else refuse. none: limits only, no isolation."""
+
+START_S = 30.0
+"""Seconds for Python to start on a busy machine."""
+_CODE = pathlib.Path(__file__).parent
+_FLAGS = ('-P', '-s', '-S', '-B', '-X', 'utf8')
+_SYSTEM = ('/usr', '/bin', '/sbin', '/lib', '/lib32', '/lib64', '/libx32')
+_FILES = ('/etc/ld.so.cache', '/etc/localtime', '/etc/alternatives')
+_ENVIRONMENT = {
+  'PATH': '/usr/local/bin:/usr/bin:/bin',
+  'HOME': '/tmp',
+  'LANG': 'C.UTF-8',
+  'PYTHONHASHSEED': '0',  # So that a program which depends on it has one score.
+  'OPENBLAS_NUM_THREADS': '1',
+}
+
+
+class NoIsolation(UserError):
+  """This machine does not let us isolate programs in the way that is asked for.
+
+  Attributes:
+    reasons: why, by way of isolation.
+  """
+
+  reasons = ''
+
+
+@dataclasses.dataclass(frozen=True)
+class Preload:
+  """Libraries of a sandbox beside the standard library."""
+
+  path: tuple[str, ...] = ()
+  """Directories of the host from which programs import; they can read all that is in them."""
+  source: str = ''
+  """Trusted statements that run once, before sandboxes are forked (bubblewrap: once in each sandbox)."""
+
+  def bound(self) -> tuple[str, ...]:
+    """The directories that are not part of `readable` already."""
+    covered = lambda path: any(pathlib.Path(path).is_relative_to(known) for known in readable())
+    return tuple(path for path in self.path if not covered(path))
+
+  def options(self) -> dict[str, Any]:
+    return {'path': self.path, 'preload': self.source}
+
+
+NOTHING = Preload()
+
+
+@functools.cache
+def readable() -> tuple[str, ...]:
+  """What of the host a program may read: the system's programs and libraries, and Python's."""
+  paths = [path for path in (*_SYSTEM, *_FILES) if os.path.lexists(path)]
+  for prefix in {os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)}:
+    if not any(pathlib.Path(prefix).is_relative_to(path) for path in _SYSTEM):
+      paths.append(prefix)
+  return tuple(paths)
+
+
+# At the end of the path: what lies beside `inside` hides none of Python's own modules.
+_START = (
+  'import json, os, sys; options = json.loads(os.read(0, int(sys.argv[2]))); sys.path.append(options["code"]); '
+  'from inside.zygote import main; main(options)'
+)
+
+
+def _python(options: dict[str, Any]) -> tuple[list[str], bytes]:
+  """A command, and the first bytes of its standard input: the options.
+
+  They name directories of this host, and programs inside can read the command line of the process they descend from.
+  """
+  first = json.dumps(options).encode()
+  arguments = [str(options['tmp_bytes']), str(len(first))]
+  return [os.path.realpath(sys._base_executable), *_FLAGS, '-c', _START, *arguments], first
+
+
+def first_words(control: socket.socket) -> str:
+  """Waits for a sandbox; what it says is wrong, or nothing when it is ready."""
+  control.settimeout(START_S)
+  try:
+    return Channel(control).receive().get('failed', '')
+  except (Closed, TimeoutError) as error:
+    return f'it does not start ({error})'
+
+
+class Zygote:
+  """Forks each sandbox from one process that has Python loaded already.
+
+  Attributes:
+    kind: how programs are isolated, 'namespaces' or 'none'.
+  """
+
+  def __init__(self, *, tmp_bytes: int, isolated: bool, preload: Preload = NOTHING):
+    self.kind = 'namespaces' if isolated else 'none'
+    paths = (*readable(), *preload.bound())
+    options = {'tmp_bytes': tmp_bytes, 'isolated': isolated, 'readable': paths, 'once': False}
+    command, first = _python({'code': str(_CODE), **options, **preload.options()})
+    self._requests, theirs = socket.socketpair()
+    self._requests.sendall(first)
+    with theirs:
+      self._process = subprocess.Popen(
+        command,
+        stdin=theirs,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=_ENVIRONMENT,
+        cwd='/',
+        start_new_session=True,
+      )
+    self._requests.settimeout(START_S)
+    try:
+      answer = self._requests.recv(1000).decode(errors='replace')
+    except OSError as error:
+      answer = str(error)
+    answer = answer or 'Python does not start'
+    if answer == 'ready':
+      try:
+        with self.start() as first:
+          answer = first_words(first)
+      except OSError as error:
+        answer = str(error)
+    if answer:
+      self.close()
+      raise NoIsolation(answer)
+
+  def start(self) -> socket.socket:
+    """The control socket of a sandbox that is about to be there. Raises OSError where none can be started."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+      try:
+        socket.send_fds(self._requests, [b'+'], [theirs.fileno()])
+      except OSError:
+        ours.close()
+        raise
+    return ours
+
+  def close(self) -> None:
+    """No sandbox is started any more; those that wait are left to whoever holds their sockets."""
+    self._requests.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+      self._process.wait(1)
+    self._process.kill()
+    self._process.wait()
+
+
+class Bubblewrap:
+  """A bwrap and a Python for each sandbox."""
+
+  kind = 'bubblewrap'
+
+  def __init__(self, *, tmp_bytes: int, preload: Preload = NOTHING):
+    command = shutil.which('bwrap')
+    if command is None:
+      raise NoIsolation('bwrap is not installed')
+    usage = subprocess.run([command, '--help'], capture_output=True, text=True, timeout=START_S)
+    if '--size' not in usage.stdout:
+      raise NoIsolation('bwrap is older than 0.5')
+    self._processes: list[subprocess.Popen] = []
+    code = pathlib.PurePath('/jaxrl')
+    self._command = [command, '--unshare-all', '--unshare-user', '--uid', '1000', '--gid', '1000', '--new-session']
+    self._command += ['--as-pid-1', '--hostname', 'sandbox']
+    self._command += ['--disable-userns'] if '--disable-userns' in usage.stdout else []
+    for path in (*readable(), *preload.bound()):
+      link = os.path.islink(path)
+      self._command += ['--symlink', os.readlink(path), path] if link else ['--ro-bind', path, path]
+    self._command += ['--ro-bind', str(_CODE / 'inside'), str(code / 'inside'), '--proc', '/proc', '--dev', '/dev']
+    # The kernel's command line describes the host; a shared mapping of /dev/zero is memory that no limit counts.
+    for path in ('/proc/cmdline', '/dev/zero'):
+      self._command += ['--ro-bind', '/dev/null', path]
+    for path in ('/dev/shm', '/tmp'):
+      self._command += ['--size', str(tmp_bytes), '--tmpfs', path]
+    self._command += ['--chmod', '1777', '/tmp', '--remount-ro', '/dev', '--remount-ro', '/', '--chdir', '/tmp']
+    command, self._first = _python({'code': str(code), 'tmp_bytes': tmp_bytes, 'once': True, **preload.options()})
+    self._command += command
+    with self.start(subprocess.PIPE) as first:  # Whether the kernel lets it.
+      if reason := first_words(first):
+        process = self._processes.pop()
+        process.kill()  # It may be stuck.
+        raise NoIsolation(process.communicate()[1].decode(errors='replace').strip()[-200:] or reason)
+    self._processes[0].stderr.close()
+
+  def start(self, errors: int = subprocess.DEVNULL) -> socket.socket:
+    """As `Zygote.start`; `errors` is where bwrap says what is wrong."""
+    self._processes = [process for process in self._processes if process.poll() is None]
+    ours, theirs = socket.socketpair()
+    ours.sendall(self._first)
+    with theirs:
+      self._processes.append(
+        subprocess.Popen(
+          self._command,
+          stdin=theirs,
+          stdout=subprocess.DEVNULL,
+          stderr=errors,
+          env=_ENVIRONMENT,
+          cwd='/',
+          start_new_session=True,
+        )
+      )
+    return ours
+
+  def close(self) -> None:
+    for process in self._processes:
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(START_S)
+    self._processes.clear()
+
+
+Starter = Zygote | Bubblewrap
+
+
+def open_starter(isolation: Isolation, *, tmp_bytes: int, preload: Preload = NOTHING) -> Starter:
+  """The first of the permitted ways that this machine lets us use. Raises NoIsolation for none."""
+  ways = {
+    'namespaces': lambda: Zygote(tmp_bytes=tmp_bytes, isolated=True, preload=preload),
+    'bubblewrap': lambda: Bubblewrap(tmp_bytes=tmp_bytes, preload=preload),
+    'none': lambda: Zygote(tmp_bytes=tmp_bytes, isolated=False, preload=preload),
+  }
+  reasons = []
+  for way in ('namespaces', 'bubblewrap') if isolation == 'auto' else (isolation,):
+    try:
+      return ways[way]()
+    except (NoIsolation, OSError) as error:
+      reasons.append(f'{way}: {error}')
+      if isolation == 'auto':
+        logging.warning('Sandbox: no isolation by %s', reasons[-1])
+  refusal = NoIsolation(
+    f'sandbox: this machine does not isolate programs ({"; ".join(reasons)}); permit unprivileged user namespaces, '
+    "name sandbox hosts (addresses), or accept that programs can do what this user can with isolation='none'"
+  )
+  refusal.reasons = '; '.join(reasons)
+  raise refusal

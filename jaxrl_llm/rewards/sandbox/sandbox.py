@@ -1,0 +1,359 @@
+"""Runs untrusted programs, each in a sandbox of its own that is thrown away after it.
+
+Invariant: what is said of a program rests on nothing that the program could have written: its outputs are compared
+here, and function tests run in a process of their own (`inside.examiner`), beside it and out of its reach.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.rewards.sandbox.inside.channel import Channel, Closed
+from jaxrl_llm.rewards.sandbox.isolation import NOTHING, Isolation, Preload, Starter, first_words, open_starter
+
+_GRACE_S = 15.0
+"""Beyond a program's own wall clock, for the sandbox to say so."""
+
+
+class SandboxError(RuntimeError):
+  """The sandbox failed, and not the program in it."""
+
+
+class Ending(enum.StrEnum):
+  """How a program ended that did not pass, or that it passed."""
+
+  PASSED = 'passed'
+  FAILED = 'failed'
+  """It ran to its end, and a test did not hold."""
+  EXCEPTION = 'exception'
+  EXIT = 'exit'
+  """It ended itself: with an exit code, or before its tests were over."""
+  SIGNAL = 'signal'
+  WALL = 'wall'
+  """Reached the wall-clock limit by itself: it slept or waited."""
+  CPU = 'cpu'
+  """Out of processor time."""
+  MEMORY = 'memory'
+  OUTPUT = 'output'
+  PROCESSES = 'processes'
+  LOST = 'lost'
+  """It ended its own supervisor, which only a program that is not isolated can."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+  """Limits of one program, with all of its tests and processes."""
+
+  wall_s: float = 30.0
+  """Wall-clock time. A program that reaches it because the machine is busy raises a SandboxError."""
+  cpu_s: int = 6
+  """Processor time of all processes together, including those of the tests."""
+  memory_mib: int = 1024
+  """Address space of each process, and resident memory of all together."""
+  processes: int = 32
+  files: int = 256
+  """Open at once, in each process."""
+  file_mib: int = 64
+  tmp_mib: int = 64
+  """All files together; they are in memory."""
+  output_kib: int = 1024
+  """Size of the standard output, and of the standard error."""
+
+  def __post_init__(self):
+    for name, value in dataclasses.asdict(self).items():
+      if not 0 < value < 1 << 40:
+        raise UserError(f'sandbox: limit {name} is {value}, wanted a positive number')
+
+  def message(self) -> dict[str, Any]:
+    """As the supervisor reads them."""
+    return {
+      'wall_s': self.wall_s,
+      'cpu_s': self.cpu_s,
+      'memory_bytes': self.memory_mib << 20,
+      'processes': self.processes,
+      'files': self.files,
+      'file_bytes': self.file_mib << 20,
+      'output_bytes': self.output_kib << 10,
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+  ended: Ending
+  """Ending of the first test that did not pass."""
+  passed: int
+  total: int
+  isolation: str
+  """How the program was isolated: 'namespaces', 'bubblewrap' or 'none'."""
+  detail: str = ''
+  """The exception, exit code or signal, or the first test that did not hold."""
+  seconds: float = 0.0
+
+  @property
+  def fraction(self) -> float:
+    return self.passed / self.total if self.total else 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+  """One test of a program that reads its input and writes an output."""
+
+  stdin: str
+  stdout: str
+
+
+T = TypeVar('T')
+
+
+class Stop:
+  """Ends a program from another thread; where programs are isolated, its caller gets a SandboxError."""
+
+  def __init__(self):
+    self._lock = threading.Lock()
+    self._is_set = False
+    self._connection: socket.socket | None = None
+
+  def set(self) -> None:
+    with self._lock:
+      self._is_set = True
+      if self._connection is not None:
+        _hang_up(self._connection)
+
+  @contextlib.contextmanager
+  def ends(self, connection: socket.socket) -> Iterator[None]:
+    """Lets `set` end the sandbox behind `connection` during the block. Raises SandboxError if it is set already."""
+    with self._lock:
+      if self._is_set:
+        raise SandboxError('the program was stopped before it began')
+      self._connection = connection
+    try:
+      yield
+    finally:
+      with self._lock:
+        self._connection = None
+
+
+class Sandboxes:
+  """Keeps sandboxes waiting, so that a program starts at once. Usable from several threads.
+
+  Args:
+    limits: of each program.
+    isolation: how programs are isolated.
+    waiting: sandboxes that wait for a program.
+    preload: libraries that programs have.
+
+  Raises:
+    NoIsolation: where this machine cannot isolate as asked.
+  """
+
+  def __init__(self, limits: Limits, *, isolation: Isolation = 'auto', waiting: int = 1, preload: Preload = NOTHING):
+    self._limits, self._isolation, self._waiting, self._preload = limits, isolation, waiting, preload
+    self._lock = threading.Lock()
+    self._starter = self._open()
+    self._idle: list[socket.socket] = []
+    self._running: set[socket.socket] = set()
+    self._closed = False
+    self._fill()
+
+  @property
+  def isolation(self) -> str:
+    return self._starter.kind
+
+  def run_cases(self, program: str, cases: Sequence[Case], stop: Stop | None = None) -> Outcome:
+    """Runs the program once for each case; it passes those whose output agrees, up to white space at line ends."""
+
+    def run(control: Channel) -> Outcome:
+      control.send({'form': 'stdio', 'program': program, 'limits': self._limits.message()})
+      passed, first = 0, None
+      for case in cases:
+        control.send({'stdin': case.stdin})
+        result = _judged(control.receive())
+        if result['ended'] == 'ok' and _lines(result['stdout']) == _lines(case.stdout):
+          passed += 1
+        elif first is None:
+          first = result
+        if result['ended'] in ('wall', 'cpu'):  # Their limits are one: none of the others has any time.
+          break
+      ended = Ending.PASSED if first is None else Ending.FAILED if first['ended'] == 'ok' else Ending(first['ended'])
+      return self._outcome(ended, passed, len(cases), '' if first is None else _detail(first))
+
+    return self._in_sandbox(run, len(cases), stop)
+
+  def output(self, program: str, stdin: str) -> tuple[Outcome, str]:
+    """Runs the program once: how it ended (PASSED: with exit code 0), and its standard output up to the limit."""
+    printed = ''
+
+    def run(control: Channel) -> Outcome:
+      nonlocal printed
+      control.send({'form': 'stdio', 'program': program, 'limits': self._limits.message()})
+      control.send({'stdin': stdin})
+      result = _judged(control.receive())
+      printed = result['stdout']
+      if result['ended'] == 'ok':
+        return self._outcome(Ending.PASSED, 1, 1, '')
+      return self._outcome(Ending(result['ended']), 0, 1, _detail(result))
+
+    outcome = self._in_sandbox(run, 1)
+    return outcome, printed
+
+  def run_tests(
+    self, program: str, tests: Sequence[str], entry_point: str | None = None, stop: Stop | None = None
+  ) -> Outcome:
+    """Runs the program, then each test, in order and in one namespace; it passes those that raise nothing."""
+
+    def run(control: Channel) -> Outcome:
+      control.send({'form': 'tests', 'program': program, 'limits': self._limits.message()})
+      control.send({'tests': list(tests), 'entry_point': entry_point})
+      result = _judged(control.receive())
+      passed, error = result['passed'], result['error']
+      passed += [False] * (len(tests) - len(passed))
+      if all(passed):
+        return self._outcome(Ending.PASSED, len(passed), len(tests), '')
+      if error and not error['gone']:
+        ended = Ending.MEMORY if error['type'] == 'MemoryError' else Ending.FAILED
+        detail = f'test {passed.index(False)}: {error["type"]}: {error["text"]}'
+        return self._outcome(ended, sum(passed), len(tests), detail)
+      # Gone before its tests were over: an exit code of 0 is none that anybody waited for.
+      ended = Ending.EXIT if result['ended'] == 'ok' else Ending(result['ended'])
+      return self._outcome(ended, sum(passed), len(tests), _detail(result))
+
+    return self._in_sandbox(run, len(tests), stop)
+
+  def close(self) -> None:
+    """Ends programs that run, too; to whoever waits for them that is a SandboxError."""
+    with self._lock:
+      self._closed = True
+      for control in self._idle:
+        control.close()
+      self._idle.clear()
+      for control in self._running:
+        _hang_up(control)
+      self._starter.close()
+
+  def _open(self) -> Starter:
+    return open_starter(self._isolation, tmp_bytes=self._limits.tmp_mib << 20, preload=self._preload)
+
+  def _outcome(self, ended: Ending, passed: int, total: int, detail: str) -> Outcome:
+    return Outcome(ended=ended, passed=passed, total=total, isolation=self.isolation, detail=detail[-500:])
+
+  def _in_sandbox(self, run: Callable[[Channel], Outcome], total: int, stop: Stop | None = None) -> Outcome:
+    with self._take() as connection, self._runs(connection), (stop or Stop()).ends(connection):
+      control = Channel(connection)
+      connection.settimeout(self._limits.wall_s + _GRACE_S)
+      began = time.monotonic()
+      try:
+        outcome = run(control)
+      except (Closed, TimeoutError) as error:
+        if self.isolation != 'none' or self._closed:
+          raise SandboxError(f'the sandbox failed: {error}') from None
+        outcome = self._outcome(Ending.LOST, 0, total, '')
+    return dataclasses.replace(outcome, seconds=time.monotonic() - began)
+
+  @contextlib.contextmanager
+  def _runs(self, connection: socket.socket) -> Iterator[None]:
+    with self._lock:
+      self._running.add(connection)
+    try:
+      yield
+    finally:
+      with self._lock:
+        self._running.discard(connection)
+
+  def _take(self) -> socket.socket:
+    """A sandbox that is ready; another one is started for the next program."""
+    reason: object = None
+    for _ in range(3):
+      with self._lock:
+        if self._closed:
+          raise SandboxError('the sandboxes are closed')
+        starter, control = self._starter, self._idle.pop(0) if self._idle else None
+      try:
+        control = control or starter.start()
+        self._fill()
+        reason = first_words(control)
+        if not reason and not _has_hung_up(control):
+          return control
+      except OSError as error:
+        reason = error
+      if control is not None:
+        control.close()
+      self._restart(starter)
+    raise SandboxError(f'no sandbox starts: {reason}')
+
+  def _fill(self) -> None:
+    with self._lock:
+      while not self._closed and len(self._idle) < self._waiting:
+        self._idle.append(self._starter.start())
+
+  def _restart(self, failed: Starter) -> None:
+    with self._lock:
+      if self._starter is not failed or self._closed:  # Another thread has seen to it.
+        return
+      for control in self._idle:
+        control.close()
+      self._idle.clear()
+      with contextlib.suppress(OSError):
+        self._starter.close()
+      self._starter = self._open()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+  """A program and its tests: `cases` or `tests`."""
+
+  program: str
+  cases: tuple[Case, ...] = ()
+  tests: tuple[str, ...] = ()
+  entry_point: str | None = None
+
+  def run(self, sandboxes: Sandboxes, stop: Stop | None = None) -> Outcome:
+    if self.cases:
+      return sandboxes.run_cases(self.program, self.cases, stop)
+    return sandboxes.run_tests(self.program, self.tests, self.entry_point, stop)
+
+
+def _hang_up(control: socket.socket) -> None:
+  with contextlib.suppress(OSError):
+    control.shutdown(socket.SHUT_RDWR)
+
+
+def _has_hung_up(control: socket.socket) -> bool:
+  poll = select.poll()
+  poll.register(control, select.POLLIN)
+  return bool(poll.poll(0))
+
+
+def _judged(result: dict[str, Any]) -> dict[str, Any]:
+  """The supervisor's message. Raises SandboxError where the machine is to blame, and not the program."""
+  if result['ended'] == 'starved':
+    raise SandboxError(
+      "the program met its wall-clock limit while other processes had the machine's processors; "
+      'run fewer at once, or raise wall_s and the deadline above it'
+    )
+  return result
+
+
+def _lines(text: str) -> list[str]:
+  """Without white space at the ends of lines, and empty lines at the end."""
+  return [line.rstrip() for line in text.rstrip().split('\n')]
+
+
+def _detail(result: dict[str, Any]) -> str:
+  last = result['stderr'].strip().rsplit('\n', 1)[-1]
+  match result['ended']:
+    case 'exception' | 'memory':
+      return last
+    case 'exit' | 'signal':
+      return f'{result["ended"]} {result["code"]}'
+    case 'ok' if 'stdout' in result:
+      return f'output {result["stdout"][:200]!r}'
+  return ''

@@ -1,0 +1,119 @@
+"""Runs programs for others: `POST /run` with a program and its tests, answered by how it ended.
+
+Invariant: it serves whoever reaches it, so it listens on a unix socket that only its user can reach; a front with a
+token stands before it where others shall (`rollout.front`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from absl import logging
+from aiohttp import web
+
+from jaxrl_llm.config.values import from_json
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.rewards.sandbox.isolation import Isolation, NoIsolation
+from jaxrl_llm.rewards.sandbox.sandbox import Limits, Outcome, SandboxError, Sandboxes, Stop, Work
+
+RUN_PATH = '/run'
+ROUTES = (('GET', '/health'), ('POST', RUN_PATH))
+"""(method, path) of all that is served."""
+MAX_BODY = 64 << 20
+"""Bytes."""
+MOST = Limits(
+  wall_s=120.0, cpu_s=120, memory_mib=8192, processes=256, files=4096, file_mib=1024, tmp_mib=1024, output_kib=65536
+)
+"""The largest limits that a request may ask for."""
+_KINDS = 8
+"""Different limits that are kept ready."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Order:
+  """The body of a request."""
+
+  work: Work
+  limits: Limits
+
+
+class SandboxServer:
+  """Runs at most `at_once` programs at a time; others wait.
+
+  Raises:
+    NoIsolation: where this machine cannot isolate as asked.
+  """
+
+  def __init__(self, *, isolation: Isolation = 'auto', at_once: int):
+    self._isolation, self._at_once = isolation, at_once
+    self._threads = ThreadPoolExecutor(at_once, thread_name_prefix='sandbox')
+    self._kinds: dict[Limits, Sandboxes] = {}
+    self._making = threading.Lock()
+    self._sandboxes(Limits())
+
+  @property
+  def isolation(self) -> str:
+    return self._kinds[Limits()].isolation
+
+  def application(self) -> web.Application:
+    """The application that answers requests."""
+    application = web.Application(client_max_size=MAX_BODY)
+    application.router.add_get('/health', self._health)
+    application.router.add_post(RUN_PATH, self._run)
+    return application
+
+  def close(self) -> None:
+    self._threads.shutdown(wait=False, cancel_futures=True)
+    for sandboxes in self._kinds.values():
+      sandboxes.close()
+
+  async def _health(self, request: web.Request) -> web.Response:
+    return web.json_response({'isolation': self.isolation, 'at_once': self._at_once})
+
+  async def _run(self, request: web.Request) -> web.Response:
+    try:
+      order = from_json(await request.json(), Order, 'body')
+      # In a thread: the first of its limits are started here.
+      sandboxes = await asyncio.get_running_loop().run_in_executor(self._threads, self._sandboxes, order.limits)
+    except NoIsolation as error:  # Before UserError, of which it is one: another host may do better.
+      return web.Response(status=503, text=str(error))
+    except (UserError, ValueError) as error:
+      return web.Response(status=400, text=str(error))
+    except RecursionError:
+      return web.Response(status=400, text='the body is nested too deeply, wanted an order as `order_body` writes it')
+    stop = Stop()
+    try:
+      outcome = await asyncio.get_running_loop().run_in_executor(self._threads, order.work.run, sandboxes, stop)
+    except asyncio.CancelledError:  # The client has hung up.
+      stop.set()
+      raise
+    except (SandboxError, NoIsolation, OSError) as error:  # Another host may do better.
+      logging.exception('A sandbox failed')
+      return web.Response(status=503, text=f'{type(error).__name__}: {error}')
+    return web.json_response(dataclasses.asdict(outcome))
+
+  def _sandboxes(self, limits: Limits) -> Sandboxes:
+    for name, most in dataclasses.asdict(MOST).items():
+      asked = getattr(limits, name)
+      if asked > most:
+        raise UserError(f'limit {name} is {asked}, wanted {most} at most')
+    with self._making:
+      if limits not in self._kinds:
+        if len(self._kinds) == _KINDS:
+          raise UserError(f'this host keeps sandboxes of {_KINDS} different limits already; use one of them')
+        self._kinds[limits] = Sandboxes(limits, isolation=self._isolation, waiting=self._at_once)
+      return self._kinds[limits]
+
+
+def order_body(work: Work, limits: Limits) -> dict[str, Any]:
+  return dataclasses.asdict(Order(work=work, limits=limits))
+
+
+def read_outcome(answer: Json) -> Outcome:
+  """Reads a server's answer. Raises UserError for one that is no outcome."""
+  return from_json(answer, Outcome, 'answer of the sandbox host')

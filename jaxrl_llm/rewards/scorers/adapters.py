@@ -1,0 +1,297 @@
+"""Users' reward functions, unchanged: verl's `compute_score`, TRL's `reward_func`, a plain Python function.
+
+Invariant: a function gets what its own framework would give it for the attempt, under the same names (docs/rewards.md
+says what cannot be had here); what it returns becomes the Verdict, and what it returns or raises otherwise is an error
+of the scorer, never a value.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import inspect
+import json
+import math
+import pathlib
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
+from types import ModuleType
+from typing import Any, Literal, SupportsFloat
+
+from jaxrl_llm.config.own import own_part
+from jaxrl_llm.config.values import from_json
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.score import Score
+from jaxrl_llm.core.records.task import Task
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.rewards.api import Attempt, PerGroup, Scorer, Verdict
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerlOptions:
+  function: str
+  """`module:attribute`, or `path/to/file.py:attribute` (verl's `custom_reward_function.path` and `name`)."""
+  arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  """Further keyword arguments (verl's `custom_reward_function.reward_kwargs`)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrlOptions:
+  function: str
+  """`module:attribute`, or `path/to/file.py:attribute`."""
+  form: Literal['row', 'plain', 'conversational'] = 'row'
+  """How prompts and completions look: text, messages, or (`row`) as the row's own prompt does."""
+  truth_column: str = 'ground_truth'
+  """Column under which the truth is given where the row has none of that name."""
+  per_group: bool = False
+  """One call for all attempts of a group instead of one for each: for functions that compare completions."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PythonOptions:
+  function: str
+  """`module:attribute`, or `path/to/file.py:attribute`: `f(prompt, completion, truth)`."""
+  arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  """Further keyword arguments."""
+
+
+class UserFunction:
+  """A user's function. Pickled as its name: a worker loads it when it starts, not in the time of a first call."""
+
+  def __init__(self, name: str, scorer: str):
+    """Raises UserError where there is no such function."""
+    place, _, attribute = name.rpartition(':')
+    if not place or not attribute:
+      wanted = "'module:attribute' or 'path/to/file.py:attribute'"
+      raise UserError(f'scorer {scorer!r}: function is {name!r}, wanted {wanted}')
+    if place.endswith('.py'):
+      path = pathlib.Path(place).absolute()
+      self.name = f'{path}:{attribute}'
+      module = _file_module(path, f'scorer {scorer!r}: function {name!r}')
+      if attribute not in vars(module):
+        raise UserError(f'scorer {scorer!r}: function {name!r}: the file defines no {attribute!r}')
+      self.call = vars(module)[attribute]
+    else:
+      self.name = name
+      self.call = own_part(name, f'scorer {scorer!r}: function')
+    self._scorer = scorer
+    if not callable(self.call):
+      raise UserError(f'scorer {scorer!r}: function {name!r} is a {type(self.call).__name__}, wanted a function')
+
+  def __reduce__(self):
+    return UserFunction, (self.name, self._scorer)
+
+  def __call__(self, *arguments: Any, **named: Any) -> Any:
+    """What the function returns; an `async def` is run to its end."""
+    result = self.call(*arguments, **named)
+    return asyncio.run(_result(result)) if inspect.isawaitable(result) else result
+
+
+async def _result(awaitable: Awaitable[Any]) -> Any:
+  return await awaitable  # wait score: the deadline of the call, which kills this process
+
+
+def _file_module(path: pathlib.Path, where: str) -> ModuleType:
+  """The file as a module, run once in a process; what lies beside it can be imported, as Python does for a script."""
+  if not path.is_file():
+    raise UserError(f'{where}: {path}: no such file')
+  name = f'jaxrl_llm_own_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}'
+  if name in sys.modules:
+    return sys.modules[name]
+  if str(path.parent) not in sys.path:
+    sys.path.append(str(path.parent))
+  spec = importlib.util.spec_from_file_location(name, path)
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[name] = module  # Dataclasses of the file find their annotations through it.
+  try:
+    spec.loader.exec_module(module)
+  except (Exception, SystemExit) as error:
+    del sys.modules[name]
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(path) else (lines or [0])[-1]
+    told = ' '.join(str(error).split())
+    raise UserError(f'{where}: {path}:{line}: {type(error).__name__}: {told}') from error
+  return module
+
+
+def ground_truth(task: Task) -> Json:
+  """The truth in the type that the row has it in; the taskset's text where it made one of its own."""
+  judge = task.fields.get('reward_model')
+  owns = [judge.get('ground_truth') if isinstance(judge, Mapping) else None, task.fields.get('answer')]
+  for own in owns:
+    if own is not None and not isinstance(own, str) and json.dumps(own, ensure_ascii=False) == task.truth:
+      return own
+  return task.truth
+
+
+def data_source(task: Task) -> str:
+  """The row's `data_source`; else the taskset."""
+  named = task.fields.get('data_source')
+  return named if isinstance(named, str) else task.taskset
+
+
+def prompt_text(task: Task) -> str:
+  """The prompt as one text: the row's own where it is one, else the messages' contents, a blank line between them."""
+  own = task.fields.get('prompt')
+  return own if isinstance(own, str) else '\n\n'.join(message['content'] for message in task.prompt)
+
+
+def _number(value: Any, where: str) -> float:
+  if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
+    raise TypeError(f'{where} is {value!r}, wanted a number')
+  return float(value)
+
+
+def _json(value: Any) -> Json:
+  try:
+    return json.loads(json.dumps(value, default=repr), parse_constant=str)
+  except (TypeError, ValueError, RecursionError):  # Keys that JSON has not; a value that holds itself.
+    return repr(value)
+
+
+def _is_part(value: Any) -> bool:
+  if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
+    return False
+  try:
+    return math.isfinite(float(value))
+  except (TypeError, ValueError, OverflowError):  # An array of several numbers; an integer without end.
+    return False
+
+
+def _verdict(result: Any, keys: Sequence[str]) -> Verdict:
+  """Of a number, or of a dict with one of `keys`, whose other numbers become parts and other values evidence."""
+  if not isinstance(result, Mapping):
+    return Verdict(value=_number(result, 'what the function returned'))
+  key = next((key for key in keys if key in result), None)
+  if key is None:
+    raise KeyError(f'the function returned a dict with {sorted(map(str, result))}, wanted {" or ".join(keys)} in it')
+  rest = {str(name): value for name, value in result.items() if name != key}
+  parts = {name: float(value) for name, value in rest.items() if _is_part(value)}
+  return Verdict(
+    value=None if result[key] is None else _number(result[key], f'{key!r} of what the function returned'),
+    parts=parts,
+    evidence={name: _json(value) for name, value in rest.items() if name not in parts},
+  )
+
+
+def _none_said() -> Verdict:
+  return Verdict(value=None, evidence={'reason': 'the function returned None'})
+
+
+def score_verl(attempt: Attempt, *, function: UserFunction, arguments: Mapping[str, Any]) -> Verdict:
+  """What verl's reward manager would make of the function's answer: a number, or a dict with `score`."""
+  task = attempt.task
+  result = function(
+    data_source=data_source(task),
+    solution_str=attempt.completion,
+    ground_truth=ground_truth(task),
+    extra_info=task.fields.get('extra_info') or {},
+    **arguments,
+  )
+  return _verdict(result, ('score',))
+
+
+def verl_scorer(**options: Any) -> Scorer:
+  """verl's compute_score(data_source, solution_str, ground_truth, extra_info), unchanged; options: `VerlOptions`."""
+  read = from_json(dict(options), VerlOptions, "options of scorer 'verl'")
+  return functools.partial(score_verl, function=UserFunction(read.function, 'verl'), arguments=read.arguments)
+
+
+def score_python(attempt: Attempt, *, function: UserFunction, arguments: Mapping[str, Any]) -> Verdict:
+  """A number, True or False, a dict with `score` or `value`, or None: not to be judged."""
+  result = function(prompt_text(attempt.task), attempt.completion, ground_truth(attempt.task), **arguments)
+  return _none_said() if result is None else _verdict(result, ('score', 'value'))
+
+
+def python_scorer(**options: Any) -> Scorer:
+  """A plain Python function f(prompt, completion, truth) -> number, bool or dict; options: `PythonOptions`."""
+  read = from_json(dict(options), PythonOptions, "options of scorer 'python'")
+  return functools.partial(score_python, function=UserFunction(read.function, 'python'), arguments=read.arguments)
+
+
+class UnknownTokens(Sequence):
+  """Stands for the ids of a completion's tokens: their number is known here, they themselves are not."""
+
+  def __init__(self, count: int):
+    self._count = count
+
+  def __len__(self) -> int:
+    return self._count
+
+  def __getitem__(self, index: Any) -> Any:
+    raise TypeError('the ids of tokens are not given to scorers, only their number: len(completion_ids[i])')
+
+
+def _columns(attempts: Sequence[Attempt], truth_column: str) -> dict[str, list[Json]]:
+  """The rows' fields as TRL gives a dataset's columns: a list each, an element per completion."""
+  names = dict.fromkeys(name for attempt in attempts for name in attempt.task.fields)
+  own = [name for name in names if name not in ('prompt', 'completion', 'completion_ids')]
+  columns = {name: [attempt.task.fields.get(name) for attempt in attempts] for name in own}
+  truths = [ground_truth(attempt.task) for attempt in attempts]
+  if truth_column not in columns and any(truth is not None for truth in truths):
+    columns[truth_column] = truths
+  return columns
+
+
+def _taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+  """Of what is given, what the function has parameters for."""
+  parameters = inspect.signature(function).parameters
+  if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+    return dict(given)
+  return {name: value for name, value in given.items() if name in parameters}
+
+
+def trl_verdicts(attempts: Sequence[Attempt], function: UserFunction, options: TrlOptions) -> tuple[Verdict, ...]:
+  """One call as `GRPOTrainer` makes it, and the verdict on each attempt."""
+  extras: dict[str, list[Any]] = {}
+  metrics: dict[str, float] = {}
+  own = [attempt.task.fields.get('prompt') for attempt in attempts]
+  talks = [options.form == 'conversational' or (options.form == 'row' and isinstance(p, list)) for p in own]
+  message = lambda text: [{'role': 'assistant', 'content': text}]
+  given = {
+    **_columns(attempts, options.truth_column),
+    'prompts': [[dict(m) for m in a.task.prompt] if talk else prompt_text(a.task) for a, talk in zip(attempts, talks)],
+    'completions': [message(a.completion) if talk else a.completion for a, talk in zip(attempts, talks)],
+    'completion_ids': [UnknownTokens(attempt.response_len) for attempt in attempts],
+    'trainer_state': None,
+    'log_extra': lambda column, values: extras.update({column: list(values)}),
+    'log_metric': lambda name, value: metrics.update({name: float(value)}),
+  }
+  rewards = function(**_taken(function.call, given))
+  if isinstance(rewards, str | Mapping) or not isinstance(rewards, Sized) or len(rewards) != len(attempts):
+    raise ValueError(f'the function returned {rewards!r:.200}, wanted a list of {len(attempts)}: a reward for each')
+  verdicts = []
+  for index, reward in enumerate(rewards):
+    evidence = {name: _json(values[index]) for name, values in extras.items() if index < len(values)}
+    value = None if reward is None else _number(reward, f'reward {index} of what the function returned')
+    if value is None or math.isnan(value):  # TRL's two words for the same.
+      verdicts.append(Verdict(value=None, evidence={**_none_said().evidence, **evidence}))
+    else:
+      verdicts.append(Verdict(value=value, parts=metrics, evidence=evidence))
+  return tuple(verdicts)
+
+
+def score_trl(attempt: Attempt, *, function: UserFunction, options: TrlOptions) -> Verdict:
+  """The function's reward for a batch of this one completion."""
+  (verdict,) = trl_verdicts((attempt,), function, options)
+  return verdict
+
+
+def score_trl_group(
+  attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...], *, function: UserFunction, options: TrlOptions
+) -> tuple[Verdict, ...]:
+  """The function's rewards for a batch that is the group."""
+  return trl_verdicts(attempts, function, options)
+
+
+def trl_scorer(**options: Any) -> Scorer | PerGroup:
+  """TRL's reward_func(prompts, completions, **columns) -> list, unchanged; options: `TrlOptions`."""
+  read = from_json(dict(options), TrlOptions, "options of scorer 'trl'")
+  function = UserFunction(read.function, 'trl')
+  if read.per_group:
+    return PerGroup(functools.partial(score_trl_group, function=function, options=read))
+  return functools.partial(score_trl, function=function, options=read)

@@ -1,0 +1,63 @@
+"""Why no completion of many passes `answer`, and what to try."""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrl_llm.rewards.api import Attempt, read_options
+from jaxrl_llm.rewards.scorers.answer.choosing import choose
+from jaxrl_llm.rewards.scorers.answer.extraction import NO_ANSWER, Method, candidates, said
+from jaxrl_llm.rewards.scorers.answer.scorer import NO_TRUTH, AnswerOptions
+
+_SAMPLE = 200
+"""The most completions that are examined."""
+
+
+def diagnose(attempts: Sequence[Attempt], evidence: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+  """The likely reason why none of the attempts passed, with the remedy.
+
+  Args:
+    evidence: of each attempt's score.
+    options: of the scorer.
+  """
+  read = read_options(AnswerOptions, options, 'answer')
+  reasons = [str(each.get('reason', '')) for each in evidence]
+  reason = max(sorted(set(reasons)), key=reasons.count)
+  share = f'{reasons.count(reason):,} of {len(reasons):,} rows'
+  place = reasons.index(reason)
+  truth = json.dumps(str(evidence[place].get('truth'))[:60], ensure_ascii=False)
+  if reason == NO_TRUTH:
+    return f'{share} have no truth; it is read from reward_model.ground_truth or answer'
+  if reason.startswith('the truth is not'):
+    return f'{reason} in {share}, such as {truth}; leave --options.mode out, and one is chosen from the truths'
+  if reason == NO_ANSWER:
+    return f'{share} have no answer where it is looked for ({_described(read)}); {_elsewhere(attempts, read)}'
+  if reason:
+    return f'{reason} in {share}; a completion is to give one answer'
+  got = json.dumps(str(evidence[place].get('answer'))[:60], ensure_ascii=False)
+  mode = choose(attempt.task.truth for attempt in attempts).options['mode']
+  other = '' if read.mode in (None, mode) else f'; for these truths, --options.mode={mode} would be chosen'
+  return f'{share} have an answer that is not the truth, such as {got} for {truth}{other}'
+
+
+def _described(options: AnswerOptions) -> str:
+  methods = options.extraction
+  return 'chosen by row' if methods is None else methods if isinstance(methods, str) else ', '.join(methods)
+
+
+def _elsewhere(attempts: Sequence[Attempt], options: AnswerOptions) -> str:
+  """Advice: the extraction method that finds an answer in the most completions."""
+  step = -(-len(attempts) // _SAMPLE)
+  texts = [said(attempt.completion) for attempt in attempts[::step]]
+  hits = {
+    method: sum(bool(candidates(text, method, options.tag)) for text in texts)
+    for method in typing.get_args(Method)
+    if method not in ('whole', 'number')
+  }
+  best = max(hits, key=hits.get)
+  if hits[best]:
+    return f'{hits[best]} of {len(texts)} have one with --options.extraction={best}'
+  return 'ask for \\boxed{…} in the prompt, or take the last number with --options.extraction=number'

@@ -1,0 +1,132 @@
+"""Compares formulas, equations and inequalities by their values, at several points where there are variables.
+
+Invariant: the points follow from both texts, so a pair always gets the same verdict.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+from jaxrl_llm.rewards.scorers.answer.formula import Formula
+from jaxrl_llm.rewards.scorers.answer.values import DIGITS, Undefined, Value, as_float, evaluate
+
+
+def _close(a: Value, b: Value, relative: float) -> bool:
+  if isinstance(a.number, Fraction) and isinstance(b.number, Fraction):
+    return a.number == b.number
+  import mpmath
+
+  with mpmath.workdps(DIGITS):
+    left, right = as_float(a.number), as_float(b.number)
+    difference, size = abs(left - right), max(abs(left), abs(right))
+    return bool(difference <= size * relative or size <= max(a.tiny, b.tiny))
+
+
+def _points(names: Sequence[str], seed: str) -> list[tuple[dict[str, Fraction], bool]]:
+  """Points and whether all coordinates are positive, derived from the seed."""
+
+  def coordinate(name: str, index: int) -> Fraction:
+    drawn = zlib.crc32(f'{seed}|{name}|{index}'.encode())
+    value = Fraction(drawn % 99_991 + 1_000, 331 if index >= 6 else 101_111 if index % 2 else 29_989)
+    return -value if index >= 5 and drawn >> 17 & 1 else value
+
+  points = [{name: coordinate(name, index) for name in names} for index in range(8)]
+  return [(point, all(value > 0 for value in point.values())) for point in points]
+
+
+def _compared(a: Formula, b: Formula, seed: str, test: Callable[[Value, Value], bool]) -> bool | None:
+  """Whether the test holds at each point where both formulas have a value; None where they have none."""
+  names = sorted(a.symbols | b.symbols)
+  real = not (a.imaginary or b.imaginary)
+  tested = 0
+  for point, positive in _points(names, seed) if names else [({}, True)]:
+    bases = (None, 10) if a.bare_log or b.bare_log else (None,)
+    results = []
+    for base in bases:
+      try:
+        values = evaluate(a, point, log_base=base), evaluate(b, point, log_base=base)
+      except Undefined:
+        continue
+      if positive or not real or not (values[0].complex or values[1].complex):
+        results.append(test(*values))
+    if results and not any(results):
+      return False
+    tested += bool(results)
+  return True if tested >= min(3, len(names) or 1) else None
+
+
+MIN_DECIMALS = 6
+"""Digits after the point that a decimal needs to stand for a number that it is not equal to."""
+
+
+def formulas_equal(truth: Formula, answer: Formula, seed: str) -> bool | None:
+  """Whether two formulas are equal; None where neither can be evaluated.
+
+  A decimal of at least `MIN_DECIMALS` digits after the point may be an exact value cut or rounded to that many.
+  """
+  same = _compared(truth, answer, seed, lambda a, b: _close(a, b, 1e-30))
+  if same is not False or truth.symbols or answer.symbols:
+    return same
+  decimals = [formula.decimals for formula in (truth, answer) if formula.decimals is not None]
+  if len(decimals) != 1 or decimals[0] < MIN_DECIMALS:
+    return False
+  exact = truth if truth.decimals is None else answer
+  import mpmath
+
+  def rounded(a: Value, b: Value) -> bool:
+    whole = (a if exact is truth else b).number
+    if isinstance(whole, Fraction) and (whole * 10 ** decimals[0]).denominator == 1:
+      return False  # It has that many digits itself.
+    with mpmath.workdps(DIGITS):
+      left, right = as_float(a.number), as_float(b.number)
+      return bool(abs(left - right) < mpmath.mpf(10) ** -decimals[0] and abs(left - right) <= abs(left) * 1e-3)
+
+  return _compared(truth, answer, seed, rounded)
+
+
+Sides = tuple[Formula, Formula]
+
+
+def _proportion(truth: Sides, answer: Sides, seed: str) -> Any:
+  """The constant ratio of the truth's left − right to the answer's; 0 if it is not constant, None if unknown."""
+  names = sorted(frozenset().union(*(side.symbols for side in (*truth, *answer))))
+  if not names or frozenset().union(*(s.symbols for s in truth)) != frozenset().union(*(s.symbols for s in answer)):
+    return 0
+  import mpmath
+
+  ratios = []
+  with mpmath.workdps(DIGITS):
+    for point, positive in _points(names, seed):
+      try:
+        evaluated = [evaluate(side, point) for side in (*truth, *answer)]
+      except Undefined:
+        continue
+      if not positive and any(value.complex for value in evaluated):
+        continue
+      values = [value.number for value in evaluated]
+      if not all(isinstance(value, Fraction) for value in values):
+        values = [as_float(value) for value in values]
+      left, right = values[0] - values[1], values[2] - values[3]
+      if abs(left) < 1e-40 or abs(right) < 1e-40:
+        return 0
+      ratios.append(left / right)
+  if len(ratios) < 3:
+    return None
+  return ratios[0] if all(abs(ratio - ratios[0]) <= abs(ratios[0]) * 1e-30 for ratio in ratios[1:]) else 0
+
+
+def equations_equal(truth: Sides, answer: Sides, seed: str) -> bool | None:
+  """Whether two equations say the same: the differences of their sides are proportional, and not zero everywhere."""
+  factor = _proportion(truth, answer, seed)
+  return None if factor is None else bool(factor)
+
+
+def inequalities_equal(truth: Sides, answer: Sides, seed: str) -> int:
+  """1 where two inequalities say the same with the same relation, -1 with the opposite one, else 0."""
+  factor = _proportion(truth, answer, seed) or 0
+  if not isinstance(factor, int | Fraction) and factor.imag:
+    return 0
+  return (factor.real > 0) - (factor.real < 0)

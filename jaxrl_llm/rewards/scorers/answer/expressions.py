@@ -1,0 +1,279 @@
+"""Mathematical expressions and LaTeX, compared by math-verify behind guards against hedged and hostile answers."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxrl_llm.rewards.scorers.answer.effort import SPACES, explodes
+from jaxrl_llm.rewards.scorers.answer.equality import equations_equal, formulas_equal
+from jaxrl_llm.rewards.scorers.answer.extraction import candidates
+from jaxrl_llm.rewards.scorers.answer.formula import Formula, read_formula
+from jaxrl_llm.rewards.scorers.answer.latex import canonical
+from jaxrl_llm.rewards.scorers.answer.numbers import MAGNITUDE, numbers_agree, parse_number, plain
+from jaxrl_llm.rewards.scorers.answer.units import Unit, parse_quantity, parse_unit, quantities_agree
+from jaxrl_llm.rewards.scorers.answer.values import as_float, real_value
+
+LIBRARIES = ('math_verify',)
+"""Libraries that functions of this module import at their first call."""
+
+
+@functools.cache
+def _math_verify() -> Callable[[str], list[Any]]:
+  # Imported here: sympy takes a third of a second, which every launch script would pay. The workers preload it.
+  import math_verify
+
+  # It warns in each process that its own timeouts are off. They must be (they use SIGALRM); the pool's deadline kills.
+  logging.getLogger('math_verify').setLevel(logging.ERROR)
+  targets = [math_verify.LatexExtractionConfig(boxed_match_priority=0), math_verify.ExprExtractionConfig()]
+  return functools.partial(math_verify.parse, extraction_config=targets, parsing_timeout=None)
+
+
+@functools.lru_cache(maxsize=64)
+def parse_latex(text: str) -> tuple[Any, ...]:
+  """What math-verify makes of the text: an expression of sympy and the text that it was read from, or nothing."""
+  return tuple(_math_verify()(rf'\boxed{{{text}}}'))
+
+
+def _latex_equal(truth: str, answer: str) -> bool:
+  import math_verify
+
+  wanted, got = parse_latex(truth), parse_latex(answer)
+  return math_verify.verify(list(wanted), list(got), timeout_seconds=None) and _confirmed(wanted[0], got[0])
+
+
+_CLOSE = 1e-3
+"""How far, of the truth, two numbers may be apart that math-verify calls equal: it rounds decimals to six places."""
+
+
+def _evaluated(value: Any) -> Any:
+  """As a number as far as it goes; None for what cannot be evaluated."""
+  try:
+    return value.doit().evalf()
+  except Exception:  # sympy raises whatever it likes where it cannot reckon (the power of a matrix that is not square).
+    return None
+
+
+def _confirmed(truth: Any, answer: Any) -> bool:
+  """Whether what math-verify calls equal can be: to it 0.0 is 10^{-19}, and 2^∞e, for sympy's sake, any number."""
+  import sympy
+
+  infinities = (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
+
+  def values(of: Any) -> Iterator[Any]:
+    if isinstance(of, sympy.MatrixBase):
+      yield from of
+    elif isinstance(of, sympy.Expr):
+      yield of
+    elif isinstance(of, sympy.Basic):
+      for part in of.args:
+        yield from values(part)
+
+  for value in values(answer):
+    known = _evaluated(value)
+    # An infinity that stands by itself, as the end of an interval, is a value; one that is reckoned with is none.
+    if (value if known is None else known).has(*infinities) and not value.atoms() <= {*infinities, sympy.S(-1)}:
+      return False
+  wanted, got = _evaluated(truth), _evaluated(answer)
+  if not (isinstance(wanted, sympy.Number) and isinstance(got, sympy.Number)) or not wanted.is_finite or wanted == 0:
+    return True
+  # 9 and 9% are the same to math-verify, and to us.
+  return any(bool(abs(wanted - got * scale) <= abs(wanted) * _CLOSE) for scale in (1, 100, sympy.Rational(1, 100)))
+
+
+_SEPARATORS = re.compile(
+  r'\\(?:vee|wedge|lor|land|cup|cap|pm|mp|to|implies|iff|equiv|[a-zA-Z]*arrow|\\)|\b(?:or|and)\b|\.\s|[;\n|≡]'
+)
+_RELATIONS = re.compile(
+  r'\\(?:geq?|leq?|geqslant|leqslant|geqq|leqq|n?(?:geq|leq|gtr|less)|neq?|lt|gt|ll|gg|approx|approxeq|sim|simeq|cong|'
+  r'(?:less|gtr)(?:sim|approx)|prec|succ|preceq|succeq|propto|doteq|asymp|not|neg)(?![a-zA-Z])|[<>≤≥≠≈~¬≪≫⩽⩾≲≳≅≃]'
+)
+_DECIMAL = re.compile(r'\d+(?:,\d{3})*(?:\.\d+)?|\.\d+')
+_ASIDE = re.compile(r'_\{[^{}]*\}|_\w|\\p?mod\s*\{[^{}]*\}')
+"""Numbers that do not stand for themselves: subscripts, bases, moduli."""
+_COMMANDS = re.compile(r'\\[a-zA-Z]+')
+_BASE = re.compile(r'(?<![a-zA-Z])\d(?:\})*_\{?(\d+)')
+_ARGUMENTS = re.compile(r'_\{[^{}]*\}|_\w|(?<=[a-zA-Z])(?:\\left)?\([^()]*\)')
+_UNIT_WORDS = re.compile(
+  r'(?<=[\w})])\s+(?:square |cubic |sq |cu )?[a-zA-Z]{2,}(?:\s*\^\s*\{?\d\}?)?(?:\s+[a-zA-Z]+)*$'
+)
+_SIMPLE = re.compile(r'[a-zA-Z](?:_\{?\w+\}?)?')
+_RECKONED = re.compile(r'(?=.*\d)(?=.*[a-zA-Z])|\\sqrt', re.DOTALL)
+"""The left side of `2x = 42` or `x + 1 = 42`, which is not the name of what is on the right."""
+
+
+def unboxed(answer: str) -> str:
+  """`42` for `$\\boxed{42}$`; other text as it is."""
+  inner = answer.strip().strip('$').strip()
+  found = candidates(inner, 'boxed')
+  return found[0] if len(found) == 1 and inner.startswith((r'\boxed', r'\fbox')) and inner.endswith('}') else answer
+
+
+def _brackets(text: str) -> str:
+  """The kind of bracket round a list: a set's or another; empty for what is no bracketed list."""
+  text = re.sub(r'\\(?:left|right)(?![a-zA-Z])', '', text).strip()
+  if ',' not in text:
+    return ''
+  return 'set' if text.startswith(r'\{') else 'tuple' if text.startswith(('(', '[', r'\langle')) else ''
+
+
+def _picked(text: str) -> bool:
+  """Whether math-verify could not read the text and took one number out of several, as 42 of `41 \\oplus 42`."""
+  import sympy
+
+  value, read = (*parse_latex(text.rpartition('=')[2]), None, None)[:2]
+  if isinstance(value, sympy.Mul) and isinstance(value.args[-1], sympy.UnevaluatedExpr):  # 42%
+    value = value.args[0]
+  if not isinstance(value, sympy.Number) or not isinstance(read, str):
+    return False
+  written = {float(number.replace(',', '')) for number in _DECIMAL.findall(_ASIDE.sub('', read))}
+  return len(written) > 1 and any(math.isclose(number, abs(value)) for number in written)
+
+
+def tight(text: str) -> str:
+  """The text without spaces that separate nothing."""
+  return re.sub(r'(?<!\w) | (?!\w)', '', text)
+
+
+def is_name(left: str) -> bool:
+  """Whether the left side of an equation names what is on its right: `x`, `f(2)`, `AB`, not `2x` or `x + 1`."""
+  bare = _ARGUMENTS.sub('', re.sub(r"\^\s*\{\s*-1\s*\}|\^\s*-1|'", '', left))
+  return re.search('[a-zA-Z]', _COMMANDS.sub('', bare) or bare) is not None and not _RECKONED.search(bare)
+
+
+def _quantity(text: str) -> tuple[str, Unit | None] | None:
+  r"""A value and its unit, as `2\pi` and `cm` of `2\pi \text{ cm}`; None where what follows the value is no unit."""
+  at = text.find(r'\text')
+  if at < 0 and read_formula(text) is None:
+    plain_words = _UNIT_WORDS.search(text)
+    at = plain_words.start() if plain_words else -1
+  if at < 0:
+    return text, None
+  unit = parse_unit(plain(text[at:]))
+  if unit is None or not text[:at].strip():
+    return None
+  return text[:at].strip(), None if unit.words <= {'unit'} and not unit.factor.numerator > 1 and unit.words else unit
+
+
+def _values_agree(truth: str, answer: str) -> bool | None:
+  """Whether two values, with or without units, are the same; None for what is not read here."""
+  numbers = parse_number(truth), parse_number(answer)
+  if all(number is not None for number in numbers):
+    if numbers_agree(*numbers):
+      return True
+  else:
+    quantities = parse_quantity(truth), parse_quantity(answer)
+    if all(quantity is not None for quantity in quantities):
+      return quantities_agree(*quantities, units='stated')
+  sides = _quantity(truth), _quantity(answer)
+  if None in sides:
+    return None
+  (wanted, unit), (got, stated) = sides
+  if unit and stated and (unit.dimensions, unit.factor) != (stated.dimensions, stated.factor):
+    return False
+  formulas = read_formula(wanted), read_formula(got)
+  if None in formulas:
+    return False if all(number is not None for number in numbers) else None
+  if not _bases_agree(*formulas, wanted, got):
+    return False
+  if formulas[0].bases and not formulas[1].bases:
+    return True
+  # A formula that has no value within the bounds of evaluation equals none: nothing else is to try harder.
+  return bool(formulas_equal(*formulas, seed=truth + '|' + answer))
+
+
+def _bases_agree(truth: Formula, answer: Formula, wanted: str, got: str) -> bool:
+  """Whether numbers are in the truth's bases; digits without a base are taken to be in the truth's."""
+  if truth.bases and not answer.bases:
+    return re.sub(r'\s*_\s*(?:\{\w+\}|\d+)', '', wanted) == got
+  return answer.bases == truth.bases or (not truth.bases and answer.bases == {10})
+
+
+def _sides_agree(truth: str, answer: str) -> bool | None:
+  """Whether two equations, or values with or without names, say the same; None for what is not read here."""
+  wanted, got = ([side.strip() for side in text.split('=')] for text in (truth, answer))
+  if '' in wanted + got or _RELATIONS.search(truth) or _RELATIONS.search(answer):
+    return None
+  if len(wanted) == len(got) == 2:
+    sides = [read_formula(side) for side in (*wanted, *got)]
+    if None in sides and not (is_name(wanted[0]) and is_name(got[0])):
+      return None
+    if None not in sides and equations_equal((sides[0], sides[1]), (sides[2], sides[3]), seed=truth + '|' + answer):
+      return True
+  if len(wanted) > 1 and not is_name(wanted[0]):
+    return False if len(wanted) == 2 else None
+  value, name = wanted[-1], got[0] if len(got) > 1 and is_name(got[0]) else ''
+  if len(got) > 1 and name:
+    if len(wanted) > 1 and _SIMPLE.fullmatch(name) and _SIMPLE.fullmatch(wanted[0]) and name != wanted[0]:
+      return False
+    got = got[1:]
+  formula = read_formula(value)
+  if (
+    len(got) > 1 and not name and not (formula and formula.symbols) and re.search('[a-zA-Z]', _COMMANDS.sub('', got[0]))
+  ):
+    return False  # `2x = 42` is not 42.
+  lettered = bool(formula and formula.symbols)
+  told = [side for side in got[:-1] if lettered or not re.search('[a-zA-Z]', _COMMANDS.sub('', side))]
+  verdicts = [_values_agree(value, side) for side in [*told, got[-1]]]
+  return False if False in verdicts else None if None in verdicts else True
+
+
+def _exact_part(truth: str, answer: str) -> str:
+  """The part before `\\approx` if the decimals after it are near the truth; otherwise the whole answer."""
+  exact, *near = re.split(r'\s*\\approx(?![a-zA-Z])\s*', answer)
+  wanted, numbers = real_value(truth.rpartition('=')[2].strip()), [parse_number(text) for text in near]
+  if not near or not exact or wanted is None or None in numbers:
+    return answer
+  wanted = as_float(wanted)
+  close = all(abs(as_float(number.value) - wanted) <= _NEAR * abs(wanted) for number in numbers)
+  return exact if close else answer
+
+
+_NEAR = 0.005
+"""How far from the truth, as a share of it, an approximation beside the exact answer may be."""
+
+
+def latex_agree(truth: str, answer: str) -> bool:
+  """Whether two pieces of LaTeX mean the same: numbers, quantities, formulas and equations by their values
+  (`formula.py`), other expressions by math-verify, behind guards against hedged answers.
+
+  math-verify takes the last side of `41 = 42` and of `41 \\vee 42`, and `(1, 2)` for `\\{1, 2\\}`. Here a separator
+  that the truth has not is a second answer, a relation (`\\geq 42`) is no value, each side of an equation that holds no
+  variable has to agree, the first one is no sum with the unknown in it (`x + 1 = 42`), the base of a number counts
+  (`101_3`), brackets tell, one number picked out of what it cannot read is no answer, and what it calls equal is looked
+  at again (`_confirmed`).
+  """
+  truth, answer = (canonical(unboxed(text)) for text in (truth, answer))
+  if tight(truth) == tight(answer):
+    return True
+  if explodes(answer):
+    return False
+  if r'\approx' not in truth:
+    answer = _exact_part(truth, answer)
+  decided = _sides_agree(truth, answer)
+  if decided is not None:
+    return decided
+  if (parse_number(truth) and parse_number(answer)) or MAGNITUDE.search(truth + answer):
+    return False
+  if re.search(r'\$|\\[fb]?box', answer) or set(_SEPARATORS.findall(answer)) - set(_SEPARATORS.findall(truth)):
+    return False
+  if _RELATIONS.search(answer) and not _RELATIONS.search(truth):
+    return False
+  if {_brackets(truth), _brackets(answer)} == {'set', 'tuple'}:
+    return False
+  bases = set(_BASE.findall(SPACES.sub('', answer)))
+  if bases and bases != (set(_BASE.findall(SPACES.sub('', truth))) or {'10'}):
+    return False
+  if _picked(answer) and not _picked(truth):
+    return False
+  if '=' in answer and '=' not in truth:
+    if _RECKONED.search(_ARGUMENTS.sub('', answer.partition('=')[0])):
+      return False
+    sides = [side for side in answer.split('=') if not re.search('[a-zA-Z]', _COMMANDS.sub('', side))]
+    if not all(side.strip() and _latex_equal(truth, side) for side in sides):
+      return False
+  return _latex_equal(truth, answer)

@@ -1,0 +1,233 @@
+"""Compares the completion's one answer with the reference answer, as the kind of answer that the task wants.
+
+Value 1.0 or 0.0; None only where the truth is missing or unreadable. A completion scores 0 when it has no answer, when
+it gives two different ones (in two boxes, or as a list where the truth is none), and for what it echoes of the prompt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, Literal
+
+from jaxrl_llm.core.records.task import Task
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.rewards.api import Attempt, OverrunIsZero, Scorer, Verdict, read_options
+from jaxrl_llm.rewards.scorers.answer.choice import choices_agree, parse_choice, read_choices
+from jaxrl_llm.rewards.scorers.answer.choosing import Chosen, Mode, choose
+from jaxrl_llm.rewards.scorers.answer.expressions import is_name, unboxed
+from jaxrl_llm.rewards.scorers.answer.extraction import Extraction, Methods, collapse, extract, reference
+from jaxrl_llm.rewards.scorers.answer.intervals import intervals_agree
+from jaxrl_llm.rewards.scorers.answer.latex import canonical
+from jaxrl_llm.rewards.scorers.answer.lists import sets_agree, tuples_agree
+from jaxrl_llm.rewards.scorers.answer.numbers import Number, parse_number
+from jaxrl_llm.rewards.scorers.answer.short_text import aliases, normalise, texts_agree
+from jaxrl_llm.rewards.scorers.answer.solutions import answer_key, solutions_agree, unlabelled
+from jaxrl_llm.rewards.scorers.answer.units import Quantity, Units, parse_quantity, quantities_agree, quantity_key
+from jaxrl_llm.rewards.scorers.answer.values import exact_number, real_value
+
+LIBRARIES = ('math_verify',)
+"""Libraries that functions of this module import at their first call."""
+
+NO_TRUTH = 'the task has no truth'
+"""Why a score is None."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerOptions:
+  mode: Mode | None = None
+  """How answers are compared; None: chosen from the truths when a run or `launch/score.py` starts, else from each."""
+  extraction: Methods | None = None
+  """Where in the completion the answer stands; of several, the first that finds anything. None: chosen with the mode.
+  The truth's own form is recognised (`…#### 42`, `\\boxed{42}`, `42`)."""
+  tag: str = 'answer'
+  ignore_case: bool = False
+  """Mode `exact` only."""
+  units: Units = 'refused'
+  """Mode `numeric` only."""
+  absolute_tolerance: float = 0.0
+  relative_tolerance: float = 0.0
+  """Mode `numeric`: accepted within max(absolute, relative · |truth|); both 0: equal as rationals."""
+  choices_field: str = 'choices'
+  """Mode `choice`: the field of the task's row, or of its `extra_info`, that has the choices."""
+  truth_is_index: bool = False
+  """Mode `choice`: the truth counts the choices from 0."""
+  aliases_field: str = 'aliases'
+  """Mode `text`: the field that lists more accepted answers; a truth that is a JSON list of texts does as well."""
+  on_timeout: Literal['zero', 'none'] = 'zero'
+  """What a missed deadline is worth: by default it is the completion's doing (`OverrunIsZero`)."""
+
+  def __post_init__(self):
+    for name in ('absolute_tolerance', 'relative_tolerance'):
+      tolerance = getattr(self, name)
+      if not 0 <= tolerance < float('inf'):
+        raise ValueError(f'option {name} is {tolerance}, wanted a finite number that is not negative')
+    if self.extraction is not None and not self.extraction:
+      raise ValueError('option extraction is empty, wanted at least one method')
+
+  @property
+  def libraries(self) -> tuple[str, ...]:
+    """Libraries that comparisons in this mode need."""
+    return () if self.mode in ('exact', 'numeric', 'choice', 'text') else LIBRARIES
+
+
+def field_of(task: Task, name: str) -> Json:
+  """A field of the task's row, or of its `extra_info`; None where neither has it."""
+  extra = task.fields.get('extra_info')
+  return task.fields.get(name, extra.get(name) if isinstance(extra, Mapping) else None)
+
+
+def _quantity(text: str, options: AnswerOptions) -> Quantity | None:
+  """The number that a text is, that it gives a name (`x = 3`), or reckons (`4 · 3 = 12`, if that is true)."""
+  text = unboxed(text)
+  if (plainly := _stated(text, options)) is not None:
+    return plainly
+  text = canonical(text)
+  *sides, value = unlabelled(text).split('=')
+  found = _stated(value.strip(), options) or _in_one_piece(value.strip())
+  for place, side in enumerate(sides):
+    if found is None or not ((place == 0 and is_name(side)) or real_value(side.strip()) == found.number.value):
+      return None
+  return found
+
+
+def _stated(text: str, options: AnswerOptions) -> Quantity | None:
+  if options.units != 'refused':
+    return parse_quantity(text)
+  number = parse_number(text)
+  return None if number is None else Quantity(number, None)
+
+
+def _in_one_piece(text: str) -> Quantity | None:
+  exact = exact_number(text)
+  return None if exact is None else Quantity(Number(exact, False), None)
+
+
+def _numeric(truth: str, answer: str, options: AnswerOptions) -> bool | None:
+  wanted, got = _quantity(truth, options), _quantity(answer, options)
+  if wanted is None or got is None:
+    return None if wanted is None else False
+  tolerance = dict(absolute=options.absolute_tolerance, relative=options.relative_tolerance)
+  return quantities_agree(wanted, got, units=options.units, **tolerance)
+
+
+def _exact(truth: str, answer: str, options: AnswerOptions) -> bool:
+  truth, answer = collapse(truth), collapse(answer)
+  return truth.casefold() == answer.casefold() if options.ignore_case else truth == answer
+
+
+def _text(truth: str, answer: str, task: Task, options: AnswerOptions) -> bool | None:
+  more = field_of(task, options.aliases_field)
+  listed = [one for one in more if isinstance(one, str)] if isinstance(more, list) else []
+  return texts_agree([*aliases(truth), *listed], answer)
+
+
+def _choice(truth: str, answer: str, task: Task, options: AnswerOptions) -> bool | None:
+  choices = read_choices(field_of(task, options.choices_field))
+  if options.truth_is_index:
+    index = int(truth) if truth.isascii() and truth.isdigit() else -1
+    if choices is None or not 0 <= index < len(choices):
+      return None
+    truth = list(choices)[index]
+  return choices_agree(truth, answer, choices)
+
+
+def _agree(truth: str, answer: str, task: Task, options: AnswerOptions) -> bool | None:
+  """Whether the answer is the truth; None if the truth cannot be read in this mode."""
+  match options.mode:
+    case 'exact':
+      return _exact(truth, answer, options)
+    case 'numeric':
+      return _numeric(truth, answer, options)
+    case 'latex':
+      return solutions_agree(truth, answer)
+    case 'interval':
+      return intervals_agree(truth, answer)
+    case 'set':
+      return sets_agree(truth, answer)
+    case 'tuple':
+      return tuples_agree(truth, answer)
+    case 'choice':
+      return _choice(truth, answer, task, options)
+    case 'text':
+      return _text(truth, answer, task, options)
+
+
+def _key(text: str, *, options: AnswerOptions, choices: Mapping[str, str] | None) -> Hashable:
+  """A key that two spellings of one answer share; text if the answer cannot be read as a value."""
+  match options.mode:
+    case 'exact':
+      return collapse(text)
+    case 'text':
+      return normalise(text)
+    case 'choice':
+      letters = parse_choice(text, choices)
+      return collapse(text) if letters is None else letters
+    case 'numeric':
+      quantity = _quantity(text, options)
+      return collapse(text) if quantity is None else quantity_key(quantity, options.units)
+    case 'latex':
+      return answer_key(text)
+  number = parse_number(unboxed(text))
+  return collapse(text) if number is None else number
+
+
+def found_answer(attempt: Attempt, options: AnswerOptions) -> Extraction:
+  """The completion's one answer, as it stands there."""
+  choices = read_choices(field_of(attempt.task, options.choices_field)) if options.mode == 'choice' else None
+  return extract(
+    attempt.completion,
+    method=options.extraction,
+    tag=options.tag,
+    prompts=[message['content'] for message in attempt.task.prompt],
+    key=functools.partial(_key, options=options, choices=choices),
+  )
+
+
+def _left_open(options: AnswerOptions, chosen: Mapping[str, Any]) -> dict[str, Any]:
+  """The chosen options that are still open: the extraction, and the mode with its units."""
+  if options.mode is None:
+    return {name: value for name, value in chosen.items() if name != 'extraction' or options.extraction is None}
+  return {'extraction': chosen['extraction']}
+
+
+def choose_options(given: Mapping[str, Any], truths: Callable[[], Iterable[str | None]]) -> Chosen | None:
+  """Further options for tasks with these truths; None where nothing is open."""
+  options = read_options(AnswerOptions, given, 'answer')
+  if options.mode is not None and options.extraction is not None:
+    return None
+  chosen = choose(truths())
+  further = {name: value for name, value in _left_open(options, chosen.options).items() if given.get(name) is None}
+  return chosen._replace(options=further)
+
+
+def _settled(options: AnswerOptions, truth: str) -> AnswerOptions:
+  """The options, with those left open chosen from this truth alone."""
+  if options.mode is not None and options.extraction is not None:
+    return options
+  return dataclasses.replace(options, **_left_open(options, choose([truth]).options))
+
+
+def score_answer(attempt: Attempt, *, options: AnswerOptions) -> Verdict:
+  """1.0 if the completion's one answer agrees with the task's truth, else 0.0; None without a readable truth."""
+  if attempt.task.truth is None or not attempt.task.truth.strip():
+    return Verdict(value=None, evidence={'reason': NO_TRUTH})
+  options = _settled(options, attempt.task.truth)
+  truth = reference(attempt.task.truth)
+  found = found_answer(attempt, options)
+  evidence = {'truth': truth[:200]}
+  # The truth is read even where there is no answer: whether a task can be scored must not depend on the completion.
+  agree = _agree(truth, found.answer or '', attempt.task, options)
+  if agree is None:
+    return Verdict(value=None, evidence={**evidence, 'reason': f'the truth is not {options.mode}'})
+  if found.answer is None:
+    return Verdict(value=0.0, evidence={**evidence, 'reason': found.reason})
+  return Verdict(value=float(agree), evidence={**evidence, 'answer': found.answer[:200]})
+
+
+def answer_scorer(**options: Any) -> Scorer:
+  """Whether the answer equals the truth: number, unit, expression, interval, set, choice, words; `AnswerOptions`."""
+  read = read_options(AnswerOptions, options, 'answer')
+  scorer = functools.partial(score_answer, options=read)
+  return OverrunIsZero(scorer) if read.on_timeout == 'zero' else scorer

@@ -1,0 +1,59 @@
+"""Short answers in words, compared whole: case, articles, punctuation and spacing do not count.
+
+Marks that change what is meant do: within numbers (`3.5`), a sign before one (`-5`), and symbols (`C++`, `C#`, `50%`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+
+from jaxrl_llm.rewards.scorers.answer.expressions import unboxed
+from jaxrl_llm.rewards.scorers.answer.numbers import plain
+
+_THOUSANDS = re.compile(r'(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])')
+_DOTTED = re.compile(r'(?<=[^\W\d_])\.(?=[^\W\d_](?:\.|\W|$))')
+_APOSTROPHES = re.compile(r"(?<=[^\W\d_])['’](?=[^\W\d_])|(?<=s)['’](?=\s|$)")
+_KEPT = re.compile(r'(?<=\d)[.,:/\-](?=\d)|(?<![\w)])[-+](?=[\d.])|(?<![\d.])\.(?=\d)|[%#/@°]')
+_ARTICLES = ('a', 'an', 'the')
+
+
+def normalise(text: str) -> str:
+  """What two short texts have to have in common to be the same answer.
+
+  In this order: LaTeX's text commands and bold marks go, full-width characters become usual ones, letters small,
+  thousands separators, apostrophes and the dots of `U.S.A.` go, `&` becomes `and`, every other punctuation mark a
+  space, and a leading article goes, as does every `the` but a last one.
+  """
+  text = plain(unboxed(text))
+  wide = lambda c: unicodedata.decomposition(c).startswith(('<wide>', '<narrow>'))
+  text = unicodedata.normalize('NFC', ''.join(unicodedata.normalize('NFKC', c) if wide(c) else c for c in text))
+  text = text.casefold().replace('\u2212', '-').replace('&', ' and ')
+  text = _THOUSANDS.sub(lambda match: match.group().replace(',', ''), text)
+  text = _APOSTROPHES.sub('', _DOTTED.sub('', text))
+  kept = {match.start() for match in _KEPT.finditer(text)}
+  mark = lambda c: unicodedata.category(c).startswith('P')
+  text = ''.join(' ' if mark(c) and i not in kept else c for i, c in enumerate(text))
+  words = text.split()
+  if len(words) > 1 and words[0] in _ARTICLES:
+    words = words[1:]
+  return ' '.join([word for word in words[:-1] if word != 'the'] + words[-1:])
+
+
+def aliases(truth: str) -> list[str]:
+  """The accepted answers: a truth that is a JSON list of texts names several."""
+  if truth.lstrip().startswith('['):
+    try:
+      several = json.loads(truth)
+    except ValueError:
+      return [truth]
+    if isinstance(several, list) and several and all(isinstance(one, str) for one in several):
+      return several
+  return [truth]
+
+
+def texts_agree(accepted: list[str], answer: str) -> bool | None:
+  """Whether the answer is one of the accepted ones; None if none of these has a word."""
+  wanted = {normalise(one) for one in accepted} - {''}
+  return normalise(answer) in wanted if wanted else None

@@ -1,0 +1,245 @@
+"""Runs the completion's program against the task's tests, in a sandbox.
+
+Value 1.0 if all tests pass (or the fraction that does); None only where the task has no tests. Whatever the program
+does is a value; a sandbox that fails is an exception, and so the scorer's own.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import builtins
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from jaxrl_llm.config.values import from_json
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.net.client import Remote, RemoteOptions
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.rewards.api import Attempt, Awaited, Scorer, ScorerConfig, Verdict
+from jaxrl_llm.rewards.sandbox.isolation import Isolation
+from jaxrl_llm.rewards.sandbox.sandbox import Case, Limits, Outcome, Sandboxes, Work
+from jaxrl_llm.rewards.sandbox.server import RUN_PATH, order_body, read_outcome
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CodeOptions(RemoteOptions):
+  credit: Literal['all', 'fraction'] = 'all'
+  """What a program is worth that passes some tests: nothing, or their share. Part `passed` is the share in any case."""
+  addresses: tuple[str, ...] = ()
+  """Sandbox hosts (`launch/serve.py --role=sandbox`); none: programs run on this machine."""
+  isolation: Isolation = 'auto'
+  """On this machine."""
+  wall_s: float = Limits.wall_s
+  """Of a program with all of its tests; below the scorer's deadline_s, so that the program is blamed.
+
+  Where a configuration does not say, four fifths of deadline_s, but not more than the default (`options_within`).
+  """
+  cpu_s: int = Limits.cpu_s
+  memory_mib: int = Limits.memory_mib
+  processes: int = Limits.processes
+  files: int = Limits.files
+  file_mib: int = Limits.file_mib
+  tmp_mib: int = Limits.tmp_mib
+  output_kib: int = Limits.output_kib
+
+  @property
+  def limits(self) -> Limits:
+    return Limits(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Limits)})
+
+
+_FENCE = re.compile(
+  # Possessive: a long line must not be read again from each of its characters.
+  r'^[ ]{0,3}```[ \t]*+(?P<language>[\w+-]*+)[^\n]*+\n(?P<code>.*?)(?:^[ ]{0,3}```[ \t]*+$|\Z)',
+  re.MULTILINE | re.DOTALL,
+)
+_PYTHON = ('python', 'py', 'python3', '')
+
+
+def fenced(text: str) -> str | None:
+  """The last fenced block of Python, also one that is not closed; of blocks without a language the last."""
+  blocks = [(match['language'].lower(), match['code']) for match in _FENCE.finditer(text)]
+  named = [code for language, code in blocks if language in _PYTHON[:3]]
+  plain = [code for language, code in blocks if not language]
+  return (named or plain or [None])[-1]
+
+
+def _parses(source: str) -> ast.Module | None:
+  try:
+    return ast.parse(source)
+  except (SyntaxError, ValueError, RecursionError, MemoryError):
+    return None
+
+
+def _is_code(source: str) -> bool:
+  """Whether it is Python that defines or imports something, and not one word of prose or an example of use."""
+  tree = _parses(source)
+  kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assign
+  return tree is not None and any(isinstance(node, kinds) for node in tree.body) and _stands_alone(tree)
+
+
+def _stands_alone(tree: ast.Module) -> bool:
+  """Whether it defines each name that it uses at once, outside of its functions' bodies."""
+  used, defined, nodes = set(), set(dir(builtins)), [tree]
+  while nodes:
+    node = nodes.pop()
+    parts = ast.iter_child_nodes(node)
+    match node:
+      case ast.Name(id=name, ctx=ast.Load()):
+        used.add(name)
+      case ast.Name(id=name):
+        defined.add(name)
+      case ast.alias():
+        defined.add((node.asname or node.name).partition('.')[0])
+      case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+        defined.add(name)
+        parts = [*node.decorator_list, node.args, *([node.returns] if node.returns else [])]
+      case ast.ClassDef(name=name) | ast.ExceptHandler(name=name):
+        defined.add(name)
+      case ast.Lambda():
+        parts = [node.args]
+    nodes += parts
+  return '*' in defined or used <= defined
+
+
+def program_of(completion: str, prompt: str) -> str | None:
+  """The completion's program: its last fenced block, else all of it; None if it is blank.
+
+  One that continues code in the prompt (an indented body), or repeats only a part of it, is joined to that code.
+  """
+  answer = completion.rpartition('</think>')[2]
+  block = fenced(answer)
+  code = answer if block is None else block
+  if not code.strip():
+    return None
+  beginning = fenced(prompt) or prompt
+  joined = beginning if beginning.endswith('\n') or not beginning else f'{beginning}\n'
+  joined += code
+  if _parses(code) is None:
+    return joined if _parses(joined) is not None else code
+  return joined if _is_code(beginning) and _parses(joined) is not None else code
+
+
+_ENTRY_POINT = re.compile(r'[^\W\d]\w*(?:\(\))?(?:\.[^\W\d]\w*)*')
+
+
+def read_tests(fields: Mapping[str, Json]) -> Work | None:
+  """The task's tests, with no program yet; None for a task that has none. Raises ValueError for anything else."""
+  tests, entry_point = fields.get('tests'), fields.get('entry_point')
+  if not tests:
+    return None
+  if entry_point is not None and not (isinstance(entry_point, str) and _ENTRY_POINT.fullmatch(entry_point)):
+    raise ValueError(f'entry_point is {entry_point!r}, wanted the name of a function, or Class().method')
+  name = None if entry_point is None else re.split(r'[.(]', entry_point)[0]
+  if isinstance(tests, str):
+    if entry_point is None:
+      raise ValueError('tests are a text, and there is no entry_point; wanted the name that check(candidate) gets')
+    return Work(program='', tests=(f'{tests}\n\ncheck({entry_point})\n',), entry_point=name)
+  if isinstance(tests, Sequence):
+    if all(isinstance(test, str) for test in tests):
+      return Work(program='', tests=tuple(tests), entry_point=name)
+    if all(isinstance(test, Mapping) and {'stdin', 'stdout'} <= test.keys() for test in tests):
+      cases = tuple(Case(stdin=str(test['stdin']), stdout=str(test['stdout'])) for test in tests)
+      return Work(program='', cases=cases)
+  raise ValueError('tests are neither statements, nor a text that defines check, nor objects with stdin and stdout')
+
+
+def read_work(attempt: Attempt) -> Work | Verdict:
+  """The program and its tests, or the verdict if there is nothing to run."""
+  try:
+    work = read_tests(attempt.task.fields)
+  except ValueError as error:
+    return Verdict(value=None, evidence={'reason': str(error)})
+  if work is None:
+    return Verdict(value=None, evidence={'reason': 'the task has no tests'})
+  asked = [message['content'] for message in attempt.task.prompt if message['role'] == 'user']
+  program = program_of(attempt.completion, asked[-1] if asked else '')
+  if program is None:
+    return Verdict(value=0.0, evidence={'reason': 'no code'})
+  return dataclasses.replace(work, program=program)
+
+
+def verdict_of(outcome: Outcome, credit: str) -> Verdict:
+  fraction = outcome.fraction
+  evidence = {
+    'ended': outcome.ended.value,
+    'passed': outcome.passed,
+    'tests': outcome.total,
+    'isolation': outcome.isolation,
+  }
+  if outcome.detail:
+    evidence['detail'] = outcome.detail
+  value = fraction if credit == 'fraction' else float(fraction == 1.0)
+  return Verdict(value=value, parts={'passed': fraction}, evidence=evidence)
+
+
+@functools.cache
+def _sandboxes(limits: Limits, isolation: Isolation) -> Sandboxes:
+  """This process's own; they end with it."""
+  return Sandboxes(limits, isolation=isolation)
+
+
+def score_code(attempt: Attempt, *, options: CodeOptions) -> Verdict:
+  """Whether the completion's program passes the task's tests."""
+  work = read_work(attempt)
+  if isinstance(work, Verdict):
+    return work
+  return verdict_of(work.run(_sandboxes(options.limits, options.isolation)), options.credit)
+
+
+class SandboxHosts(Remote):
+  """The scorer that sends programs to other hosts."""
+
+  def __init__(self, options: CodeOptions):
+    super().__init__(options, "scorer 'code'", RUN_PATH)
+    self._limits, self._credit = options.limits, options.credit
+
+  async def __call__(self, attempt: Attempt) -> Verdict:
+    # In a thread: parsing a long completion would hold up the event loop.
+    work = await asyncio.to_thread(read_work, attempt)
+    if isinstance(work, Verdict):
+      return work
+    answer = await self.post(order_body(work, self._limits))
+    return verdict_of(read_outcome(answer), self._credit)
+
+
+_SHARE = 0.8
+"""Share of a deadline that the program's wall clock gets; the rest is for its sandbox."""
+
+
+def options_within(config: ScorerConfig) -> dict[str, Any]:
+  """The scorer's options, with a wall-clock limit that fits its deadline if they name none.
+
+  Raises UserError for a deadline at which a program that never ends would be the scorer's failure, not a score of 0.
+  """
+  options = dict(config.options)
+  remote_s = options.get('request_deadline_s', CodeOptions.request_deadline_s) if options.get('addresses') else math.inf
+  if not isinstance(remote_s, int | float):
+    return options  # Refused by whoever reads them.
+  wall_s = options.setdefault('wall_s', min(Limits.wall_s, _SHARE * config.deadline_s, _SHARE * remote_s))
+  if isinstance(wall_s, int | float) and wall_s >= config.deadline_s:
+    raise UserError(
+      f'scorer {config.name!r}: deadline_s is {config.deadline_s:g}, and its programs may take wall_s={wall_s:g}; '
+      'raise deadline_s above it, so that a program that never ends scores 0'
+    )
+  return options
+
+
+def code_scorer(**options: Any) -> Scorer | Awaited:
+  """Whether the program passes the task's tests, run in a sandbox; options: `CodeOptions`."""
+  read = from_json(dict(options), CodeOptions, "options of scorer 'code'")
+  limits = read.limits
+  if read.addresses:
+    read.check("scorer 'code'")
+    if read.wall_s >= read.request_deadline_s:
+      raise UserError(
+        f"scorer 'code': request_deadline_s is {read.request_deadline_s:g}, and its programs may take "
+        f'wall_s={read.wall_s:g}; raise request_deadline_s above it, so that a program that never ends scores 0'
+      )
+    return Awaited(functools.partial(SandboxHosts, read), concurrency=read.concurrency)
+  Sandboxes(limits, isolation=read.isolation).close()  # A machine that cannot is said at the start.
+  return functools.partial(score_code, options=read)

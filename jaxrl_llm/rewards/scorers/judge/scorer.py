@@ -1,0 +1,257 @@
+"""A language model as judge, over any OpenAI-compatible server (`/v1/chat/completions`).
+
+Invariant: a score is what the judge said in one JSON object of the wanted form, and nothing else; a judge that cannot
+be brought to one is an error of the scorer. The same question is paid for once: answers are kept by the digest of the
+whole request, and whoever asks while it is under way waits for that one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, Self
+
+from jaxrl_llm.config.values import from_json
+from jaxrl_llm.core.errors import UserError, first_cause
+from jaxrl_llm.core.net.client import CHAT_PATH, Remote, RemoteError, RemoteOptions, read_object
+from jaxrl_llm.core.records.score import Score
+from jaxrl_llm.core.records.task import Task
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.rewards.api import Attempt, Awaited, AwaitedGroup, Verdict
+from jaxrl_llm.rewards.scorers.judge.cache import Cache
+from jaxrl_llm.rewards.scorers.judge.texts import (
+  COMPARE,
+  COMPARE_BY_TRUTH,
+  GRADE,
+  GRADE_BY_TRUTH,
+  Malformed,
+  check_template,
+  fields_of,
+  fill,
+  read_score,
+  read_winner,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JudgeOptions(RemoteOptions):
+  """Addresses are those of servers, `http://host:port` or with `/v1` behind it, or `unix:/path/to.sock`."""
+
+  model: str
+  """As the server calls it."""
+  mode: Literal['score', 'pairwise'] = 'score'
+  """A number for each answer, or which of two of the same group is better."""
+  against: Literal['all', 'next', 'first'] = 'all'
+  """Mode `pairwise`: each against all others, against its two neighbours in a ring, or all against the first."""
+  template: str | None = None
+  """With {question} and {completion} (pairwise: {first} and {second}), and {truth} if it is to be seen; literal braces
+  are doubled. None: one of `texts`, with the truth where the task has one."""
+  max_tokens: int = 1024
+  """Of an answer, reasoning included."""
+  request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  """Fields of requests besides, such as `response_format`, or in place of ours."""
+  malformed_retries: int = 2
+  """Times that a judge is told what was wrong with its answer and asked again."""
+  cache_file: str | None = None
+  """JSONL file in which answers are kept beyond the run; None: they are kept in memory."""
+
+  def check(self, where: str) -> None:
+    super().check(where)
+    if self.max_tokens < 1 or self.malformed_retries < 0:
+      raise UserError(
+        f'{where}: max_tokens is {self.max_tokens} and malformed_retries {self.malformed_retries}, wanted at '
+        'least 1 and 0'
+      )
+    if self.template is not None:
+      check_template(self.template, self.mode, where)
+    if self.cache_file is not None and not pathlib.Path(self.cache_file).absolute().parent.is_dir():
+      raise UserError(f'{where}: cache_file {self.cache_file} lies in no directory; make it')
+
+
+def _question(task: Task) -> str:
+  if len(task.prompt) == 1:
+    return task.prompt[0]['content']
+  return '\n\n'.join(f'{message["role"]}: {message["content"]}' for message in task.prompt)
+
+
+class Said(NamedTuple):
+  """A judge's answer to a prompt."""
+
+  answer: dict[str, Json]
+  """As `read` gave it."""
+  cached: bool
+
+
+class Judge(Remote):
+  """Asks a model for verdicts."""
+
+  def __init__(self, options: JudgeOptions):
+    super().__init__(options, "scorer 'judge'", CHAT_PATH)
+    self.options = options
+    self._cache = Cache(options.cache_file)
+    self._pending: dict[str, asyncio.Task[dict[str, Json]]] = {}
+
+  async def __aenter__(self) -> Self:
+    await asyncio.to_thread(self._cache.open)
+    return await super().__aenter__()
+
+  async def __aexit__(self, *raised: object) -> None:
+    pending = list(self._pending.values())
+    for task in pending:
+      task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    await super().__aexit__()
+    self._cache.close()
+
+  async def ask(self, prompt: str, read: Callable[[str], dict[str, Json]]) -> Said:
+    """The judge's answer to a prompt. Raises RemoteError where there is none, or none that `read` takes.
+
+    Args:
+      read: the verdict in a text; raises Malformed.
+    """
+    options = self.options
+    body = {'model': options.model, 'max_tokens': options.max_tokens, 'temperature': 0, **options.request}
+    body['messages'] = [{'role': 'user', 'content': prompt}]
+    key = hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
+    known = self._cache.get(key)
+    if known is not None:
+      return Said(known, cached=True)
+    task, new = self._pending.get(key), key not in self._pending
+    if task is None:
+      task = self._pending[key] = asyncio.create_task(self._answer(key, body, read))
+      task.add_done_callback(functools.partial(self._answered, key))
+    # One who asks and gives up does not take the answer from the others, or from the cache.
+    return Said(await asyncio.shield(task), cached=not new)
+
+  def _answered(self, key: str, task: asyncio.Task) -> None:
+    del self._pending[key]
+    if not task.cancelled():
+      task.exception()  # Everybody who asked may have given up, and asyncio would complain.
+
+  async def _answer(self, key: str, body: dict[str, Json], read: Callable[[str], dict[str, Json]]) -> dict[str, Json]:
+    messages = list(body['messages'])
+    for tries in itertools.count(1):
+      text, cut = _content(await self.post({**body, 'messages': messages}))
+      try:
+        if cut:
+          raise Malformed(f'it was cut off after {self.options.max_tokens} tokens')
+        answer = read(text)
+      except Malformed as wrong:
+        if tries > self.options.malformed_retries:
+          raise RemoteError(f'no verdict in {tries} answers; the last: {wrong}: {text[-200:]!r}') from None
+        told = f'That is no verdict: {wrong}. Answer the question again, with one JSON object of the form asked for.'
+        messages = [
+          *body['messages'],
+          {'role': 'assistant', 'content': text or '(nothing)'},
+          {'role': 'user', 'content': told},
+        ]
+      else:
+        self._cache.put(key, answer)
+        return answer
+    raise AssertionError('unreachable')
+
+
+def _content(answer: Json) -> tuple[str, bool]:
+  """A chat completion's text, and whether it was cut at its length."""
+  try:
+    choice = read_object(answer, 'the answer')['choices'][0]
+    return choice['message'].get('content') or '', choice.get('finish_reason') == 'length'
+  except (KeyError, IndexError, TypeError, AttributeError):
+    raise RemoteError(f'the answer is no chat completion: {json.dumps(answer):.200}') from None
+
+
+def _texts(task: Task, template: str) -> dict[str, str] | None:
+  """What the template shows of the task; None where it shows a truth that the task has not."""
+  if 'truth' not in fields_of(template):
+    return {'question': _question(task)}
+  return None if task.truth is None else {'question': _question(task), 'truth': task.truth}
+
+
+_NO_TRUTH = Verdict(value=None, evidence={'reason': 'the task has no reference answer'})
+
+
+class ScoringJudge(Judge):
+  """A number from 0 to 1 for each attempt."""
+
+  async def __call__(self, attempt: Attempt) -> Verdict:
+    template = self.options.template or (GRADE if attempt.task.truth is None else GRADE_BY_TRUTH)
+    texts = _texts(attempt.task, template)
+    if texts is None:
+      return _NO_TRUTH
+    said = await self.ask(fill(template, 'score', {**texts, 'completion': attempt.completion}), read_score)
+    evidence = {'reasoning': said.answer['reasoning'], 'model': self.options.model, 'cached': said.cached}
+    return Verdict(value=said.answer['score'], evidence=evidence)
+
+
+def pairs(count: int, against: str) -> list[tuple[int, int]]:
+  """Which of `count` attempts are compared, each pair once."""
+  if against == 'first':
+    return [(0, other) for other in range(1, count)]
+  if against == 'next' and count > 2:
+    return [(one, (one + 1) % count) for one in range(count)]
+  return list(itertools.combinations(range(count), 2))
+
+
+class ComparingJudge(Judge):
+  """Each attempt's mean over its comparisons with others of its group, every pair in both orders."""
+
+  async def __call__(self, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]) -> tuple[Verdict, ...]:
+    task, count = attempts[0].task, len(attempts)
+    template = self.options.template or (COMPARE if task.truth is None else COMPARE_BY_TRUTH)
+    texts = _texts(task, template)
+    if texts is None:
+      return (_NO_TRUTH,) * count
+    if count == 1:
+      return (Verdict(value=None, evidence={'reason': 'a group of one has nothing to be compared with'}),)
+    games = pairs(count, self.options.against)
+    completions = [attempt.completion for attempt in attempts]
+    compare = lambda one, other: self._compare(template, texts, completions[one], completions[other])
+    try:
+      async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(compare(one, other)) for one, other in games]
+    except BaseExceptionGroup as failed:
+      raise first_cause(failed) from None
+    results = [task.result() for task in tasks]
+    return tuple(_standing(index, games, results, self.options.model) for index in range(count))
+
+  async def _compare(self, template: str, texts: Mapping[str, str], one: str, other: str) -> tuple[float, bool]:
+    """What `one` gets against `other` (1, 0 or, for a tie, 0.5), and whether both orders say so."""
+    if one == other:
+      return 0.5, True
+    orders = [{**texts, 'first': one, 'second': other}, {**texts, 'first': other, 'second': one}]
+    said = await asyncio.gather(*(self.ask(fill(template, 'pairwise', order), read_winner) for order in orders))
+    values = {'A': 1.0, 'B': 0.0, 'tie': 0.5}
+    straight, turned = values[said[0].answer['winner']], 1.0 - values[said[1].answer['winner']]
+    return (straight, True) if straight == turned else (0.5, False)
+
+
+def _standing(index: int, games: list[tuple[int, int]], results: list[tuple[float, bool]], model: str) -> Verdict:
+  """The mean of what an attempt got in its comparisons."""
+  values, disagree = [], 0
+  for (one, other), (value, agreed) in zip(games, results, strict=True):
+    if index in (one, other):
+      values.append(value if index == one else 1.0 - value)
+      disagree += not agreed
+  evidence = {
+    'compared': len(values),
+    'won': values.count(1.0),
+    'lost': values.count(0.0),
+    'orders_disagree': disagree,
+    'model': model,
+  }
+  return Verdict(value=sum(values) / len(values), evidence=evidence)
+
+
+def judge_scorer(**options: Any) -> Awaited | AwaitedGroup:
+  """A language model's verdict, over an OpenAI-compatible server, by number or in pairs; options: `JudgeOptions`."""
+  read = from_json(dict(options), JudgeOptions, "options of scorer 'judge'")
+  read.check("scorer 'judge'")
+  if read.mode == 'pairwise':
+    return AwaitedGroup(functools.partial(ComparingJudge, read), concurrency=read.concurrency)
+  return Awaited(functools.partial(ScoringJudge, read), concurrency=read.concurrency)

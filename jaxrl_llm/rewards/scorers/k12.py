@@ -1,0 +1,48 @@
+"""School questions: each graded against its reference answer by its kind, with the functions of `answer`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from typing import Any
+
+from jaxrl_llm.rewards.api import Attempt, OverrunIsZero, Scorer, Verdict, read_options
+from jaxrl_llm.rewards.scorers.answer.choosing import ANYWHERE, Mode
+from jaxrl_llm.rewards.scorers.answer.extraction import Methods
+from jaxrl_llm.rewards.scorers.answer.scorer import AnswerOptions, field_of, score_answer
+from jaxrl_llm.rewards.scorers.answer.units import Units
+
+LIBRARIES = ('math_verify',)
+"""Libraries that functions of this module import at their first call."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class K12Options(AnswerOptions):
+  mode: Mode | None = None
+  """Of tasks that state no kind; None: such a task cannot be scored."""
+  kind_field: str = 'kind'
+  """The field of the task's row, or of its `extra_info`, that states the kind: one of `answer`'s modes."""
+  extraction: Methods = ANYWHERE
+  units: Units = 'stated'
+
+  @property
+  def libraries(self) -> tuple[str, ...]:
+    return LIBRARIES  # A row may name any kind.
+
+
+def score_k12(attempt: Attempt, *, options: K12Options, by_kind: dict[str, AnswerOptions]) -> Verdict:
+  """1.0 if the answer agrees with the reference as the question's kind has it, else 0.0; None without a known kind."""
+  kind = field_of(attempt.task, options.kind_field) or options.mode
+  if not isinstance(kind, str) or kind not in by_kind:
+    return Verdict(value=None, evidence={'reason': f'kind is {kind!r}, wanted one of {", ".join(by_kind)}'})
+  verdict = score_answer(attempt, options=by_kind[kind])
+  return dataclasses.replace(verdict, evidence={'kind': kind, **verdict.evidence})
+
+
+def k12_scorer(**options: Any) -> Scorer:
+  """School questions by their kind (choice, numeric with units, text, …) against a reference; options: `K12Options`."""
+  read = read_options(K12Options, options, 'k12')
+  by_kind = {kind: dataclasses.replace(read, mode=kind) for kind in typing.get_args(Mode)}
+  scorer = functools.partial(score_k12, options=read, by_kind=by_kind)
+  return OverrunIsZero(scorer) if read.on_timeout == 'zero' else scorer

@@ -1,0 +1,182 @@
+"""Language consistency: the share of a text's words that are of the wanted language.
+
+Source: DeepSeek-R1 (arXiv:2501.12948, section 2.3.2), a reward for the proportion of target-language words in the
+reasoning. The paper has no rule for what a word is; this is ours, the same on every machine and without a model:
+
+1. Code (fenced blocks, `code`), LaTeX (`$…$`, `$$…$$`, `\\(…\\)`, `\\[…\\]`, `\\begin{…}…\\end{…}`, commands), tags and
+   addresses are removed. A fence that is never closed runs to the end.
+2. A word is a run of letters of one script; each Han character, Hiragana or Katakana is one. A single letter of another
+   script is none (`x`, `A`: names of formulas and options); digits and signs are none.
+3. A word is of the language if it is of its script. Within a script that several of our languages write, the sentence
+   decides (a line, or up to a full stop): of Latin ones it is of the language with the most of its own function words,
+   of the wanted one where it has as many as any; Han characters are Japanese in a sentence with kana and Chinese in one
+   without, and either where fewer than five stand without kana.
+
+0 for a text without words: silence is no consistency.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import re
+import unicodedata
+from typing import Any, Literal
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.rewards.api import Attempt, Scorer, Verdict, read_options
+from jaxrl_llm.rewards.scorers.format import Piece, read_fields, read_template
+
+Language = Literal[
+  'ar', 'bn', 'de', 'el', 'en', 'es', 'fr', 'he', 'hi', 'it', 'ja', 'ko', 'nl', 'pl', 'pt', 'ru', 'ta', 'tr', 'vi',
+  'zh',
+]  # fmt: skip
+"""ISO 639-1. Any text of a script counts for the only language here that writes it: Persian as `ar`."""
+
+SCRIPTS: dict[str, frozenset[str]] = {
+  'ar': frozenset({'ARABIC'}), 'bn': frozenset({'BENGALI'}), 'el': frozenset({'GREEK'}), 'he': frozenset({'HEBREW'}),
+  'hi': frozenset({'DEVANAGARI'}), 'ja': frozenset({'HAN', 'KANA'}), 'ko': frozenset({'HANGUL'}),
+  'ru': frozenset({'CYRILLIC'}), 'ta': frozenset({'TAMIL'}), 'zh': frozenset({'HAN'}),
+}  # fmt: skip
+"""By language; any other is of Latin script."""
+
+FUNCTION_WORDS: dict[str, frozenset[str]] = {
+  language: frozenset(words.split())
+  for language, words in {
+    'de': 'der die das und ist nicht ein eine einen mit auf für von zu dem den wir wenn dann auch sich sind es ich '
+    'aber oder wie also daher durch bei nach aus',
+    'en': 'the and is of to that it we so this are be with for if then by have has not no which was there from let '
+    'what can will its how therefore because',
+    'es': 'el la los las es de que en un una por con para se si no como del lo son entonces más pero su este esta hay',
+    'fr': 'le la les et est de des que un une dans pour par avec si ne pas nous il elle ce cette sont donc du au plus '
+    'sur ou alors mais',
+    'it': 'il lo la gli di che un una in per con se non come del della sono quindi più ma questo questa abbiamo',
+    'nl': 'de het een en is van dat niet met op voor we als dan ook zijn er maar of dus door bij naar uit deze',
+    'pl': 'nie na jest się do że to jak dla od ale więc po co czy przez ma są lub tym',
+    'pt': 'os as de que em um uma por com para se não como do da dos das são então mais mas seu este esta',
+    'tr': 've bir bu için ile de da ne gibi daha çok olarak olan ise var değil ama sonra kadar',
+    'vi': 'là và của có không được một cho các trong với này đó khi để ta thì từ số vậy nên bằng',
+  }.items()
+}
+"""Frequent words without meaning of their own, of the languages written in Latin letters."""
+
+_FEW_HAN = 5
+_SINGLE = ('HAN', 'KANA')
+_SENTENCE = re.compile(r'[^.!?。！？\n]+')
+_REMOVED = re.compile(r'\\[a-zA-Z]+\*?|</?[a-zA-Z][^<>\n]{0,80}>|(?:https?://|www\.)\S+')
+_OPENING = re.compile(r'```|~~~|`|\$\$|\$(?=\S)|\\\(|\\\[|\\begin\{(?P<name>[a-zA-Z]{1,20}\*?)\}')
+_CLOSING = {'```': '```', '~~~': '~~~', '`': '`', '$$': '$$', r'\(': r'\)', r'\[': r'\]'}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageOptions:
+  language: Language = 'en'
+  field: str = 'think'
+  """Which field of the template is judged; a completion without the template's form scores 0. Empty: all of it."""
+  template: str = '<think>{think}</think><answer>{answer}</answer>'
+
+
+def _closing(text: str, opening: re.Match) -> tuple[str, int, int]:
+  """The mark that would close what is opened, and where it may stand: a sign of money or a quote ends with its line."""
+  mark = opening.group()
+  start = opening.end()
+  if opening['name']:
+    return f'\\end{{{opening["name"]}}}', start, len(text)
+  if mark in ('$', '`'):
+    end = text.find('\n', start)
+    return mark, start, len(text) if end < 0 else end
+  return _CLOSING[mark], start, len(text)
+
+
+def prose(text: str) -> str:
+  """The text without code, LaTeX, tags and addresses, in linear time."""
+  kept, position, unclosed = [], 0, set()
+  while opening := _OPENING.search(text, position):
+    mark, start, limit = _closing(text, opening)
+    end = -1 if mark in unclosed else text.find(mark, start, limit)
+    if end < 0 and mark in ('```', '~~~'):
+      kept.append(text[position : opening.start()])
+      position = len(text)
+      break
+    if end < 0:
+      # What is missing up to the end of the text is missing for every later opening too.
+      unclosed |= {mark} if limit == len(text) else set()
+      kept.append(text[position:start])
+      position = start
+      continue
+    kept.append(text[position : opening.start()])
+    position = end + len(mark)
+  return _REMOVED.sub(' ', ' '.join([*kept, text[position:]]))
+
+
+@functools.lru_cache(maxsize=8192)
+def script(letter: str) -> str:
+  """By the character's name in Unicode (`LATIN`, `HAN`, `KANA`, …); `MARK` of a mark, empty for what is no letter."""
+  category = unicodedata.category(letter)
+  if category[0] != 'L':
+    return 'MARK' if category[0] == 'M' else ''
+  first = re.split('[ -]', unicodedata.name(letter, '').removeprefix('FULLWIDTH ').removeprefix('HALFWIDTH '))[0]
+  return {'CJK': 'HAN', 'IDEOGRAPHIC': 'HAN', 'HIRAGANA': 'KANA', 'KATAKANA': 'KANA'}.get(first, first)
+
+
+def words(sentence: str) -> list[tuple[str, str]]:
+  """Every word with its script, in order."""
+  found: list[tuple[str, str]] = []
+  word, of = '', ''
+  for letter in f'{sentence} ':
+    own = script(letter)
+    if own == 'MARK' or (own == of and own not in _SINGLE):
+      word += letter
+      continue
+    if of in _SINGLE or len(word) > 1:
+      found.append((word, of))
+    word, of = letter, own
+  return [(word, of) for word, of in found if of]
+
+
+def _latin(sentence: list[str], language: str) -> bool:
+  """Whether the sentence's Latin words are of the language."""
+  said = collections.Counter(word.casefold() for word in sentence)
+  own = {name: sum(said[word] for word in function) for name, function in FUNCTION_WORDS.items()}
+  return own[language] == max(own.values())
+
+
+def share(text: str, language: Language) -> tuple[float, int]:
+  """The share of the language's words among all, and how many there are; 0 of 0 for none."""
+  scripts = SCRIPTS.get(language, frozenset({'LATIN'}))
+  right = total = 0
+  for sentence in _SENTENCE.findall(prose(unicodedata.normalize('NFC', text))):
+    counted = words(sentence)
+    by_script = collections.Counter(of for _, of in counted)
+    total += len(counted)
+    fits = {of: by_script[of] for of in scripts}
+    if scripts == {'LATIN'} and not _latin([word for word, of in counted if of == 'LATIN'], language):
+      fits['LATIN'] = 0
+    few = by_script['HAN'] < _FEW_HAN
+    if (language == 'ja' and not by_script['KANA'] and not few) or (language == 'zh' and by_script['KANA']):
+      fits['HAN'] = 0
+    right += sum(fits.values())
+  return (right / total if total else 0.0), total
+
+
+def score_language(attempt: Attempt, *, options: LanguageOptions, pieces: tuple[Piece, ...]) -> Verdict:
+  """The share of the language's words in the field, in [0, 1]; 0 for no words, or without the template's form."""
+  text = attempt.completion
+  if options.field:
+    fields, wrong = read_fields(text, pieces)
+    if wrong:
+      return Verdict(value=0.0, evidence={'reason': wrong})
+    text = fields[options.field]
+  value, count = share(text, options.language)
+  return Verdict(value=value, evidence={'words': count} if count else {'words': 0, 'reason': 'no words'})
+
+
+def language_scorer(**options: Any) -> Scorer:
+  """Share of the wanted language's words in the reasoning (R1's language consistency); options: `LanguageOptions`."""
+  read = read_options(LanguageOptions, options, 'language')
+  pieces = read_template(read.template, 'language') if read.field else ()
+  names = [piece.text for piece in pieces if piece.field]
+  if read.field and read.field not in names:
+    raise UserError(f"scorer 'language': template {read.template!r} has no field {read.field!r}; it has {names}")
+  return functools.partial(score_language, options=read, pieces=pieces)

@@ -1,0 +1,78 @@
+"""The length rewards of the objectives as scorers: DAPO's overlong penalty per sample, Kimi's length reward per group.
+
+The formulas are those of `advantages.shaping`. An algorithm with the same option (`overlong_buffer_len`,
+`length_reward_weight`) adds them too: use one or the other. Kimi's warm-up counts steps, which a scorer does not know:
+it is the algorithm's option only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from jaxrl_llm.advantages.shaping import length_rewards, overlong_penalty
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.score import Score
+from jaxrl_llm.rewards.api import Attempt, PerGroup, Scorer, Verdict, read_options
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OverlongOptions:
+  max_length: int
+  """Tokens of the response at which the whole penalty is reached."""
+  buffer: int
+  """Tokens before that over which it grows."""
+  factor: float = 1.0
+  """Size of the whole penalty."""
+
+
+def score_overlong(attempt: Attempt, *, options: OverlongOptions) -> Verdict:
+  """The penalty of one response, in [−factor, 0]."""
+  penalty = overlong_penalty(
+    [attempt.response_len], max_length=options.max_length, buffer=options.buffer, factor=options.factor
+  )
+  return Verdict(value=float(penalty[0]), evidence={'length': attempt.response_len})
+
+
+def overlong_scorer(**options: Any) -> Scorer:
+  """DAPO's penalty for responses near the limit, in [-factor, 0]; options: `OverlongOptions`."""
+  read = read_options(OverlongOptions, options, 'overlong')
+  overlong_penalty([], max_length=read.max_length, buffer=read.buffer)  # Refuses an impossible buffer at the start.
+  return functools.partial(score_overlong, options=read)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LengthOptions:
+  correct_by: str = ''
+  """Scorer whose value of at least 1 says that an answer is right; empty: the first one that judges the sample."""
+
+
+def score_length(
+  attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...], *, options: LengthOptions
+) -> tuple[Verdict, ...]:
+  """Each member's reward, in [−0.5, 0.5]; None for one of which nobody could say whether it is right."""
+  correct = [_correct(own, options.correct_by) for own in scores]
+  lengths = [attempt.response_len for attempt in attempts]
+  rewards = length_rewards(lengths, correct, ['group'] * len(attempts))
+  return tuple(
+    Verdict(value=None, evidence={'reason': 'nothing says whether the answer is right'})
+    if right is None
+    else Verdict(value=float(reward), evidence={'length': length, 'correct': right})
+    for right, reward, length in zip(correct, rewards, lengths, strict=True)
+  )
+
+
+def _correct(scores: tuple[Score, ...], by: str) -> bool | None:
+  said = [score.value for score in scores if not by or score.scorer == by]
+  if by and not said:
+    raise UserError(
+      f"scorer 'length': no scorer {by!r} judged {scores[0].uid if scores else 'the sample'}; "
+      f'there are {[score.scorer for score in scores]}'
+    )
+  return said[0] >= 1.0 if said and said[0] is not None else None
+
+
+def length_scorer(**options: Any) -> PerGroup:
+  """Kimi's length reward: shorter right answers of a group gain, longer ones lose; options: `LengthOptions`."""
+  return PerGroup(functools.partial(score_length, options=read_options(LengthOptions, options, 'length')))

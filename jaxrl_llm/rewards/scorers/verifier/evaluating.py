@@ -1,0 +1,216 @@
+"""The verifiers of reasoning-gym that evaluate text as code, and their sandbox.
+
+Invariants: only a verifier known not to evaluate runs outside a sandbox, so a new one is sandboxed. Each answer has a
+sandbox of its own, forked from a process that has the libraries, so no answer can change the verdict on another.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import importlib.util
+import json
+import pathlib
+import re
+import threading
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
+
+from jaxrl_llm.rewards.sandbox.isolation import Isolation, Preload
+from jaxrl_llm.rewards.sandbox.sandbox import Ending, Limits, Outcome, SandboxError, Sandboxes
+from jaxrl_llm.rewards.scorers.answer.effort import explodes
+
+T = TypeVar('T')
+
+PLAIN = frozenset({
+  'ab', 'acre', 'advanced_geometry', 'aiw', 'arc_1d', 'arc_agi', 'base_conversion', 'basic_arithmetic', 'bf',
+  'binary_alternation', 'boxnet', 'caesar_cipher', 'calendar_arithmetic', 'chain_sum', 'circuit_logic', 'codeio',
+  'coin_flip', 'color_cube_rotation', 'complex_arithmetic', 'count_bits', 'count_primes', 'course_schedule',
+  'cryptarithm', 'decimal_arithmetic', 'decimal_chain_sum', 'dice', 'emoji_mystery', 'family_relationships',
+  'figlet_font', 'fraction_simplification', 'futoshiki', 'game_of_life', 'game_of_life_halting', 'gcd', 'graph_color',
+  'group_anagrams', 'gsm_symbolic', 'isomorphic_strings', 'jugs', 'kakurasu', 'knight_swap', 'knights_knaves',
+  'largest_island', 'lcm', 'leg_counting', 'letter_counting', 'letter_jumble', 'list_functions', 'mahjong_puzzle',
+  'manipulate_matrix', 'maze', 'mini_sudoku', 'modulo_grid', 'needle_haystack', 'number_filtering', 'number_format',
+  'number_sequence', 'number_sorting', 'palindrome_generation', 'palindrome_partitioning', 'path_star',
+  'polynomial_equations', 'pool_matrix', 'power_function', 'prime_factorization', 'products', 'propositional_logic',
+  'quantum_lock', 'ransom_note', 'rearc', 'rectangle_count', 'rotate_matrix', 'rotten_oranges', 'rubiks_cube',
+  'rush_hour', 'self_reference', 'sentence_reordering', 'shortest_path', 'simple_equations', 'simple_geometry',
+  'sokoban', 'spell_backward', 'string_manipulation', 'string_splitting', 'string_synthesis', 'sudoku', 'survo',
+  'syllogism', 'time_intervals', 'tower_of_hanoi', 'tsumego', 'word_ladder', 'word_sequence_reversal', 'word_sorting',
+  'zebra_puzzles',
+})  # fmt: skip
+"""Verifiers whose source has been read: none evaluates an answer (`tests/rewards_evaluating_test.py`)."""
+
+LIMITS = Limits(wall_s=6.0, cpu_s=2, memory_mib=1024, processes=4, files=64, file_mib=1, tmp_mib=1, output_kib=64)
+"""Limits of one answer."""
+MAX_LENGTH = 2000
+"""Characters of an answer that is evaluated."""
+BUDGET_S = 8.0
+"""Seconds for an answer with the start of its sandbox, below the default deadline of a call.
+
+A call that meets its deadline counts against the answer, and a sandbox that is slow to start must not.
+"""
+
+_FUNCTIONS = frozenset({
+  'sqrt', 'cbrt', 'root', 'exp', 'log', 'ln', 'sin', 'cos', 'tan', 'cot', 'sec', 'csc', 'asin', 'acos', 'atan', 'acot',
+  'asec', 'acsc', 'sinh', 'cosh', 'tanh', 'coth', 'sech', 'csch', 'asinh', 'acosh', 'atanh', 'acoth', 'Abs', 'pi',
+})  # fmt: skip
+_NUMBER = r'[0-9]+(?:\.[0-9]*)?|\.[0-9]+'
+_ARITHMETIC = re.compile(rf'(?:{_NUMBER}|[-+*/()\s])*+', re.ASCII)
+_SYMBOLIC = re.compile(rf'(?:{_NUMBER}|[A-Za-z_][A-Za-z0-9_]*+|[-+*/(),\s])*+', re.ASCII)
+_NAME = re.compile(r'[A-Za-z_][A-Za-z0-9_]*', re.ASCII)
+_WORDS = re.compile(r'[A-Z0-9_\s]*+', re.ASCII)
+_LITERAL = re.compile(rf"""(?:{_NUMBER}|'[^'\\\n]*+'|"[^"\\\n]*+"|[-\[\](),\s])*+""", re.ASCII)
+
+
+def _is_arithmetic(answer: str, reference: str) -> bool:
+  return _ARITHMETIC.fullmatch(answer) is not None and not explodes(answer)
+
+
+def _is_symbolic(answer: str, reference: str) -> bool:
+  """Arithmetic with symbols of one letter, the usual functions, and the names that the reference answer has."""
+  if _SYMBOLIC.fullmatch(answer) is None or explodes(answer):
+    return False
+  names = {name for name in _NAME.findall(answer) if len(name) > 1}
+  return names <= _FUNCTIONS | (set(_NAME.findall(reference)) if _SYMBOLIC.fullmatch(reference) else set())
+
+
+def is_list(text: str) -> bool:
+  """Whether it is made of numbers, strings, commas and brackets alone, so that its evaluation only computes lists."""
+  return _LITERAL.fullmatch(text) is not None
+
+
+def _is_literal(answer: str, reference: str) -> bool:
+  """Capitals and numbers alone, or lists of numbers and strings.
+
+  With no name beside a bracket nothing can be called. A lower-case name could be a variable of the verifier: eval of
+  `oracle_answer` is the right answer.
+  """
+  return _WORDS.fullmatch(answer) is not None or is_list(answer)
+
+
+GRAMMARS: Mapping[str, Callable[[str, str], bool]] = {
+  'binary_matrix': _is_literal,
+  'bitwise_arithmetic': lambda answer, reference: True,  # It evaluates the task's problem, and no answer.
+  'countdown': _is_arithmetic,
+  'intermediate_integration': _is_symbolic,
+  'n_queens': _is_literal,
+  'polynomial_multiplication': _is_symbolic,
+  'puzzle24': _is_arithmetic,
+  'simple_integration': _is_symbolic,
+  'spiral_matrix': _is_literal,
+  'string_insertion': _is_literal,
+}
+"""By verifier: whether it may evaluate an answer, which is the very text that it gets, given the reference answer."""
+
+
+def evaluates(name: str) -> bool:
+  """Whether verifier `name` may evaluate text: one of reasoning-gym that is not known not to, or derived from such."""
+  if name in PLAIN:
+    return False
+  from reasoning_gym.factory import DATASETS
+
+  if name not in DATASETS:
+    return True
+  plain = {DATASETS[known][0] for known in PLAIN & DATASETS.keys()}
+  bases = [base for base in DATASETS[name][0].__mro__ if base.__module__.partition('.')[0] == 'reasoning_gym']
+  return any(base not in plain and base.__module__ != 'reasoning_gym.dataset' for base in bases)
+
+
+def may_evaluate(name: str, answer: str, reference: str) -> bool:
+  """Whether the answer is in the grammar of the verifier, so that no code can be hidden in it.
+
+  True of every text for a verifier without a known grammar.
+  """
+  if answer == reference:
+    return True
+  return name not in GRAMMARS or (len(answer) <= MAX_LENGTH and GRAMMARS[name](answer, reference))
+
+
+# Warm: parsing, differentiation and simplification import and compute what later calls find ready.
+_PRELOAD = """
+import reasoning_gym, sympy
+x = sympy.Symbol('x')
+f = sympy.parse_expr('x**2/2 + sin(x) + log(x)', local_dict={'x': x})
+sympy.simplify(sympy.diff(f, x) - sympy.parse_expr('x + cos(x) + 1/x', local_dict={'x': x}))
+float(sympy.parse_expr('(3 + 4)*5/2 - 1'))
+"""
+_PROGRAM = """
+import json, sys
+import reasoning_gym
+name, answer, entry = json.load(sys.stdin)
+score_answer = reasoning_gym.get_score_answer_fn(name)
+try:
+  score = float(score_answer(answer=answer, entry=entry))
+except Exception:
+  score_answer(answer=entry['answer'], entry=entry)
+  score = 0.0
+print()
+print(json.dumps(score))
+"""
+
+
+def _directories(libraries: Collection[str] = ('reasoning_gym', 'sympy', 'numpy')) -> tuple[str, ...]:
+  """Where the libraries are installed."""
+  origins = [pathlib.Path(importlib.util.find_spec(library).origin) for library in libraries]
+  return tuple(dict.fromkeys(str(origin.absolute().parents[1]) for origin in origins))
+
+
+def _open(isolation: Isolation) -> Sandboxes:
+  return Sandboxes(LIMITS, isolation=isolation, preload=Preload(path=_directories(), source=_PRELOAD))
+
+
+_opening = threading.Lock()
+_opened: dict[Isolation, Sandboxes] = {}
+"""This process's sandboxes, which end with it."""
+
+
+def _sandboxes(isolation: Isolation) -> Sandboxes:
+  with _opening:
+    if isolation not in _opened:
+      _opened[isolation] = _open(isolation)
+    return _opened[isolation]
+
+
+def _within_budget(work: Callable[[], T]) -> T:
+  """The value of `work`, which goes on by itself where it takes longer. Raises SandboxError."""
+  result: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+  def run() -> None:
+    try:
+      result.set_result(work())
+    except BaseException as error:
+      result.set_exception(error)
+
+  threading.Thread(target=run, name='verifier-sandbox', daemon=True).start()
+  try:
+    return result.result(BUDGET_S)
+  except TimeoutError:
+    raise SandboxError(f'the sandbox of a verifier gave no verdict within {BUDGET_S:g} s; it may be starting') from None
+
+
+@functools.cache
+def check_isolation(isolation: Isolation) -> None:
+  """Raises NoIsolation where this machine cannot isolate as asked, or the libraries do not load inside."""
+  _open(isolation).close()
+
+
+def score_in_sandbox(
+  name: str, answer: str, entry: Mapping[str, Any], isolation: Isolation
+) -> tuple[float | None, Outcome]:
+  """The verifier's number, None where the answer met a limit; and how its sandbox ended.
+
+  Raises:
+    NoIsolation: this machine cannot isolate as asked.
+    SandboxError: the sandbox failed, or the verifier raises on the reference answer too.
+  """
+  program = json.dumps([name, answer, entry])
+  outcome, printed = _within_budget(lambda: _sandboxes(isolation).output(_PROGRAM, program))
+  if outcome.ended == Ending.EXCEPTION:
+    raise SandboxError(f'verifier {name!r} raises on its own reference answer: {outcome.detail}')
+  if outcome.ended != Ending.PASSED:
+    return None, outcome
+  try:
+    return float(json.loads(printed.rstrip().rpartition('\n')[2])), outcome
+  except (ValueError, TypeError):
+    raise SandboxError(f'verifier {name!r} ended without a number') from None

@@ -1,0 +1,248 @@
+"""The engine inside the trainer's process: requests are dealt to a fixed number of decode slots, freed ones refilled.
+
+Invariant: load decides only when a token is drawn, never which: a prompt's bucket and the decode width are functions of
+the request and the configuration, and randomness is counted by request, sample and position.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.models.api import Model
+from jaxrl_llm.rollout.api import Completion, Request, Weights
+from jaxrl_llm.rollout.embedded.programs import Decoded, Programs
+from jaxrl_llm.rollout.embedded.scheduler import Job, Scheduler, Turn
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmbeddedConfig:
+  """Shapes of the embedded engine; each of them costs memory or compilations, none changes what is drawn at random."""
+
+  slots: int = 64
+  """Sequences decoded at a time."""
+  prefill_rows: int = 8
+  """Prompts prefilled at a time."""
+  prefill_buckets: tuple[int, ...] = ()
+  """Tokens that prompts are padded to, a program each; empty = powers of two from 16 up to the longest sequence."""
+  decode_steps: int = 16
+  """Tokens of a slot per device call, at most: how soon ended ones are seen, and weights can be replaced."""
+  max_stop_ids: int = 8
+  """Stop tokens of one request, at most."""
+  filters: bool = True
+  """Whether requests may ask for top_p or top_k (evaluation); one program more to compile."""
+
+  def __post_init__(self):
+    for name in ('slots', 'prefill_rows', 'decode_steps', 'max_stop_ids'):
+      if getattr(self, name) < 1:
+        raise UserError(f'rollout.embedded.{name}: got {getattr(self, name)}, wanted at least 1')
+    if any(bucket < 1 for bucket in self.prefill_buckets):
+      raise UserError(f'rollout.embedded.prefill_buckets: got {self.prefill_buckets}, wanted positive token counts')
+
+
+def plan_buckets(buckets: tuple[int, ...], *, max_length: int) -> tuple[int, ...]:
+  """Ascending, each once, none longer than a sequence; powers of two from 16 where none are given."""
+  # Prefill leaves out the prompt's last token, and at least one is drawn: at most max_length - 2 tokens.
+  buckets = buckets or tuple(1 << i for i in range(4, max(15, max_length - 3).bit_length() + 1))
+  return tuple(sorted({min(bucket, max_length) for bucket in buckets}))
+
+
+def build_programs(model: Model, config: EmbeddedConfig, max_length: int, device: jax.Device) -> Programs:
+  """The programs of an engine for sequences of at most `max_length` tokens, not compiled yet."""
+  return Programs(
+    model,
+    slots=config.slots,
+    max_length=max_length,
+    prefill_rows=config.prefill_rows,
+    buckets=plan_buckets(config.prefill_buckets, max_length=max_length),
+    decode_steps=config.decode_steps,
+    max_stop_ids=config.max_stop_ids,
+    device=device,
+  )
+
+
+class EmbeddedEngine:
+  """Draws from a JAX model in this process; see `rollout.api.Engine` for what the methods promise.
+
+  When weights are replaced, what a running completion has in its KV cache stays as the old weights made it: its later
+  tokens see keys and values of two versions, and its segments say which tokens are whose. Prompts that were prefilled
+  and not begun are prefilled again. At bound 0 nothing runs when weights are replaced.
+  """
+
+  def __init__(
+    self,
+    model: Model,
+    config: EmbeddedConfig,
+    *,
+    max_length: int,
+    seed: int,
+    run: Callable[..., Awaitable[Any]],
+    name: str = 'embedded',
+    device: jax.Device | None = None,
+  ):
+    """
+    Args:
+      model: an 'lm' model; its `options.dtype` is the type of weights, activations and KV cache here.
+      max_length: tokens of the longest sequence, prompt included.
+      seed: of all randomness, with the requests' keys.
+      run: awaits `function(*args, **kwargs)` on the process's device thread.
+      name: in segments and messages.
+      device: None = the first of this process.
+    """
+    self.name = name
+    self.counts: collections.Counter[str] = collections.Counter()
+    """Since the start: prefill_calls, prefilled_prompts, decode_calls, decode_steps, tokens, completions."""
+    self._config, self._run, self._max_length = config, run, max_length
+    self._vocab = model.spec.vocab_size
+    self._programs = build_programs(model, config, max_length, jax.local_devices()[0] if device is None else device)
+    self._version: Version | None = None
+    self._scheduler = Scheduler(
+      name=name,
+      seed=seed,
+      slots=config.slots,
+      max_length=max_length,
+      prefill_rows=config.prefill_rows,
+      max_stop_ids=config.max_stop_ids,
+    )
+    self._wake = asyncio.Event()
+    self._turns = asyncio.Lock()
+    self._driver: asyncio.Task | None = None
+    self._failure: Exception | None = None
+
+  @property
+  def version(self) -> Version | None:
+    return self._version
+
+  @property
+  def free_slots(self) -> int:
+    return self._scheduler.free_slots
+
+  def take_metrics(self) -> dict[str, float]:
+    return {}
+
+  async def start(self) -> None:
+    await self._run(self._programs.compile, filtered=self._config.filters)
+    self._driver = asyncio.create_task(self._drive(), name=f'engine {self.name}')
+
+  async def close(self) -> None:
+    if self._driver is not None:
+      self._driver.cancel()
+      await asyncio.wait({self._driver})  # wait cancelled: it has just been cancelled
+    self._fail(RunError(f'engine {self.name}: closed'))
+
+  async def load(self, weights: Weights) -> None:
+    """The probe is not looked at: this is the trainer's own model, in its own process."""
+    version = weights.version
+    async with self._turns:
+      self._check_alive()
+      try:
+        await self._run(lambda: self._programs.load(dict(weights.leaves)))
+      except asyncio.CancelledError:
+        self._fail(RunError(f'engine {self.name}: a load was given up half-way, so its weights have no known version'))
+        raise
+      self._version = version
+      self._scheduler.reweigh(version)
+    self._wake.set()
+
+  async def relabel(self, version: Version) -> None:
+    async with self._turns:
+      self._check_alive()
+      if self._version is None:
+        raise RuntimeError(f'engine {self.name}: load comes before relabel')
+      self._version = version
+      self._scheduler.relabel(version)
+
+  async def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
+    self._check_alive()
+    if self._version is None or self._driver is None:
+      raise RuntimeError(f'engine {self.name}: start and load come before generate')
+    job = Job(request, self._check(request))
+    self._scheduler.add(job)
+    self._wake.set()
+    try:
+      for _ in range(request.samples):
+        result = await job.results.get()  # wait completion: the driver answers or fails all; `collect`, `suite`
+        if isinstance(result, Exception):
+          raise result
+        yield result
+    finally:
+      job.left = True
+      self._wake.set()
+
+  def _check(self, request: Request) -> int:
+    """The bucket of the request's prompt; UserError if it is none that this engine can serve."""
+    length, where = len(request.prompt), f'request {request.uid}'
+    if length + request.max_tokens > self._max_length:
+      raise UserError(
+        f'{where}: {length} prompt tokens and max_tokens {request.max_tokens} are more than the {self._max_length} of '
+        f'engine {self.name}; raise rollout.max_prompt_length or max_response_length, or ask for fewer'
+      )
+    # The prompt's last token is fed by the first decode step, so that prefill draws nothing.
+    buckets = [bucket for bucket in self._programs.buckets if bucket >= length - 1]
+    if not buckets:
+      raise UserError(
+        f'{where}: a prompt of {length} tokens fits none of rollout.embedded.prefill_buckets '
+        f'{self._programs.buckets}; add one of at least {length - 1}'
+      )
+    if not all(0 <= token < self._vocab for token in (*request.prompt, *request.stop_ids)):
+      raise UserError(f'{where}: token ids outside the vocabulary of {self._vocab}; another tokenizer than the model?')
+    if len(request.stop_ids) > self._config.max_stop_ids:
+      raise UserError(
+        f'{where}: {len(request.stop_ids)} stop ids, wanted at most rollout.embedded.max_stop_ids '
+        f'{self._config.max_stop_ids}'
+      )
+    if request.sampling.filtered and not self._config.filters:
+      raise UserError(f'{where}: top_p or top_k asked for; set rollout.embedded.filters')
+    return min(buckets)
+
+  def _check_alive(self) -> None:
+    if self._failure is not None:
+      raise RunError(f'engine {self.name}: ended: {self._failure}') from self._failure
+
+  async def _drive(self) -> None:
+    """Runs turns while there is work. An error ends the engine: its state was given to the call that failed."""
+    try:
+      while True:
+        async with self._turns:
+          self._wake.clear()
+          turn = self._scheduler.plan(self._version)
+          if turn is not None:
+            decoded = await self._run(self._execute, turn)
+            self.counts['completions'] += self._scheduler.harvest(decoded)
+        if turn is None:
+          await self._wake.wait()  # wait request: none, an engine waits for its next
+    except Exception as error:
+      logging.exception('engine %s: a device call failed; %d requests with it', self.name, len(self._scheduler.jobs()))
+      self._fail(error)
+
+  def _fail(self, error: Exception) -> None:
+    if self._failure is None:
+      self._failure = error
+    for job in self._scheduler.jobs():
+      job.results.put_nowait(error)
+
+  def _execute(self, turn: Turn) -> Decoded:
+    """On the device thread."""
+    for prefill in turn.prefills:
+      tokens = np.zeros((self._config.prefill_rows, prefill.jobs[0].bucket), np.int32)
+      for row, job in enumerate(prefill.jobs):
+        tokens[row, : len(job.request.prompt) - 1] = job.request.prompt[:-1]
+      prefill.cache = self._programs.prefill(tokens)
+    for prefill, matrix in turn.admissions:
+      self._programs.admit(prefill.cache, matrix)
+    decoded = self._programs.decode(turn.control, filtered=turn.filtered)
+    self.counts['prefill_calls'] += len(turn.prefills)
+    self.counts['prefilled_prompts'] += sum(len(prefill.jobs) for prefill in turn.prefills)
+    self.counts['decode_calls'] += 1
+    self.counts['decode_steps'] += int(decoded.produced.max())
+    self.counts['tokens'] += int(decoded.produced.sum())
+    return decoded

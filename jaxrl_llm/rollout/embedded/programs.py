@@ -1,0 +1,284 @@
+"""The embedded engine's compiled programs and what they keep on the device: prefill, admit, decode.
+
+Invariant: every shape is fixed when the programs are built (`slots` rows to decode, `prefill_rows` rows and a planned
+bucket to prefill), so a row's arithmetic is the same whatever the other rows hold, and nothing compiles later: the
+programs are compiled ahead of time and refuse other shapes. Called from one thread only.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from jaxtyping import Array, Float, Int32, UInt32
+
+from jaxrl_llm.core.trees import flatten, unflatten
+from jaxrl_llm.core.types import Params
+from jaxrl_llm.models.api import Model, unstack_layers
+from jaxrl_llm.models.cache import Cache
+from jaxrl_llm.rollout.embedded.sampling import draw, draw_filtered
+
+
+class Slots(NamedTuple):
+  """What each slot is at. A slot whose `remaining` is 0 is free, or waits to be read."""
+
+  cache: Cache
+  token: Int32[Array, 'slots']
+  """The newest token, not yet in the cache."""
+  position: Int32[Array, 'slots']
+  """Of that token."""
+  remaining: Int32[Array, 'slots']
+  """Tokens that may still be drawn."""
+  top_k: Int32[Array, 'slots']
+  temperature: Float[Array, 'slots']
+  top_p: Float[Array, 'slots']
+  key: UInt32[Array, 'slots 2']
+  stop_ids: Int32[Array, 'slots stops']
+  """-1 where there is none."""
+
+
+class Admission(NamedTuple):
+  """One slot's row of the matrix that `admit` takes, in this order; floats and key words are there as their bits."""
+
+  source: int
+  """Row of the prefill, -1: the slot keeps what it has."""
+  token: int
+  position: int
+  remaining: int
+  top_k: int
+  temperature: float
+  top_p: float
+  key: UInt32[np.ndarray, '2']
+  stop_ids: tuple[int, ...]
+
+  def write(self, out: Int32[np.ndarray, 'columns']) -> None:
+    out[:5] = self.source, self.token, self.position, self.remaining, self.top_k
+    out[5:7] = np.array([self.temperature, self.top_p], np.float32).view(np.int32)
+    out[7:9] = self.key.view(np.int32)
+    out[9 : 9 + len(self.stop_ids)] = self.stop_ids
+
+
+def admissions_matrix(slots: int, max_stop_ids: int) -> Int32[np.ndarray, 'slots columns']:
+  """What `admit` takes, as yet admitting nothing."""
+  return np.full((slots, 9 + max_stop_ids), -1, np.int32)
+
+
+class Decoded(NamedTuple):
+  """What one call of decode drew."""
+
+  tokens: Int32[np.ndarray, 'steps slots']
+  """Those of slot i are the first `produced[i]` of column i."""
+  logprobs: Float[np.ndarray, 'steps slots']
+  produced: Int32[np.ndarray, 'slots']
+  remaining: Int32[np.ndarray, 'slots']
+
+
+class Programs:
+  """Holds the weights and the slots; `compile` and `load` come before anything else."""
+
+  def __init__(
+    self,
+    model: Model,
+    *,
+    slots: int,
+    max_length: int,
+    prefill_rows: int,
+    buckets: tuple[int, ...],
+    decode_steps: int,
+    max_stop_ids: int,
+    device: jax.Device,
+  ):
+    """
+    Args:
+      model: decodes in its compute dtype, in which the weights are kept too.
+      slots: rows that are decoded at a time.
+      max_length: tokens of the longest sequence, prompt included.
+      prefill_rows: prompts that are prefilled at a time.
+      buckets: tokens to which a prompt is padded, ascending.
+      decode_steps: tokens of a slot per call, at most.
+      max_stop_ids: of one request.
+      device: where all of it is.
+    """
+    self.slots, self.buckets, self.prefill_rows, self.decode_steps = slots, buckets, prefill_rows, decode_steps
+    self.max_stop_ids, self.max_length = max_stop_ids, max_length
+    self._model, self._place = model, SingleDeviceSharding(device)
+    self._shapes = self._abstract(jax.eval_shape(lambda: unstack_layers(model.init(jax.random.key(0)))))
+    self._shapes = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(model.options.dtype), sharding=self._place), self._shapes
+    )
+    self._empty = functools.partial(_empty_slots, model, slots, max_length, max_stop_ids)
+    self._params: Params | None = None
+    self._state: Slots | None = None
+
+  def lower(self, *, filtered: bool) -> dict[tuple[str, int], jax.stages.Lowered]:
+    """Every program that the engine will run: ('prefill' or 'admit', bucket), ('decode', whether filtered)."""
+
+    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._place)
+
+    state = self._abstract(jax.eval_shape(self._empty))
+    lowered = {}
+    for bucket in self.buckets:
+      prefill = jax.jit(functools.partial(_prefill, self._model))
+      lowered['prefill', bucket] = prefill.lower(self._shapes, ints(self.prefill_rows, bucket))
+      prefilled = self._abstract(lowered['prefill', bucket].out_info)
+      admit = jax.jit(_admit, donate_argnums=0)
+      lowered['admit', bucket] = admit.lower(state, prefilled, ints(self.slots, 9 + self.max_stop_ids))
+    for kind in sorted({False, filtered}):
+      decode = jax.jit(
+        functools.partial(_decode, self._model, steps=self.decode_steps, filtered=kind), donate_argnums=1
+      )
+      lowered['decode', kind] = decode.lower(self._shapes, state, ints(1 + self.slots))
+    return lowered
+
+  def compile(self, *, filtered: bool) -> None:
+    """Compiles every program, those of filtered sampling only if asked for, and empties the slots."""
+    self._compiled = {name: lowered.compile() for name, lowered in self.lower(filtered=filtered).items()}
+    self._state = jax.jit(self._empty, out_shardings=self._place)()
+
+  def load(self, params: Params) -> None:
+    """Copies the weights, nested or flat, scanned or unrolled, into buffers of its own."""
+    given = flatten(unstack_layers(unflatten(flatten(params))))
+    wanted = flatten(self._shapes)
+    shapes = {name: np.shape(leaf) for name, leaf in given.items()}
+    wrong = [
+      f'{name}: got {shapes.get(name)}, wanted {wanted[name].shape if name in wanted else None}'
+      for name in sorted(shapes.keys() | wanted.keys())
+      if name not in wanted or shapes.get(name) != wanted[name].shape
+    ]
+    if wrong:
+      raise ValueError(f'weights are not those of this model ({len(wrong)} arrays differ): {"; ".join(wrong[:4])}')
+    # np.array copies even what a device array on a CPU shares, so device_put may alias it: nobody else has it.
+    copies = {name: jax.device_put(np.array(leaf, wanted[name].dtype), self._place) for name, leaf in given.items()}
+    self._params = jax.block_until_ready(unflatten(copies))
+
+  def prefill(self, tokens: Int32[np.ndarray, 'rows bucket']) -> Cache:
+    """Keys and values of `prefill_rows` prompts, zero-padded to a bucket."""
+    return self._compiled['prefill', tokens.shape[1]](self._params, tokens)
+
+  def admit(self, prefilled: Cache, admissions: Int32[np.ndarray, 'slots columns']) -> None:
+    """Copies prefilled rows into slots and sets what else a slot needs; see `Admission`."""
+    self._state = self._compiled['admit', prefilled[0]['k'].shape[1]](self._state, prefilled, admissions)
+
+  def decode(self, control: Int32[np.ndarray, 'controls'], *, filtered: bool) -> Decoded:
+    """Draws up to `decode_steps` tokens in every active slot.
+
+    Args:
+      control: first the number of active slots at which to stop early, then 1 for each slot that may go on.
+      filtered: whether top-k and top-p are applied.
+    """
+    self._state, out = self._compiled['decode', filtered](self._params, self._state, control)
+    steps, rows = self.decode_steps, np.asarray(out)
+    return Decoded(rows[:steps], rows[steps : 2 * steps].view(np.float32), rows[-2], rows[-1])
+
+  def _abstract(self, tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._place), tree)
+
+
+def _empty_slots(model: Model, slots: int, length: int, stops: int) -> Slots:
+  def zeros(*shape: int, dtype=jnp.int32) -> Array:
+    return jnp.zeros((slots, *shape), dtype)
+
+  return Slots(
+    cache=model.init_cache(slots, length),
+    token=zeros(),
+    position=zeros(),
+    remaining=zeros(),
+    top_k=zeros() - 1,
+    temperature=zeros(dtype=jnp.float32) + 1,
+    top_p=zeros(dtype=jnp.float32) + 1,
+    key=zeros(2, dtype=jnp.uint32),
+    stop_ids=zeros(stops) - 1,
+  )
+
+
+def _prefill(model: Model, params: Params, tokens: Int32[Array, 'rows bucket']) -> Cache:
+  """What padding writes is overwritten by decode before any token may look at it."""
+  rows, bucket = tokens.shape
+  positions = jnp.broadcast_to(jnp.arange(bucket, dtype=jnp.int32), tokens.shape)
+  _, cache = model.decode(params, tokens, positions, model.init_cache(rows, bucket))
+  return cache
+
+
+def _admit(state: Slots, prefilled: Cache, admissions: Int32[Array, 'slots columns']) -> Slots:
+  source = admissions[:, 0]
+  chosen = source >= 0
+
+  def copy(old: Array, new: Array) -> Array:
+    head = old[:, : new.shape[1]]
+    rows = jnp.where(chosen[:, None, None, None], new[jnp.maximum(source, 0)], head)
+    return jax.lax.dynamic_update_slice(old, rows, (0, 0, 0, 0))
+
+  floats = jax.lax.bitcast_convert_type(admissions[:, 5:7], jnp.float32)
+  new = Slots(
+    cache=jax.tree.map(copy, state.cache, prefilled),
+    token=admissions[:, 1],
+    position=admissions[:, 2],
+    remaining=admissions[:, 3],
+    top_k=admissions[:, 4],
+    temperature=floats[:, 0],
+    top_p=floats[:, 1],
+    key=jax.lax.bitcast_convert_type(admissions[:, 7:9], jnp.uint32),
+    stop_ids=admissions[:, 9:],
+  )
+
+  def keep(fresh: Array, old: Array) -> Array:
+    return jnp.where(chosen.reshape(-1, *(1,) * (old.ndim - 1)), fresh, old)
+
+  return Slots(new.cache, *(keep(fresh, old) for fresh, old in zip(new[1:], state[1:], strict=True)))
+
+
+class _Carry(NamedTuple):
+  step: Int32[Array, '']
+  state: Slots
+  tokens: Int32[Array, 'steps slots']
+  logprobs: Float[Array, 'steps slots']
+  produced: Int32[Array, 'slots']
+
+
+def _decode(
+  model: Model, params: Params, state: Slots, control: Int32[Array, 'controls'], *, steps: int, filtered: bool
+) -> tuple[Slots, Int32[Array, 'rows slots']]:
+  """Steps until all are done; what was drawn comes back as one integer array, so that one transfer brings it."""
+  slots = state.token.shape[0]
+  kernel = model.head_kernel(params)
+  state = state._replace(remaining=jnp.where(control[1:] > 0, state.remaining, 0))
+
+  def go_on(carry: _Carry) -> Array:
+    return (carry.step < steps) & ((carry.state.remaining > 0).sum() > control[0])
+
+  def advance(carry: _Carry) -> _Carry:
+    state = carry.state
+    hidden, cache = model.decode(params, state.token[:, None], state.position[:, None], state.cache)
+    logits = jax.lax.dot_general(
+      hidden[:, 0], kernel.astype(hidden.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    common = (logits, state.key, state.position + 1, state.temperature)
+    drawn = draw_filtered(*common, state.top_k, state.top_p) if filtered else draw(*common)
+    active = state.remaining > 0
+    stopped = (drawn.tokens[:, None] == state.stop_ids).any(-1)
+    return _Carry(
+      step=carry.step + 1,
+      state=state._replace(
+        cache=cache,
+        token=jnp.where(active, drawn.tokens, state.token),
+        position=state.position + active,
+        remaining=jnp.where(active & ~stopped, state.remaining - 1, 0),
+      ),
+      tokens=carry.tokens.at[carry.step].set(drawn.tokens),
+      logprobs=carry.logprobs.at[carry.step].set(drawn.logprobs),
+      produced=carry.produced + active,
+    )
+
+  def zeros(*shape: int, dtype=jnp.int32) -> Array:
+    return jnp.zeros(shape, dtype)
+
+  start = _Carry(zeros(), state, zeros(steps, slots), zeros(steps, slots, dtype=jnp.float32), zeros(slots))
+  end = jax.lax.while_loop(go_on, advance, start)
+  bits = jax.lax.bitcast_convert_type(end.logprobs, jnp.int32)
+  out = jnp.concatenate([end.tokens, bits, end.produced[None], end.state.remaining[None]])
+  return end.state, out

@@ -1,0 +1,215 @@
+"""Which sample sits in which decode slot: the embedded engine's host side, without a device or a clock.
+
+Invariant: requests begin in the order of arrival (later ones of the same bucket may share an earlier one's prefill),
+a free slot never stays free while a sample that may take it waits, and requests that need different decode programs
+never decode together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+from jaxtyping import Int32
+
+from jaxrl_llm.core.records.sample import Finish, Segment
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.models.cache import Cache
+from jaxrl_llm.rollout.api import CUT, Completion, Request
+from jaxrl_llm.rollout.embedded.programs import Admission, Decoded, admissions_matrix
+from jaxrl_llm.rollout.embedded.sampling import row_key
+
+
+class Job:
+  """A request and how far it has got."""
+
+  def __init__(self, request: Request, bucket: int):
+    self.request, self.bucket = request, bucket
+    self.admitted = 0
+    """Samples that have a slot or had one."""
+    self.left = False
+    """Nobody waits for it any more."""
+    self.results: asyncio.Queue[tuple[int, Completion] | Exception] = asyncio.Queue()
+
+  @property
+  def pending(self) -> int:
+    """Samples that wait for a slot."""
+    return 0 if self.left else self.request.samples - self.admitted
+
+
+@dataclasses.dataclass(eq=False)
+class Prefill:
+  """Prompts whose keys and values are on the device, or will be when the turn has run."""
+
+  jobs: tuple[Job, ...]
+  cache: Cache | None = None
+
+  @property
+  def pending(self) -> int:
+    return sum(job.pending for job in self.jobs)
+
+
+@dataclasses.dataclass(eq=False)
+class Occupant:
+  """The sample that a slot decodes."""
+
+  job: Job
+  index: int
+  segments: list[tuple[int, Version]]
+  """(first token, version), oldest first."""
+  length: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Turn:
+  """What the device does between two looks at the queue: prefill, admit, decode."""
+
+  prefills: list[Prefill]
+  admissions: list[tuple[Prefill, Int32[np.ndarray, 'slots columns']]]
+  control: Int32[np.ndarray, 'controls']
+  filtered: bool
+
+
+class Scheduler:
+  """Queue, prefilled prompts and slots; `plan`, let the device do it, `harvest`, and so on."""
+
+  def __init__(self, *, name: str, seed: int, slots: int, max_length: int, prefill_rows: int, max_stop_ids: int):
+    self._name, self._seed, self._prefill_rows, self._max_stop_ids = name, seed, prefill_rows, max_stop_ids
+    self._waiting: list[Job] = []
+    self._ready: list[Prefill] = []
+    self._slots: list[Occupant | None] = [None] * slots
+    self._tokens = np.zeros((slots, max_length), np.int32)
+    self._logprobs = np.zeros((slots, max_length), np.float32)
+    self._filtered = False
+
+  @property
+  def free_slots(self) -> int:
+    return self._slots.count(None)
+
+  def add(self, job: Job) -> None:
+    self._waiting.append(job)
+
+  def jobs(self) -> set[Job]:
+    """All that have not ended."""
+    running = {slot.job for slot in self._slots if slot is not None}
+    return running | set(self._waiting) | {job for prefill in self._ready for job in prefill.jobs}
+
+  def reweigh(self, version: Version) -> None:
+    """New weights: running samples begin a segment, prefilled prompts with samples to come are prefilled again."""
+    for occupant in self._slots:
+      if occupant is not None:
+        drawn = [segment for segment in occupant.segments if segment[0] < occupant.length]
+        occupant.segments = [*drawn, (occupant.length, version)]
+    self._waiting = [job for prefill in self._ready for job in prefill.jobs if job.pending] + self._waiting
+    self._ready = []
+
+  def relabel(self, version: Version) -> None:
+    """The same weights by another name: what running samples draw under them goes by it."""
+    for occupant in self._slots:
+      if occupant is not None:
+        occupant.segments[-1] = (occupant.segments[-1][0], version)
+
+  def plan(self, version: Version | None) -> Turn | None:
+    """Frees what nobody waits for, fills free slots, and says what to run; None where there is nothing."""
+    self._slots = [None if slot is None or slot.job.left else slot for slot in self._slots]
+    self._waiting = [job for job in self._waiting if not job.left]
+    self._ready = [prefill for prefill in self._ready if prefill.pending]
+    if self.free_slots == len(self._slots) and not self._ready and self._waiting:
+      self._filtered = self._waiting[0].request.sampling.filtered
+    prefills = self._take_prompts()
+    admissions = self._fill_slots(version)
+    occupied = [slot is not None for slot in self._slots]
+    active = sum(occupied)
+    if not active:
+      return None
+    # With samples waiting, a call ends as soon as an eighth of the slots can be refilled.
+    pending = sum(part.pending for part in (*self._ready, *self._same_kind()))
+    until = max(0, active - min(pending, max(1, len(self._slots) // 8))) if pending else 0
+    control = np.array([until, *occupied], np.int32)
+    return Turn(prefills=prefills, admissions=admissions, control=control, filtered=self._filtered)
+
+  def _same_kind(self) -> Iterable[Job]:
+    """Waiting jobs up to the first that needs the other decode program, so that none is passed over for ever."""
+    for job in self._waiting:
+      if job.request.sampling.filtered != self._filtered:
+        return
+      yield job
+
+  def _take_prompts(self) -> list[Prefill]:
+    """Prefills for the slots that would stay free, in the order of arrival, filled up with prompts of equal bucket."""
+    taken = []
+    short = self.free_slots - sum(prefill.pending for prefill in self._ready)
+    candidates = list(self._same_kind())
+    while short > 0 and candidates:
+      jobs = [job for job in candidates if job.bucket == candidates[0].bucket][: self._prefill_rows]
+      chosen = set(jobs)
+      candidates = [job for job in candidates if job not in chosen]
+      self._waiting = [job for job in self._waiting if job not in chosen]
+      taken.append(Prefill(tuple(jobs)))
+      short -= taken[-1].pending
+    self._ready += taken
+    return taken
+
+  def _fill_slots(self, version: Version | None) -> list[tuple[Prefill, Int32[np.ndarray, 'slots columns']]]:
+    """Deals pending samples to free slots; per prefill a matrix with a row for every slot."""
+    free = [i for i, slot in enumerate(self._slots) if slot is None]
+    samples = [
+      (prefill, row, job) for prefill in self._ready for row, job in enumerate(prefill.jobs) for _ in range(job.pending)
+    ]
+    matrices: dict[Prefill, np.ndarray] = {}
+    for slot, (prefill, row, job) in zip(free, samples):
+      if prefill not in matrices:
+        matrices[prefill] = admissions_matrix(len(self._slots), self._max_stop_ids)
+      self._admission(job, row).write(matrices[prefill][slot])
+      self._slots[slot] = Occupant(job, job.admitted, [(0, version)])
+      job.admitted += 1
+    self._ready = [prefill for prefill in self._ready if prefill.pending]
+    return list(matrices.items())
+
+  def _admission(self, job: Job, row: int) -> Admission:
+    request = job.request
+    return Admission(
+      source=row,
+      token=request.prompt[-1],
+      position=len(request.prompt) - 1,
+      remaining=request.max_tokens,
+      top_k=request.sampling.top_k,
+      temperature=request.sampling.temperature,
+      top_p=request.sampling.top_p,
+      key=row_key(seed=self._seed, words=request.key, sample_index=job.admitted),
+      stop_ids=request.stop_ids,
+    )
+
+  def harvest(self, decoded: Decoded) -> int:
+    """Takes what was drawn, hands out what has ended, and says how many have."""
+    steps, slots = np.nonzero(np.arange(len(decoded.tokens))[:, None] < decoded.produced)
+    lengths = np.array([0 if slot is None else slot.length for slot in self._slots])
+    self._tokens[slots, lengths[slots] + steps] = decoded.tokens[steps, slots]
+    self._logprobs[slots, lengths[slots] + steps] = decoded.logprobs[steps, slots]
+    ended = 0
+    for i, occupant in enumerate(self._slots):
+      if occupant is None:
+        continue
+      occupant.length += int(decoded.produced[i])
+      if decoded.remaining[i] == 0:
+        self._slots[i] = None
+        occupant.job.results.put_nowait((occupant.index, self._completion(i, occupant)))
+        ended += 1
+    return ended
+
+  def _completion(self, slot: int, occupant: Occupant) -> Completion:
+    tokens = self._tokens[slot, : occupant.length].copy()
+    finish = Finish.STOP if tokens[-1] in occupant.job.request.stop_ids else Finish.LENGTH
+    ends = [start for start, _ in occupant.segments[1:]] + [occupant.length]
+    finishes = [CUT] * (len(ends) - 1) + [str(finish)]
+    return Completion(
+      tokens=tokens,
+      logprobs=self._logprobs[slot, : occupant.length].copy(),
+      finish=finish,
+      segments=tuple(
+        Segment(start=start, end=end, version=version, engine=self._name, finish=how)
+        for (start, version), end, how in zip(occupant.segments, ends, finishes, strict=True)
+      ),
+    )

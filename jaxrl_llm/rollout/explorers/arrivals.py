@@ -1,0 +1,275 @@
+"""Checks of messages from explorers: types, the limits of the run, and names and versions of the lease.
+
+Invariant: a message that passes could come from an honest explorer of this run, so it does not end the run later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from jaxrl_llm.core.records.sample import Role, Sample, Source, decode
+from jaxrl_llm.core.records.task import Message
+from jaxrl_llm.rewards.api import Attempt
+from jaxrl_llm.rollout.api import Request
+from jaxrl_llm.rollout.explorers import wire
+from jaxrl_llm.rollout.explorers.leases import Group, Misbehaved
+
+T = TypeVar('T')
+
+_MAX_NAME, _MAX_UID, _MAX_LINE, _MAX_ERROR = 128, 1024, 400, 2000
+"""Characters."""
+_MIN_SECRET, _MAX_SECRET = 16, 128
+"""Characters."""
+_MAX_SAMPLES, _MAX_KEY = 4096, 64
+"""Completions of a request, and words of its key."""
+_SAMPLE_BYTES, _TOKEN_BYTES = 1 << 20, 64
+"""Bounds of an encoded sample's size: a fixed part for names, and a part per token."""
+_ROUNDING = 1e-3
+"""A logprob may be above 0 by so much."""
+_INT32 = 2**31
+_SEGMENT = ('start', 'end', 'attempt', 'step', 'engine', 'finish')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bounds:
+  """Limits of all samples and requests of a run."""
+
+  vocab_size: int
+  """Token ids are below it."""
+  max_length: int
+  """Tokens of a sequence, prompt included."""
+
+  def check_tokens(self, tokens: Any, name: str) -> None:
+    """Raises ValueError for ids outside the vocabulary."""
+    tokens = np.asarray(tokens, np.int64)
+    outside = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
+    if len(outside):
+      raise ValueError(f'{name} has token {outside[0]}, wanted 0 … {self.vocab_size - 1}')
+
+
+def read_sender(body: Any) -> str:
+  """The sender's full name, which only the holder of its secret can use. Raises ValueError."""
+  if type(body) is not dict:
+    raise ValueError(f'message is {type(body).__name__}, wanted a map')
+  name, secret = _field(body, 'name', str), _field(body, 'secret', str)
+  if not (0 < len(name) <= _MAX_NAME and name.isprintable()):
+    raise ValueError(f'name has {len(name)} characters, wanted 1 … {_MAX_NAME} that can be printed')
+  if not _MIN_SECRET <= len(secret) <= _MAX_SECRET:
+    raise ValueError(f'secret has {len(secret)} characters, wanted {_MIN_SECRET} … {_MAX_SECRET}')
+  return wire.identity(name, secret)
+
+
+def read_lease(body: Mapping[str, Any]) -> str:
+  """Raises Misbehaved."""
+  with _reading('message'):
+    return _field(body, 'lease', str)
+
+
+def read_leases(body: Mapping[str, Any]) -> list[str]:
+  """Raises Misbehaved."""
+  with _reading('message'):
+    return _all(_field(body, 'leases', list), 'leases', str)
+
+
+def read_error(body: Mapping[str, Any]) -> str:
+  """The error of a workflow, as one line. Raises Misbehaved."""
+  with _reading('message'):
+    return one_line(_field(body, 'error', str), _MAX_ERROR)
+
+
+def read_sample(body: Mapping[str, Any], group: Group, bounds: Bounds) -> Sample:
+  """A sample of the group, drawn under versions that were announced to its lease. Raises Misbehaved."""
+  with _reading('sample'):
+    data, most = _field(body, 'sample', bytes), _SAMPLE_BYTES + _TOKEN_BYTES * bounds.max_length
+    if len(data) > most:
+      raise ValueError(f'{len(data)} bytes, wanted at most {most}')
+    _check_types(wire.unpack(data))
+    sample = decode(data)
+    _check_arrays(sample, bounds)
+    _check_origin(sample, group)
+    _check_segments(sample, group)
+    return sample
+
+
+def read_request(body: Mapping[str, Any], bounds: Bounds) -> Request:
+  """A request for tokens; the engine checks its lengths. Raises Misbehaved."""
+  with _reading('request'):
+    row = _field(body, 'request', dict)
+    sampling = _field(row, 'sampling', dict)
+    _check_text(row, 'uid')
+    for name in ('prompt', 'stop_ids', 'key'):
+      _all(_field(row, name, list), name, int)
+    bounds.check_tokens(row['prompt'], 'prompt')
+    bounds.check_tokens(row['stop_ids'], 'stop_ids')
+    _check_integer(row, 'max_tokens', 1, _INT32 - 1)
+    _check_integer(row, 'samples', 1, _MAX_SAMPLES)
+    _check_integer(sampling, 'top_k', -1, _INT32 - 1)
+    for name in ('temperature', 'top_p'):
+      _check_number(sampling, name)
+    if len(row['key']) > _MAX_KEY:
+      raise ValueError(f'key has {len(row["key"])} words, wanted at most {_MAX_KEY}')
+    return wire.read_request(row)
+
+
+def read_attempt(body: Mapping[str, Any], group: Group) -> Attempt:
+  """An attempt at the group's task, which must be unchanged: scorers run tests from its fields. Raises Misbehaved."""
+  with _reading('attempt'):
+    row = _field(body, 'attempt', dict)
+    if wire.pack(row.get('task')) != wire.pack(group.order['task']):
+      raise ValueError('task differs from the one of the lease')
+    for name in ('uid', 'finish_reason'):
+      _check_text(row, name)
+    _field(row, 'completion', str)
+    _check_integer(row, 'response_len', 0, _INT32 - 1)
+    if not row['uid'].startswith(f'{group.name}/'):
+      raise ValueError(f'uid is {row["uid"]!r}, wanted {group.name}/…')
+    return wire.read_attempt(row)
+
+
+def read_question(body: Mapping[str, Any]) -> tuple[str, Sequence[Message], dict[str, Any]]:
+  """(model, messages, how) of a question to an auxiliary model. Raises Misbehaved."""
+  with _reading('question'):
+    _check_text(body, 'model')
+    messages = _all(_field(body, 'messages', list), 'messages', dict)
+    json.dumps(messages, allow_nan=False)  # It is sent as JSON, which has no bytes.
+    _check_integer(body, 'max_tokens', 1, _INT32 - 1)
+    _check_number(body, 'temperature')
+    return body['model'], messages, {name: body[name] for name in ('max_tokens', 'temperature')}
+
+
+def one_line(text: object, most: int = _MAX_LINE) -> str:
+  """The printable text on one line of at most `most` characters."""
+  words = ' '.join(str(text)[: 4 * most].split())
+  return ''.join(c if c.isprintable() else '\N{REPLACEMENT CHARACTER}' for c in words)[:most]
+
+
+@contextlib.contextmanager
+def _reading(what: str) -> Iterator[None]:
+  """Turns any error of the block into Misbehaved: the sender is to blame for a message that cannot be read."""
+  try:
+    yield
+  except (ValueError, RecursionError) as error:
+    raise Misbehaved(one_line(f'{what}: {error}')) from None
+  except Exception as error:
+    raise Misbehaved(one_line(f'{what}: {type(error).__name__}: {error}')) from None
+
+
+def _check_types(row: Any) -> None:
+  """Checks the fields of an encoded sample (`core.records.sample.encode`)."""
+  _check_type(row, 'record', dict)
+  for name in ('uid', 'task_id', 'group_id', 'trajectory_id', 'taskset', 'domain', 'source', 'finish_reason'):
+    _check_text(row, name)
+  for name in ('visit', 'sample_index', 'step_index', 'prompt_len'):
+    _check_integer(row, name, 0, _INT32 - 1)
+  _check_number(row, 'temperature')
+  for name in ('tokens', 'role', 'loss_mask', 'sampled', 'behaviour_logprobs'):
+    if not _field(row, name, bytes):
+      raise ValueError(f'{name} is empty')
+  _field(row, 'preference', type(None))
+  for shown in _all(_field(row, 'media', list), 'media', dict):
+    _all(_field(shown, 'span', list), 'span', int)
+  for segment in _all(_field(row, 'segments', list), 'segments', list):
+    fields = dict(zip(_SEGMENT, segment, strict=True))
+    for name in ('start', 'end', 'attempt', 'step'):
+      _check_integer(fields, name, 0, _INT32 - 1)
+    for name in ('engine', 'finish'):
+      _check_text(fields, name)
+
+
+def _check_arrays(sample: Sample, bounds: Bounds) -> None:
+  if len(sample.tokens) > bounds.max_length:
+    raise ValueError(
+      f'{len(sample.tokens)} tokens, wanted at most {bounds.max_length}: rollout.max_prompt_length and '
+      'max_response_length together'
+    )
+  bounds.check_tokens(sample.tokens, 'tokens')
+  if sample.role.max() > max(Role):
+    raise ValueError(f'role has {sample.role.max()}, wanted at most {int(max(Role))}')
+  for name in ('loss_mask', 'sampled'):
+    if getattr(sample, name).view(np.uint8).max() > 1:
+      raise ValueError(f'{name} has other bytes than 0 and 1')
+  if sample.behaviour_logprobs.max() > _ROUNDING:
+    raise ValueError(f'behaviour_logprobs has {sample.behaviour_logprobs.max()}, wanted at most 0')
+
+
+def _check_origin(sample: Sample, group: Group) -> None:
+  """Checks names against the lease's; `Group.hand_in` checks the index and the uid."""
+  task, visit = group.order['task'], group.order['visit']
+  wanted = {
+    'task_id': group.name.removeprefix(f'{group.order["stage"]}/').removesuffix(f'/{visit}'),
+    'visit': visit,
+    'taskset': task['taskset'],
+    'domain': task['domain'],
+    'source': Source.ROLLOUT,
+  }
+  for name, value in wanted.items():
+    if (got := getattr(sample, name)) != value:
+      raise ValueError(f'{name} is {got!r}, wanted {value!r}')
+  if not sample.trajectory_id.startswith(f'{group.name}/'):
+    raise ValueError(f'trajectory_id is {sample.trajectory_id!r}, wanted {group.name}/…')
+  known = [(shown['kind'], shown['digest']) for shown in task['media']]
+  if any((shown['kind'], shown['digest']) not in known for shown in sample.media):
+    raise ValueError("media are not the task's")
+
+
+def _check_segments(sample: Sample, group: Group) -> None:
+  if not sample.segments:
+    raise ValueError('segments are missing, so no version of the weights drew it')
+  covered, last = np.zeros(len(sample.tokens), bool), 0
+  for segment in sample.segments:
+    if not last <= segment.start <= segment.end <= len(sample.tokens):
+      raise ValueError(
+        f'segment [{segment.start}, {segment.end}), wanted it inside [{last}, {len(sample.tokens)}): segments are in '
+        'order and do not overlap'
+      )
+    if (segment.version, segment.engine) not in group.announced:
+      raise ValueError(
+        f'version {segment.version} of engine {segment.engine!r} drew nothing for this lease, wanted one of '
+        f'{sorted((str(version), engine) for version, engine in group.announced)}'
+      )
+    covered[segment.start : segment.end] = True
+    last = segment.end
+  if (sample.sampled & ~covered).any():
+    raise ValueError(f'token {np.argmax(sample.sampled & ~covered)} was sampled, and no segment covers it')
+
+
+def _field(row: Mapping[str, Any], name: str, kind: type[T]) -> T:
+  if name not in row:
+    raise ValueError(f'{name} is missing')
+  return _check_type(row[name], name, kind)
+
+
+def _check_type(value: Any, name: str, kind: type[T]) -> T:
+  if type(value) is not kind:  # A bool is not an int here.
+    raise ValueError(f'{name} is {type(value).__name__}, wanted {kind.__name__}')
+  return value
+
+
+def _all(values: Any, name: str, kind: type[T]) -> list[T]:
+  if set(map(type, values)) <= {kind}:
+    return values
+  return [_check_type(value, f'{name}[{i}]', kind) for i, value in enumerate(values)]
+
+
+def _check_text(row: Mapping[str, Any], name: str) -> None:
+  text = _field(row, name, str)
+  if len(text) > _MAX_UID or not text.isprintable():
+    raise ValueError(f'{name} has {len(text)} characters, wanted at most {_MAX_UID} that can be printed')
+
+
+def _check_integer(row: Mapping[str, Any], name: str, least: int, most: int) -> None:
+  if not least <= (value := _field(row, name, int)) <= most:
+    raise ValueError(f'{name} is {value}, wanted {least} … {most}')
+
+
+def _check_number(row: Mapping[str, Any], name: str) -> None:
+  value = row.get(name)
+  if type(value) not in (int, float) or not (math.isfinite(value) and value >= 0):
+    raise ValueError(f'{name} is {value!r}, wanted a finite number of at least 0')

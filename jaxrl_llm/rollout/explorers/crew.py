@@ -1,0 +1,417 @@
+"""The explorer processes of a run, as one workflow: whoever is free takes the next group, and hands its samples in.
+
+An explorer runs workflows and holds no model, no scorer and no file of the run: what its workflow asks for (tokens, a
+score, an auxiliary model) and what it makes (samples) goes to the master, which alone writes the index.
+
+Invariants: what a message says is either done whole or refused to its sender; it harms nobody else. An explorer that
+sends a message that no honest explorer would is evicted, and others do its work. The text of a sample is decoded from
+its tokens here.
+
+Explorers of other hosts come through a `Front`, which asks for its token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+from absl import logging
+from aiohttp import web
+
+from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.net.front import FrontConfig
+from jaxrl_llm.core.net.listener import listening
+from jaxrl_llm.core.records.sample import Sample
+from jaxrl_llm.core.records.task import Task
+from jaxrl_llm.core.waits import bounded
+from jaxrl_llm.rollout.api import Sampling
+from jaxrl_llm.rollout.explorers import wire
+from jaxrl_llm.rollout.explorers.arrivals import (
+  Bounds,
+  one_line,
+  read_attempt,
+  read_error,
+  read_lease,
+  read_leases,
+  read_question,
+  read_request,
+  read_sample,
+  read_sender,
+)
+from jaxrl_llm.rollout.explorers.leases import Evicted, Gone, Group, Leases, Misbehaved
+from jaxrl_llm.rollout.explorers.process import ExplorerCommand, ExplorerProcess
+from jaxrl_llm.rollout.explorers.wire import (
+  completion_row,
+  pack,
+  reward_row,
+  sampling_row,
+  task_row,
+  unpack,
+)
+from jaxrl_llm.rollout.hub import Hub
+
+ROUTES = tuple(('POST', path) for path in wire.PATHS)
+_CHECK_S = 0.25
+
+Handler = Callable[[str, dict[str, Any], web.Request], Awaitable[web.StreamResponse]]
+"""Answers a message, given the sender's name, the message and the HTTP request that carries it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExplorersConfig:
+  """Processes that run the workflow, instead of the master itself."""
+
+  processes: int = 1
+  """Started by the run on its own machine; 0: only others', who come through `listen`."""
+  groups: int = 4
+  """Groups that one explorer has under way at once."""
+  listen: FrontConfig | None = None
+  """Where explorers of other machines may come (`launch/serve.py --role=explorer`); None: none do."""
+  silent_s: float = 15.0
+  """Seconds after which an explorer that says nothing is given up, and its groups go to others."""
+  nobody_s: float = 300.0
+  """Seconds for which groups may wait while there is no explorer, before the run ends."""
+
+  def __post_init__(self):
+    if self.processes < 0 or self.groups < 1:
+      raise UserError(
+        f'rollout.explorers: processes {self.processes} and groups {self.groups}, wanted at least 0 and at least 1'
+      )
+    if not self.processes and self.listen is None:
+      raise UserError(
+        'rollout.explorers.processes: 0, and nobody else can come; raise it, or set rollout.explorers.listen'
+      )
+    if not (self.silent_s >= 3 * wire.ALIVE_S and self.nobody_s > 0):
+      raise UserError(
+        f'rollout.explorers: silent_s {self.silent_s} and nobody_s {self.nobody_s}, wanted at least '
+        f'{3 * wire.ALIVE_S:g} and more than 0'
+      )
+
+
+class Crew:
+  """Implements `Workflow` by the explorers that come.
+
+  Attributes:
+    counts: those of `Leases`, and `repeated` samples.
+    address: for explorers of this machine, once it has started.
+    front: for those of others; None: they may not come.
+  """
+
+  def __init__(
+    self,
+    hub: Hub,
+    config: ExplorersConfig,
+    *,
+    welcome: Mapping[str, Any],
+    text: Callable[[Sample], str],
+    bounds: Bounds,
+    logs: pathlib.Path,
+    command: ExplorerCommand,
+  ):
+    """
+    Args:
+      hub: whom workflows ask.
+      config: how many explorers, and who else may come.
+      welcome: what an explorer needs to build the workflow (`exploring.Welcome`), for msgpack.
+      text: `Workflow.text`; called in a thread, of one sample at a time.
+      bounds: limits of samples and requests.
+      logs: directory of the logs of the explorers that are started here.
+      command: returns the command of an explorer process.
+    """
+    self._leases = Leases(silent_s=config.silent_s)
+    self.counts = self._leases.counts
+    self.text, self.address, self.front, self._bounds = text, '', None, bounds
+    self._texts = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='explorer-texts')
+    self._hub, self._config, self._welcome = hub, config, {**welcome, 'groups': config.groups}
+    self._logs, self._command = logs, command
+    self._nobody_since, self._told = time.monotonic(), 0
+    self._failure: Exception | None = None
+    self._opened = contextlib.AsyncExitStack()
+    self._processes: list[ExplorerProcess] = []
+
+  @property
+  def explorers(self) -> int:
+    """How many there are."""
+    return len(self._leases.explorers)
+
+  async def start(self) -> None:
+    """Listens, starts this machine's explorers, and returns when the first one asked for work.
+
+    Raises:
+      UserError: where it cannot listen.
+      RunError: when an explorer ends at once.
+      WaitExpired: when none comes within `nobody_s`.
+    """
+    listener = listening(self._application(), name='crew', front=self._config.listen, routes=ROUTES)
+    self.address, self.front = await self._opened.enter_async_context(listener)
+    if self.front is not None:
+      logging.info('explorers: others may come to %s', self.front)
+    for number in range(self._config.processes):
+      explorer = ExplorerProcess(f'explorer-{number}', self.address, self._logs, self._command)
+      self._processes.append(explorer)
+      explorer.start()
+    self._opened.push_async_callback(self._stop_processes)
+    watch = asyncio.create_task(self._watch())
+    self._opened.push_async_callback(_cancelled, watch)
+    await bounded(
+      self._first_explorer(),
+      name='first_explorer',
+      owner='the run',
+      waits_for='an explorer to come (start one with launch/serve.py --role=explorer, or raise '
+      'rollout.explorers.processes; the deadline is rollout.explorers.nobody_s)',
+      deadline_s=self._config.nobody_s,
+    )
+
+  async def _first_explorer(self) -> None:
+    while not self._leases.explorers:  # wait first_explorer: from outside
+      if self._failure is not None:
+        raise self._failure
+      await asyncio.sleep(_CHECK_S / 5)
+
+  async def close(self) -> None:
+    """Ends the explorers that were started here; others find nobody."""
+    await self._opened.aclose()
+    self._texts.shutdown(wait=False, cancel_futures=True)
+
+  async def _stop_processes(self) -> None:
+    await asyncio.gather(*(process.stop() for process in self._processes))
+
+  async def run(
+    self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
+  ) -> AsyncIterator[tuple[Sample, str]]:
+    """See `Workflow.run`. Raises RunError for what the workflow raised in its explorer."""
+    how = {'visit': visit, 'stage': stage, 'samples': samples, 'sampling': sampling_row(sampling)}
+    order = {'task': task_row(task), **how}
+    group = Group(order=order, name=f'{stage}/{task.uid}/{visit}', samples=samples)
+    await self._leases.offer(group)
+    try:
+      for _ in range(samples):
+        self._check()
+        found = await group.handed_in.get()  # wait sample: `limits`; `collect`, `suite`; `_check` fails all groups
+        if isinstance(found, Exception):
+          raise found
+        yield found
+    finally:
+      self._leases.end(group)
+
+  def take_metrics(self) -> dict[str, float]:
+    lost, self._told = self.counts['lost'] - self._told, self.counts['lost']
+    return {'perf/explorers': float(self.explorers), 'perf/explorers_lost_groups': float(lost)}
+
+  def _application(self) -> web.Application:
+    application = web.Application(client_max_size=256 << 20)
+    answers: Mapping[str, Callable] = {
+      wire.HELLO: self._hello,
+      wire.TAKE: self._take,
+      wire.ALIVE: self._alive,
+      wire.LEAVE: self._leave,
+      wire.SAMPLE: self._sample,
+      wire.DONE: self._done,
+      wire.FAILED: self._failed,
+    }
+    for path, answer in answers.items():
+      application.router.add_post(path, self._checked(_packed(answer)))
+    for path, frames in ((wire.GENERATE, self._generate), (wire.SCORE, self._score), (wire.ASK, self._ask)):
+      application.router.add_post(path, self._checked(functools.partial(self._stream, frames)))
+    return application
+
+  def _checked(self, handle: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """Identifies the sender, refuses bad messages with a status, and evicts whoever sends one under its name."""
+
+    async def checked(request: web.Request) -> web.StreamResponse:
+      data = await request.read()
+      try:
+        body = unpack(data)
+        sender = read_sender(body)
+      except ValueError as error:
+        return web.Response(status=400, text=f'{request.path}: {one_line(error)}')
+      try:
+        self._leases.admit(sender)
+        return await handle(sender, body, request)
+      except Gone as gone:
+        return web.Response(status=410, text=str(gone))
+      except Evicted as evicted:
+        return web.Response(status=wire.EVICTED, text=str(evicted))
+      except Misbehaved as error:
+        why = f'{request.path}: {error}'
+        await self._leases.evict(sender, why)
+        return web.Response(status=wire.EVICTED, text=f'{sender} was evicted: {why}')
+      except UserError as error:
+        return web.Response(status=422, text=str(error))
+
+    return checked
+
+  async def _hello(self, sender: str, body: dict[str, Any]) -> Any:
+    logging.info('explorers: %s has come', sender)
+    return self._welcome
+
+  async def _take(self, sender: str, body: dict[str, Any]) -> Any:
+    group = await self._leases.take(sender)
+    return None if group is None else {**group.order, 'lease': group.lease}
+
+  async def _alive(self, sender: str, body: dict[str, Any]) -> Any:
+    """Leases that an explorer has lost."""
+    return await self._leases.reconcile(sender, read_leases(body))
+
+  async def _leave(self, sender: str, body: dict[str, Any]) -> Any:
+    await self._leases.give_up(sender, 'left')
+
+  async def _sample(self, sender: str, body: dict[str, Any]) -> Any:
+    lease = read_lease(body)
+    sample = read_sample(body, self._leases.held(lease, sender), self._bounds)
+    try:
+      # Long samples would block the event loop.
+      text = await asyncio.get_running_loop().run_in_executor(self._texts, self.text, sample)
+    except Exception as error:  # The workflow's fault: the sample has passed all checks.
+      group = self._leases.held(lease, sender)
+      group.fail(RunError(one_line(f'rollout.workflow: text of {sample.uid}: {type(error).__name__}: {error}')))
+      self._leases.end(group)
+      return
+    group = self._leases.held(lease, sender)  # It may have been lost meanwhile.
+    try:
+      if not group.hand_in(sample, text):
+        self.counts['repeated'] += 1
+    except ValueError as error:
+      raise Misbehaved(one_line(error)) from None
+
+  async def _done(self, sender: str, body: dict[str, Any]) -> Any:
+    lease = read_lease(body)
+    if not self._leases.is_held(lease):  # The last sample has ended it.
+      return
+    group = self._leases.held(lease, sender)
+    if problem := group.roster.incomplete():
+      group.fail(RunError(f'explorer {group.holder}: {problem}'))
+    self._leases.end(group)
+
+  async def _failed(self, sender: str, body: dict[str, Any]) -> Any:
+    group, error = self._leases.held(read_lease(body), sender), read_error(body)
+    group.fail(RunError(f'explorer {group.holder}: its workflow failed: {error}'))
+    self._leases.end(group)
+
+  async def _stream(
+    self,
+    frames: Callable[[dict[str, Any], Group], AsyncIterator[Any]],
+    sender: str,
+    body: dict[str, Any],
+    request: web.Request,
+  ) -> web.StreamResponse:
+    """The frames as they come, True where none does for a while, and None at their end; or the error that ended it."""
+    response = web.StreamResponse()
+
+    async def send(value: Any) -> None:
+      # Where its explorer is gone, the end of the connection is about to cancel this call.
+      with contextlib.suppress(ConnectionError):
+        await response.write(pack(value))
+
+    with self._leases.called(read_lease(body), sender) as group:
+      found = frames(body, group)
+      await response.prepare(request)
+      try:
+        async with contextlib.aclosing(_beating(found)) as beating:
+          async for value in beating:
+            await send(value)
+        await send(None)
+      except UserError as error:
+        await send(str(error))
+      except Exception as error:  # No workflow's affair: it ends the run where that waits for the sample.
+        group.fail(error)
+    return response
+
+  def _generate(self, body: dict[str, Any], group: Group) -> AsyncIterator[Any]:
+    asked, announced = read_request(body, self._bounds), group.announced
+
+    async def frames() -> AsyncIterator[Any]:
+      async with contextlib.aclosing(self._hub.generate(asked)) as completions:
+        async for index, completion in completions:
+          announced.update((segment.version, segment.engine) for segment in completion.segments)
+          yield [index, completion_row(completion)]
+
+    return frames()
+
+  def _score(self, body: dict[str, Any], group: Group) -> AsyncIterator[Any]:
+    attempt = read_attempt(body, group)
+
+    async def frames() -> AsyncIterator[Any]:
+      yield [0, reward_row(await self._hub.score(attempt))]
+
+    return frames()
+
+  def _ask(self, body: dict[str, Any], group: Group) -> AsyncIterator[Any]:
+    model, messages, how = read_question(body)
+
+    async def frames() -> AsyncIterator[Any]:
+      yield [0, await self._hub.ask(model, messages, **how)]
+
+    return frames()
+
+  async def _watch(self) -> None:
+    """Gives up explorers that fall silent, and starts those of this machine again."""
+    try:
+      while True:
+        began = time.monotonic()
+        await asyncio.sleep(_CHECK_S)
+        if time.monotonic() - began > _CHECK_S + self._config.silent_s / 2:
+          continue  # This process stood still: what they said meanwhile has not been read.
+        silent = await self._leases.give_up_silent()
+        for explorer in self._processes:
+          if any(name.startswith(f'{explorer.identity}/') for name in silent):
+            explorer.terminate()  # It is started again once it has ended.
+          if not explorer.is_running():
+            for name in self._leases.explorers:
+              if name.startswith(f'{explorer.identity}/'):
+                await self._leases.give_up(name, 'ended')
+            logging.warning('explorers: %s ended: %s', explorer.name, explorer.last_line())
+            explorer.start_again()
+        if self._leases.explorers or not self._leases.groups:
+          self._nobody_since = time.monotonic()
+        self._check()
+    except Exception as error:  # Ends the run where it waits for samples.
+      self._failure = error
+      for group in self._leases.groups:
+        group.fail(error)
+
+  def _check(self) -> None:
+    if self._failure is not None:
+      raise self._failure
+    if not self._leases.explorers and time.monotonic() - self._nobody_since > self._config.nobody_s:
+      raise RunError(
+        f'explorers: none has been there for {self._config.nobody_s:g} s (rollout.explorers.nobody_s); start one with '
+        'launch/serve.py --role=explorer, or raise rollout.explorers.processes'
+      )
+
+
+def _packed(answer: Callable[[str, dict[str, Any]], Awaitable[Any]]) -> Handler:
+  async def handle(sender: str, body: dict[str, Any], request: web.Request) -> web.Response:
+    return web.Response(body=pack(await answer(sender, body)))
+
+  return handle
+
+
+async def _beating(frames: AsyncIterator[Any]) -> AsyncIterator[Any]:
+  """The frames, and True whenever none has come for `wire.BEAT_S`."""
+  pending = asyncio.ensure_future(anext(frames))
+  try:
+    while True:
+      if not (await asyncio.wait({pending}, timeout=wire.BEAT_S))[0]:
+        yield True
+        continue
+      try:
+        value = pending.result()
+      except StopAsyncIteration:
+        return
+      yield value
+      pending = asyncio.ensure_future(anext(frames))
+  finally:
+    await _cancelled(pending)
+
+
+async def _cancelled(task: asyncio.Task) -> None:
+  task.cancel()
+  await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,278 @@
+"""An explorer process: takes groups from the master, runs the workflow, hands each sample in as it ends.
+
+Invariant: it keeps nothing. What it is told to forget, or was doing when the master or the network went away, is lost
+and is somebody else's to do again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import json
+import pathlib
+import secrets
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import msgpack
+from absl import logging
+
+from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.net.connections import base_url, open_session
+from jaxrl_llm.core.records.sample import encode
+from jaxrl_llm.core.records.task import Message
+from jaxrl_llm.rewards.api import Attempt, Reward
+from jaxrl_llm.rollout.api import Completion, Request, Sampling
+from jaxrl_llm.rollout.explorers import wire
+from jaxrl_llm.rollout.explorers.wire import (
+  attempt_row,
+  pack,
+  read_completion,
+  read_reward,
+  read_task,
+  request_row,
+  unpack,
+)
+from jaxrl_llm.rollout.hub import Hub
+from jaxrl_llm.rollout.workflow import Workflow, WorkflowConfig
+from jaxrl_llm.tasks.tokenizer import Tokenizer
+
+_PATIENCE_S = 60.0
+"""How long a master may be away before an explorer ends."""
+_AGAIN_S = 0.5
+_SILENCE_S = 6 * wire.BEAT_S
+"""After which a master is away that was answering."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Welcome:
+  """What an explorer needs of a run."""
+
+  workflow: WorkflowConfig
+  max_tokens: int
+  """Of one completion."""
+  tokenizer: Mapping[str, bytes]
+  """Its files."""
+
+  def row(self) -> dict[str, Any]:
+    # As JSON, whose integers have no largest one.
+    workflow = {'kind': self.workflow.kind, 'options': json.dumps(dict(self.workflow.options))}
+    return {'workflow': workflow, 'max_tokens': self.max_tokens, 'tokenizer': dict(self.tokenizer)}
+
+
+BuildWorkflow = Callable[[WorkflowConfig, Hub, Tokenizer, int], Workflow]
+
+
+class Lost(Exception):
+  """The master does not answer."""
+
+
+class Gone(Lost):
+  """It does not want what it was told: the group is somebody else's, or has ended."""
+
+
+class Evicted(RunError):
+  """The master has refused a message of this explorer, and will refuse all others."""
+
+
+class Link:
+  """A connection to the master.
+
+  Attributes:
+    name: the explorer's, as the master has it.
+    sender: identification in every message; nobody else knows its secret.
+
+  Raises:
+    Lost: from all its calls.
+    RunError: the master refuses the request.
+    Evicted: it refuses all requests from now on.
+  """
+
+  def __init__(self, address: str, *, key: str | None, ca_file: str | None, name: str):
+    """
+    Args:
+      address: `unix:/path`, `http://host:port` or `https://host:port`.
+      key: bearer token, of the latter two.
+      ca_file: PEM of the authority that signed the master's certificate; None: those of the system.
+      name: the beginning of the explorer's own.
+
+    Raises:
+      UserError: for an address or a ca_file that cannot be used.
+    """
+    secret = secrets.token_hex(16)
+    self.name, self.sender = wire.identity(name, secret), {'name': name, 'secret': secret}
+    self._base = base_url(address)
+    self._session = open_session(address, key=key, ca_file=ca_file, where='master')
+
+  async def close(self) -> None:
+    await self._session.close()
+
+  async def call(self, path: str, *, deadline_s: float = 30.0, **body: Any) -> Any:
+    async with self._posted(path, body, deadline_s) as response:
+      return unpack(await response.read())
+
+  async def stream(self, path: str, **body: Any) -> AsyncIterator[Any]:
+    """The values of an answer, as they come, up to None; it may take as long as the master says that it is there."""
+    frames = msgpack.Unpacker(max_buffer_size=1 << 30)
+    async with self._posted(path, body, None) as response:
+      async for chunk in response.content.iter_any():
+        frames.feed(chunk)
+        for value in frames:
+          if value is None:
+            return
+          if isinstance(value, str):
+            raise RunError(value)
+          if value is not True:
+            yield value
+    raise Lost(f'{path}: the answer broke off')
+
+  @contextlib.asynccontextmanager
+  async def _posted(
+    self, path: str, body: Mapping[str, Any], deadline_s: float | None
+  ) -> AsyncIterator[aiohttp.ClientResponse]:
+    timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=10.0, sock_read=_SILENCE_S)
+    message = pack({**self.sender, **body})
+    try:
+      async with self._session.post(self._base + path, data=message, timeout=timeout) as response:
+        if response.status in (401, 403):
+          raise UserError(f'master: refuses the token ({response.status}); --key_file has to hold that of its listen')
+        if response.status == 410:
+          raise Gone(await response.text())
+        if response.status == wire.EVICTED:
+          raise Evicted(f'master: {(await response.text())[:400]}')
+        if response.status != 200:
+          raise RunError(f'master: {path}: {response.status}: {(await response.text())[:400]}')
+        yield response
+    except TimeoutError:
+      raise Lost(f'{path}: no answer within {deadline_s or _SILENCE_S:g} s') from None
+    except (aiohttp.ClientError, OSError) as error:
+      raise Lost(f'{path}: {type(error).__name__}: {error}') from None
+
+
+class _LeasedHub:
+  """Implements `Hub` for one group, by asking the master."""
+
+  def __init__(self, link: Link, lease: str):
+    self._link, self._lease = link, lease
+
+  async def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
+    async for index, row in self._link.stream(wire.GENERATE, lease=self._lease, request=request_row(request)):
+      yield index, read_completion(row)
+
+  async def score(self, attempt: Attempt) -> Reward:
+    return read_reward(await self._one(wire.SCORE, attempt=attempt_row(attempt)))
+
+  async def ask(self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float = 0.0) -> str:
+    asked = {'messages': [dict(message) for message in messages], 'max_tokens': max_tokens, 'temperature': temperature}
+    return await self._one(wire.ASK, model=model, **asked)
+
+  async def _one(self, path: str, **body: Any) -> Any:
+    ((_, value),) = [frame async for frame in self._link.stream(path, lease=self._lease, **body)]
+    return value
+
+
+async def explore(link: Link, build: BuildWorkflow) -> None:
+  """Explores until the master has been away for a minute; closes the link.
+
+  Args:
+    link: to the master.
+    build: makes a workflow that asks the hub given.
+
+  Raises:
+    UserError: the master refuses the token.
+    RunError: it is away.
+    Evicted: it has evicted this explorer; may be inside an exception group.
+  """
+  try:
+    welcome = await _patiently(lambda: link.call(wire.HELLO))
+    tokenizer, config = _tokenizer(welcome['tokenizer']), _workflow(welcome['workflow'])
+    under_way: dict[str, asyncio.Task] = {}
+    make = lambda lease: build(config, _LeasedHub(link, lease), tokenizer, welcome['max_tokens'])
+    async with asyncio.TaskGroup() as tasks:
+      tasks.create_task(_say_alive(link, under_way))
+      for _ in range(welcome['groups']):
+        tasks.create_task(_take_groups(link, make, under_way))
+  finally:
+    with contextlib.suppress(Lost, UserError):
+      await link.call(wire.LEAVE, deadline_s=2.0)
+    await link.close()
+
+
+async def _take_groups(link: Link, make: Callable[[str], Workflow], under_way: dict[str, asyncio.Task]) -> None:
+  while True:
+    order = await _patiently(lambda: link.call(wire.TAKE, deadline_s=wire.TAKE_S + 20.0))
+    if order is None:
+      continue
+    lease = order.pop('lease')
+    task = asyncio.create_task(_run(link, lease, make(lease), order))
+    under_way[lease] = task
+    try:
+      await asyncio.wait({task})  # wait explored: the master's limits, which take the lease away
+      if not task.cancelled():
+        task.result()
+    finally:
+      task.cancel()
+      del under_way[lease]
+
+
+async def _run(link: Link, lease: str, workflow: Workflow, order: dict[str, Any]) -> None:
+  """One group. What its workflow raises is the master's to decide about. Raises Evicted."""
+  how = {'stage': order['stage'], 'samples': order['samples'], 'sampling': Sampling(**order['sampling'])}
+  try:
+    async with contextlib.aclosing(workflow.run(read_task(order['task']), order['visit'], **how)) as runs:
+      async for sample, _ in runs:  # The master reads the text from the tokens itself.
+        handed_in = {'lease': lease, 'sample': encode(sample)}
+        await _patiently(functools.partial(link.call, wire.SAMPLE, **handed_in))  # Twice does no harm.
+    await _patiently(lambda: link.call(wire.DONE, lease=lease))
+  except Lost as lost:
+    logging.info('a group of taskset %s is lost: %s', order['task']['taskset'], lost)
+  except Evicted:
+    raise
+  except Exception as error:
+    logging.exception('a group of taskset %s: its workflow failed', order['task']['taskset'])
+    with contextlib.suppress(Lost):
+      await link.call(wire.FAILED, lease=lease, error=_line(error))
+
+
+async def _say_alive(link: Link, under_way: dict[int, asyncio.Task]) -> None:
+  while True:
+    gone = await _patiently(lambda: link.call(wire.ALIVE, leases=[*under_way]))
+    for lease in gone:
+      if lease in under_way:
+        under_way[lease].cancel()
+    await asyncio.sleep(wire.ALIVE_S)
+
+
+async def _patiently(call: Callable[[], Any]) -> Any:
+  """Its answer, from a master that may be away for a while."""
+  loop = asyncio.get_running_loop()
+  deadline = loop.time() + _PATIENCE_S
+  while True:
+    try:
+      return await call()
+    except Gone:
+      raise
+    except Lost as lost:
+      if loop.time() > deadline:
+        raise RunError(f'the master has been away for {_PATIENCE_S:g} s: {lost}') from None
+    await asyncio.sleep(_AGAIN_S)
+
+
+def _workflow(row: Mapping[str, Any]) -> WorkflowConfig:
+  return WorkflowConfig(kind=row['kind'], options=json.loads(row['options']))
+
+
+def _tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
+  with tempfile.TemporaryDirectory(prefix='jaxrl-explorer-') as directory:
+    for name, data in files.items():
+      (pathlib.Path(directory) / name).write_bytes(data)
+    return Tokenizer.from_directory(directory)
+
+
+def _line(error: Exception) -> str:
+  text = ' '.join(str(error).split())
+  return text if isinstance(error, UserError) else f'{type(error).__name__}: {text}'

@@ -1,0 +1,70 @@
+"""An explorer process of this machine: started, restarted after it has died, ended."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.core.process.child import Child
+
+_MAX_FAILURES = 3
+_AGAIN_WITHIN_S = 60.0
+_LAST_LINE = 400
+
+ExplorerCommand = Callable[[str, str], Sequence[str]]
+"""Returns the command of an explorer process from the master's address and the explorer's identity."""
+
+
+class ExplorerProcess:
+  """An explorer process under a guard."""
+
+  def __init__(self, name: str, address: str, logs: pathlib.Path, command: ExplorerCommand):
+    """
+    Args:
+      name: its name in the log and in messages.
+      address: the master's, `unix:PATH`; the guard removes the socket's directory if this process dies.
+      logs: directory of its log.
+      command: returns the command that it runs.
+    """
+    self.name, self._address, self._log = name, address, logs / f'{name}.log'
+    self.identity = f'{name}.{secrets.token_hex(4)}'
+    """The name that it gives in messages to the master; unique among all hosts."""
+    self._command = command(address, self.identity)
+    folder = pathlib.Path(address.removeprefix('unix:')).parent
+    self._child = Child(f'explorer {name}', log=self._log, remove=(folder,), grace_s=1.0)
+    self._started: list[float] = []
+
+  def start(self) -> None:
+    self._started.append(time.monotonic())
+    # Its modules are found where this process finds them, beside its configuration too.
+    self._child.start(self._command, {**os.environ, 'PYTHONPATH': os.pathsep.join(path for path in sys.path if path)})
+
+  def start_again(self) -> None:
+    """Raises RunError if it has ended several times in a short time."""
+    if len(self._started) > _MAX_FAILURES and time.monotonic() - self._started[-_MAX_FAILURES] < _AGAIN_WITHIN_S:
+      raise RunError(
+        f'explorers: {self.name} ended {_MAX_FAILURES + 1} times within {_AGAIN_WITHIN_S:g} s; its last line, of '
+        f'{self._log}: {self.last_line()}'
+      )
+    self.start()
+
+  def is_running(self) -> bool:
+    return self._child.is_running()
+
+  def terminate(self) -> None:
+    """Asks the guard to end the explorer."""
+    self._child.terminate()
+
+  def last_line(self) -> str:
+    """The last line that it has printed since its start."""
+    lines = self._child.lines()
+    return lines[-1][-_LAST_LINE:] if lines else 'it said nothing'
+
+  async def stop(self) -> None:
+    """Ends the explorer. Raises WaitExpired if the guard is stuck."""
+    await self._child.stop(owner='the run')

@@ -1,0 +1,120 @@
+"""What explorer processes and the master say to each other: where, how often, and the records, as msgpack.
+
+Invariant: `read_x(x_row(value))` is the value, arrays bit for bit. No pickle: a peer can make no code run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from jaxrl_llm.core.records.sample import Finish, Segment
+from jaxrl_llm.core.records.task import Media, Task
+from jaxrl_llm.core.types import Json, Version
+from jaxrl_llm.rewards.api import Attempt, Reward
+from jaxrl_llm.rollout.api import Completion, Request, Sampling
+
+HELLO, TAKE, ALIVE, LEAVE = '/hello', '/take', '/alive', '/leave'
+GENERATE, SCORE, ASK, SAMPLE, DONE, FAILED = '/generate', '/score', '/ask', '/sample', '/done', '/failed'
+PATHS = (HELLO, TAKE, ALIVE, LEAVE, GENERATE, SCORE, ASK, SAMPLE, DONE, FAILED)
+"""Of the master; all take POST."""
+EVICTED = 409
+"""HTTP status of every answer to an evicted explorer."""
+ALIVE_S = 1.0
+"""Seconds between two signs of life of an explorer."""
+BEAT_S = 10.0
+"""A stream in which nothing comes for so long says that it is still there."""
+TAKE_S = 10.0
+"""Longest that a request for work waits."""
+
+Row = dict[str, Any]
+"""What msgpack takes: JSON, and bytes."""
+
+
+def identity(name: str, secret: str) -> str:
+  """An explorer's full name: nobody can claim it without the secret, and it does not reveal the secret."""
+  return f'{name}/{hashlib.sha256(secret.encode()).hexdigest()[:16]}'
+
+
+def pack(value: Any) -> bytes:
+  return msgpack.packb(value)
+
+
+def unpack(data: bytes) -> Any:
+  """Raises ValueError for anything but one whole value."""
+  try:
+    return msgpack.unpackb(data)
+  except (msgpack.exceptions.UnpackException, ValueError, TypeError, OverflowError) as error:
+    raise ValueError(f'{len(data)} bytes are not msgpack ({error})') from None
+
+
+def task_row(task: Task) -> Row:
+  # As JSON, whose integers have no largest one.
+  fields = json.dumps(dict(task.fields))
+  prompt, media = [dict(message) for message in task.prompt], [_fields(shown) for shown in task.media]
+  return {**_fields(task), 'prompt': prompt, 'fields': fields, 'media': media}
+
+
+def read_task(row: Row) -> Task:
+  media = tuple(Media(**shown) for shown in row['media'])
+  return Task(**{**row, 'prompt': tuple(row['prompt']), 'fields': json.loads(row['fields']), 'media': media})
+
+
+def request_row(request: Request) -> Row:
+  return {**_fields(request), 'sampling': _fields(request.sampling)}
+
+
+def read_request(row: Row) -> Request:
+  tuples = {name: tuple(row[name]) for name in ('prompt', 'stop_ids', 'key')}
+  return Request(**{**row, **tuples, 'sampling': Sampling(**row['sampling'])})
+
+
+def completion_row(completion: Completion) -> Row:
+  return {
+    'tokens': completion.tokens.astype('<i4').tobytes(),
+    'logprobs': completion.logprobs.astype('<f4').tobytes(),
+    'finish': str(completion.finish),
+    'segments': [[s.start, s.end, s.version.attempt, s.version.step, s.engine, s.finish] for s in completion.segments],
+  }
+
+
+def read_completion(row: Row) -> Completion:
+  segments = (
+    Segment(start=start, end=end, version=Version(attempt, step), engine=engine, finish=finish)
+    for start, end, attempt, step, engine, finish in row['segments']
+  )
+  return Completion(
+    tokens=np.frombuffer(row['tokens'], '<i4').astype(np.int32),
+    logprobs=np.frombuffer(row['logprobs'], '<f4').astype(np.float32),
+    finish=Finish(row['finish']),
+    segments=tuple(segments),
+  )
+
+
+def attempt_row(attempt: Attempt) -> Row:
+  return {**_fields(attempt), 'task': task_row(attempt.task)}
+
+
+def read_attempt(row: Row) -> Attempt:
+  return Attempt(**{**row, 'task': read_task(row['task'])})
+
+
+def reward_row(reward: Reward) -> dict[str, Json]:
+  return {**_fields(reward), 'turn_values': list(reward.turn_values)}
+
+
+def read_reward(row: Row) -> Reward:
+  return Reward(**{**row, 'turn_values': tuple(row['turn_values'])})
+
+
+def sampling_row(sampling: Sampling) -> Row:
+  return _fields(sampling)
+
+
+def _fields(record: Any) -> Row:
+  return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}

@@ -1,0 +1,353 @@
+"""One vLLM server as its HTTP interface shows it: the only module that knows paths and bodies (vLLM 0.32).
+
+Invariant: what is returned was checked to be whole and what was asked for; anything else is `Lost` (ask again,
+elsewhere), `Refused` (the server is fine and will not do it), or a `UserError` (nobody will).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.net.connections import base_url, check_address, open_session
+from jaxrl_llm.core.records.sample import Finish, Segment
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.rollout.api import CUT, Completion, Request
+from jaxrl_llm.rollout.vllm.publication import Publication
+
+MODEL = 'policy'
+"""What the policy is called on our servers (`--served-model-name`)."""
+_GENERATE = '/inference/v1/generate'
+_SEED_BITS = 62
+_UNDRAWABLE = -9000.0
+"""vLLM writes -9999 for minus infinity: a token that its own distribution cannot yield."""
+
+
+_KEPT_ADAPTERS = 2
+"""The newest, and the one that completions under way may still be asked of."""
+
+
+class Lost(Exception):
+  """The server did not answer as a working one does: dead, hung, cut off, or out of its mind."""
+
+
+class Refused(Exception):
+  """The server works and said no to a command, with its reason."""
+
+
+class VllmClient:
+  """Calls to one server."""
+
+  def __init__(self, address: str, *, key: str | None = None, ca_file: str | None = None, name: str | None = None):
+    """
+    Args:
+      address: `unix:/path`, `http://host:port` or `https://host:port`.
+      key: bearer token, where a front asks for one.
+      ca_file: certificates that an https server may show; None = the system's.
+      name: in segments and messages; None = the address.
+    """
+    self.address, self.name = address, name or address
+    self._key, self._ca_file = key, ca_file
+    self._session: aiohttp.ClientSession | None = None
+    self._labels: dict[str, Version] = {}
+    """What was published from here; tokens under another label are somebody else's."""
+    self.adapter: Publication | None = None
+    """What completions are asked of; None: the model itself."""
+    self._adapters: list[str] = []
+    """Names of those that the server was given from here, the newest last."""
+    self._closed = False
+    check_address(address, f'engine {self.name}')
+    self._base = base_url(address)
+
+  def _opened(self) -> aiohttp.ClientSession:
+    """Made on first use, for it belongs to the event loop that runs then."""
+    if self._closed:
+      raise Lost(f'{self.name}: its client was closed')
+    if self._session is None:
+      self._session = open_session(self.address, key=self._key, ca_file=self._ca_file, where=f'engine {self.name}')
+    return self._session
+
+  async def close(self) -> None:
+    self._closed = True
+    if self._session is not None:
+      await self._session.close()
+      self._session = None
+
+  async def call(
+    self,
+    method: str,
+    path: str,
+    body: Any = None,
+    *,
+    deadline_s: float = 60.0,
+    params: Mapping[str, str] | None = None,
+    is_text: bool = False,
+  ) -> Any:
+    """The answer's JSON (None for an empty one), or its text.
+
+    Raises:
+      Lost: no answer within `deadline_s`, a broken one, or a 5xx.
+      Refused: a 4xx.
+    """
+    timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=min(deadline_s, 10.0))
+    # After an exception vLLM closes the connection without having said so; the next command must not go out on it.
+    headers = {} if path == _GENERATE else {'Connection': 'close'}
+    try:
+      async with self._opened().request(
+        method, self._base + path, json=body, params=params, headers=headers, timeout=timeout, allow_redirects=False
+      ) as response:
+        text = await response.text()
+    except TimeoutError:  # Before OSError, of which it is one.
+      raise Lost(f'{self.name}: {path}: no answer within {deadline_s:g} s') from None
+    except (aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
+      raise Lost(f'{self.name}: {path}: {type(error).__name__}: {" ".join(str(error).split())}') from None
+    if response.status >= 500:
+      raise Lost(f'{self.name}: {path}: HTTP {response.status}: {_message(text)}')
+    if response.status != 200:
+      raise Refused(f'{self.name}: {path}: HTTP {response.status}: {_message(text)}')
+    with contextlib.suppress(ValueError):
+      return text if is_text else json.loads(text) if text else None
+    raise Lost(f'{self.name}: {path}: answered {text[:80]!r}, wanted JSON')
+
+  async def is_healthy(self, *, deadline_s: float = 5.0) -> bool:
+    try:
+      await self.call('GET', '/health', deadline_s=deadline_s)
+    except (Lost, Refused):
+      return False
+    return True
+
+  async def max_model_len(self) -> int:
+    """Tokens of the longest sequence that is served; UserError if there is no vLLM server of ours at the address."""
+    try:
+      answer = await self.call('GET', '/v1/models', deadline_s=30.0)
+      return next(int(m['max_model_len']) for m in answer['data'] if m['id'] == MODEL)
+    except Lost as error:
+      raise UserError(
+        f'engine {self.name}: no vLLM server answers at {self.address} ({error}); start one with launch/serve.py, or '
+        'correct rollout.vllm.addresses'
+      ) from None
+    except Refused as error:
+      if 'HTTP 401' in str(error) or 'HTTP 403' in str(error):
+        raise UserError(
+          f'engine {self.name}: {self.address} refuses the key ({error}); rollout.vllm.key_file must hold the token '
+          'that its launch/serve.py was started with'
+        ) from None
+      raise UserError(f'engine {self.name}: {self.address} is not a vLLM server ({error})') from None
+    except (KeyError, TypeError, ValueError):
+      raise UserError(f'engine {self.name}: {self.address} is not a vLLM server: its /v1/models is none') from None
+    except StopIteration:
+      raise UserError(
+        f'engine {self.name}: {self.address} serves no model called {MODEL!r}; start it with launch/serve.py'
+      ) from None
+
+  async def generate(self, request: Request, index: int, *, seed: int, deadline_s: float) -> Completion:
+    """One completion of a request.
+
+    Args:
+      index: which of the request's samples.
+      seed: of the engine; with the request's key and the index it gives the sampler's.
+
+    Raises:
+      Lost: no answer, or not what was asked for.
+      UserError: the server refuses the request itself.
+    """
+    adapter = self.adapter
+    body = {'request_id': f'{request.uid}/{index}', 'token_ids': list(request.prompt), **_model(adapter)}
+    body['sampling_params'] = _sampling_params(request, sampler_seed(seed, request.key, index))
+    try:
+      answer = await self.call('POST', _GENERATE, body, deadline_s=deadline_s)
+    except Refused as error:
+      if adapter is not None and 'HTTP 404' in str(error):  # It was started again, and knows no adapters.
+        raise Lost(str(error)) from None
+      raise UserError(f'request {request.uid}: {error}') from None
+    try:
+      (choice,) = answer['choices']
+      if adapter is not None:
+        # The server's own labels say what it was brought to last; this was drawn by the adapter that was asked.
+        span = {'version': adapter.label, 'start': 0, 'end': len(choice['token_ids'])}
+        choice = {**choice, 'weight_versions': [span]}
+      return _completion(choice, request, self.name, self._labels)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+      raise Lost(f'{self.name}: answer to {request.uid}: {type(error).__name__}: {error}') from None
+
+  async def warm_up(self, *, sampled: bool, deadline_s: float) -> None:
+    """Has the server compile what it compiles at its first requests: greedy, and drawn at random with a seed."""
+    for temperature in (0.0, 1.0) if sampled else (0.0,):
+      params = {'max_tokens': 2, 'temperature': temperature, 'logprobs': 0, 'ignore_eos': True, 'detokenize': False}
+      body = {'token_ids': [0], 'sampling_params': {**params, 'prompt_logprobs': 0, 'seed': 1}}
+      await self.call('POST', '/inference/v1/generate', body, deadline_s=deadline_s)
+
+  async def prompt_logprobs(self, tokens: Sequence[int], *, deadline_s: float) -> Float32[np.ndarray, 'time']:
+    """Of each token given those before it, at temperature 1; 0 for the first."""
+    body = {'token_ids': [int(t) for t in tokens], **_model(self.adapter)}
+    body['sampling_params'] = {'max_tokens': 1, 'temperature': 0.0, 'prompt_logprobs': 0, 'detokenize': False}
+    answer = await self.call('POST', _GENERATE, body, deadline_s=deadline_s)
+    try:
+      rows = answer['prompt_logprobs']
+      found = [0.0, *(row[str(token)]['logprob'] for row, token in zip(rows[1:], body['token_ids'][1:], strict=True))]
+    except (KeyError, TypeError, ValueError) as error:
+      raise Lost(f'{self.name}: prompt_logprobs: {type(error).__name__}: {error}') from None
+    return np.array(found, np.float32)
+
+  async def weights(self) -> list[dict[str, Any]]:
+    """What each worker of the server holds: `tensors` (name to shape, dtype, slice), `threads`, `device`."""
+    return await self._rpc('jaxrl_weights')
+
+  async def digests(self, *, deadline_s: float) -> list[dict[str, str]]:
+    """Of the tensors that are loaded, by name, for each worker of the server."""
+    return await self._rpc('jaxrl_digests', deadline_s=deadline_s)
+
+  async def _rpc(self, method: str, *, deadline_s: float = 60.0) -> list[Any]:
+    answer = await self.call('POST', '/collective_rpc', {'method': method}, deadline_s=deadline_s)
+    try:
+      return list(answer['results'])
+    except (KeyError, TypeError):
+      raise Lost(f'{self.name}: /collective_rpc {method}: answered {str(answer)[:80]}') from None
+
+  async def init_transfer(self, info: Mapping[str, Any], *, deadline_s: float = 60.0) -> None:
+    """Before the first update of a server; what is in `info` is the transfer's (`rollout.transfer`)."""
+    await self.call('POST', '/init_weight_transfer_engine', {'init_info': info}, deadline_s=deadline_s)
+
+  async def start_update(self, *, deadline_s: float = 60.0) -> None:
+    try:
+      await self.call('POST', '/start_weight_update', {}, deadline_s=deadline_s)
+    except Lost as error:
+      if 'already active' not in str(error):
+        raise
+      # An update was broken off, ours or that of a trainer that died; vLLM begins no other before its end.
+      await self.finish_update(deadline_s=deadline_s)
+      await self.call('POST', '/start_weight_update', {}, deadline_s=deadline_s)
+
+  async def update_weights(self, info: Mapping[str, Any], *, deadline_s: float) -> None:
+    await self.call('POST', '/update_weights', {'update_info': info}, deadline_s=deadline_s)
+
+  async def finish_update(self, *, deadline_s: float = 60.0) -> None:
+    await self.call('POST', '/finish_weight_update', {}, deadline_s=deadline_s)
+
+  async def load_adapter(self, publication: Publication, *, deadline_s: float) -> None:
+    """From now on completions are asked of this adapter; those under way end with theirs.
+
+    Raises:
+      Refused: it does not suit the server; what was asked before still is.
+      Lost: no answer.
+    """
+    # In place: this server may have got it before, or, where somebody attached it, another of that name.
+    body = {'lora_name': publication.adapter, 'lora_path': str(publication.directory.absolute()), 'load_inplace': True}
+    await self.call('POST', '/v1/load_lora_adapter', body, deadline_s=deadline_s, is_text=True)
+    self.adapter = publication
+    self._adapters = [*(name for name in self._adapters if name != publication.adapter), publication.adapter]
+    while len(self._adapters) > _KEPT_ADAPTERS:
+      with contextlib.suppress(Refused):  # It was started again meanwhile.
+        await self.call('POST', '/v1/unload_lora_adapter', {'lora_name': self._adapters[0]}, is_text=True)
+      del self._adapters[0]
+
+  async def pause(self) -> None:
+    """Running requests stay, and get nothing until `resume`."""
+    await self.call('POST', '/pause', params={'mode': 'keep'})
+    if not (await self.call('GET', '/is_paused')).get('is_paused'):
+      raise Lost(f'{self.name}: /pause: accepted, and not paused')
+
+  async def resume(self) -> None:
+    await self.call('POST', '/resume')
+    if (await self.call('GET', '/is_paused')).get('is_paused'):
+      raise Lost(f'{self.name}: /resume: accepted, and still paused')
+
+  async def set_version(self, publication: Publication) -> None:
+    self._labels[publication.label] = publication.version
+    await self.call('POST', '/update_weight_version', {'new_version': publication.label})
+
+  async def served_label(self) -> str:
+    """The version that tokens are labelled with; 'default' on a server that was never given one."""
+    return str((await self.call('GET', '/weight_info', deadline_s=10.0)).get('weight_version'))
+
+  async def reset_cache(self) -> None:
+    """Forgets all keys and values; running requests compute theirs again under the weights that are loaded."""
+    answer = await self.call('POST', '/reset_prefix_cache', params={'reset_running_requests': 'true'})
+    if not answer.get('success'):
+      raise Lost(f'{self.name}: /reset_prefix_cache: {answer}')
+
+  async def tokenize(self, text: str) -> list[int] | None:
+    """None where the server has no tokenizer."""
+    try:
+      answer = await self.call('POST', '/tokenize', {'model': MODEL, 'prompt': text, 'add_special_tokens': False})
+    except (Lost, Refused):
+      return None
+    return [int(t) for t in answer['tokens']]
+
+
+def _model(adapter: Publication | None) -> dict[str, str]:
+  return {} if adapter is None else {'model': adapter.adapter}
+
+
+def sampler_seed(seed: int, key: tuple[int, ...], index: int) -> int:
+  """What a server seeds the sampler of one completion with: a hash of the engine's seed, the request and the sample."""
+  words = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, *key, index], '<u4')
+  return int.from_bytes(hashlib.blake2b(words.tobytes(), digest_size=8).digest(), 'little') >> (64 - _SEED_BITS)
+
+
+def _message(text: str) -> str:
+  """The reason in an error's body, on one line."""
+  try:
+    error = json.loads(text)['error']
+    text = error['message'] if isinstance(error, dict) else str(error)
+  except (ValueError, KeyError, TypeError):
+    pass
+  return ' '.join(text.split())[:500]
+
+
+def _sampling_params(request: Request, seed: int) -> dict[str, Any]:
+  sampling = request.sampling
+  params = {
+    'max_tokens': request.max_tokens,
+    'temperature': sampling.temperature,
+    'logprobs': 0,
+    'stop_token_ids': list(request.stop_ids),
+    'ignore_eos': True,
+    'detokenize': False,
+  }
+  if sampling.temperature > 0:
+    params |= {'seed': seed, 'top_p': sampling.top_p, 'top_k': sampling.top_k}
+  return params
+
+
+_FINISHES = {'stop': Finish.STOP, 'length': Finish.LENGTH}
+
+
+def _completion(choice: Mapping[str, Any], request: Request, engine: str, labels: Mapping[str, Version]) -> Completion:
+  """Checked against what was asked for; ValueError where it is something else."""
+  tokens: Int32[np.ndarray, 'time'] = np.array(choice['token_ids'], np.int32)
+  content = choice['logprobs']['content']
+  if [row['token_id'] for row in content] != tokens.tolist():
+    raise ValueError(f'{len(content)} logprobs are not those of its {len(tokens)} tokens')
+  logprobs = np.array([row['logprob'] for row in content], np.float32)
+  if not np.isfinite(logprobs).all() or (logprobs < _UNDRAWABLE).any():
+    raise ValueError('a token of probability 0 was drawn: the sampler and its logprobs are at odds')
+  reason = choice['finish_reason']
+  if reason not in _FINISHES:
+    raise ValueError(f'ended with {reason!r} after {len(tokens)} tokens')
+  finish = _FINISHES[reason]
+  if finish == Finish.STOP and (not len(tokens) or int(tokens[-1]) not in request.stop_ids):
+    raise ValueError(f'stopped after {len(tokens)} tokens, none of its stop ids {request.stop_ids} last')
+  if finish == Finish.LENGTH and len(tokens) != request.max_tokens:
+    raise ValueError(f'ended after {len(tokens)} of {request.max_tokens} tokens; is its max_model_len too small?')
+  spans = choice['weight_versions']
+  segments = tuple(
+    Segment(
+      start=span['start'],
+      end=span['end'],
+      version=labels[span['version']],
+      engine=engine,
+      finish=str(finish) if last else CUT,
+    )
+    for last, span in ((span is spans[-1], span) for span in spans)
+    if span['end'] > span['start']
+  )
+  return Completion(tokens=tokens, logprobs=logprobs, finish=finish, segments=segments)

@@ -1,0 +1,509 @@
+"""Several vLLM servers as one engine: dispatch, publishing, and what becomes of it when one of them dies.
+
+Invariant: a completion is handed out once, and every token of it was drawn under a version that its server had proven
+to hold. What a server owed when it was lost is asked for again elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+from absl import logging
+
+from jaxrl_llm.core.errors import RunError, UserError, first_cause
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.rollout.api import Completion, Probe, Request, Weights
+from jaxrl_llm.rollout.vllm.client import Lost, Refused
+from jaxrl_llm.rollout.vllm.publication import Publication, PublicationFolder
+from jaxrl_llm.rollout.vllm.replica import SPECULATION, Replica, State, Unproven
+from jaxrl_llm.rollout.vllm.server import VllmConfig
+from jaxrl_llm.weights.tables import entries
+
+_WATCH_S = 0.25
+"""Seconds between looks at the processes of owned servers."""
+_ATTACHED_LOOK_S = 2.0
+"""Seconds between looks at an attached server that is not there."""
+
+
+_BURST = 16
+"""Requests that begin in one turn of the event loop, at most."""
+_PATIENCE = 3
+"""Failures in a row after which a server is started again though it answers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Current:
+  """What all servers are to serve."""
+
+  publication: Publication
+  probe: Probe | None
+
+
+class Fleet:
+  """Draws from vLLM servers; see `rollout.api.Engine` for what the methods promise.
+
+  When weights are replaced, a server forgets its cache: the later tokens of what was running are drawn as if the new
+  weights had read all of it, in a segment of their own. With adapters it goes on under its own one to its end.
+  """
+
+  def __init__(
+    self,
+    replicas: Sequence[Replica],
+    config: VllmConfig,
+    *,
+    spec: ModelSpec,
+    folder: PublicationFolder,
+    dtype: str,
+    max_length: int,
+    seed: int,
+    run: Callable[..., Awaitable[Any]],
+    name: str = 'vllm',
+    check_tokenizer: Callable[[Replica], Awaitable[None]] | None = None,
+    adapter_rank: int = 0,
+  ):
+    """
+    Args:
+      folder: where versions are published; the servers see it under the same path.
+      dtype: of the servers' weights, by Hugging Face's name.
+      max_length: tokens of the longest sequence, prompt included.
+      seed: of all randomness, with the requests' keys.
+      run: awaits `function(*args, **kwargs)` on the process's device thread.
+      check_tokenizer: raises a UserError for a server that reads text in another way than the policy.
+      adapter_rank: of the adapters that `folder` publishes; 0: whole weights.
+    """
+    self.name = name
+    self.counts: collections.Counter[str] = collections.Counter()
+    """Since the start: completions, tokens, retries, restarts, publications, void (drawn under unproven versions)."""
+    self.replicas = tuple(replicas)
+    self._config, self._spec, self._folder, self._dtype = config, spec, folder, dtype
+    self._max_length, self._seed, self._run = max_length, seed, run
+    self._check_tokenizer, self._adapter_rank = check_tokenizer, adapter_rank
+    self._tolerance = config.probe_tolerance
+    if self._tolerance is None:
+      self._tolerance = 1e-3 if dtype == 'float32' else 0.5
+    self._shapes = {entry.hf: entry.shape for entry in entries(spec)}
+    self._current: _Current | None = None
+    self._earlier: _Current | None = None
+    """What was served before; its files stay while a server has not come to the current version."""
+    self._version: Version | None = None
+    self._loading = asyncio.Lock()
+    self._waiting: collections.deque[asyncio.Future[tuple[Replica, int]]] = collections.deque()
+    self._repairs: dict[Replica, asyncio.Task] = {}
+    self._changed = asyncio.Event()
+    self._watcher: asyncio.Task | None = None
+    self._failure: Exception | None = None
+    self._last_trouble = ''
+    self._names: dict[Version, Version] = {}
+    """Of versions that were published and are now known by another name, for the weights did not change."""
+    self._taken: collections.Counter[str] = collections.Counter()
+    self._seconds: dict[str, float] = {}
+
+  @property
+  def version(self) -> Version | None:
+    return self._version
+
+  async def start(self) -> None:
+    """Starts the owned servers, and looks at all of them.
+
+    Raises:
+      UserError: a server that cannot be used, with the reason.
+    """
+    try:
+      async with asyncio.TaskGroup() as starts:
+        for replica in self.replicas:
+          starts.create_task(self._start(replica))
+    except BaseExceptionGroup as group:
+      raise first_cause(group) from None
+    for replica in self.replicas:
+      replica.state = State.SERVING
+    self._watcher = asyncio.create_task(self._watch(), name=f'engine {self.name}: watch')
+
+  async def close(self) -> None:
+    """Stops the owned servers, and removes what was published."""
+    self._fail(RunError(f'engine {self.name}: closed'))
+    tasks = [task for task in (self._watcher, *self._repairs.values()) if task is not None]
+    for task in tasks:
+      task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    ends = await asyncio.gather(*(self._end(replica) for replica in self.replicas), return_exceptions=True)
+    await asyncio.to_thread(self._folder.close)
+    if errors := [end for end in ends if end is not None]:
+      raise errors[0]
+
+  async def _end(self, replica: Replica) -> None:
+    replica.state = State.GONE
+    await replica.transfer.close()
+    await replica.client.close()
+    if replica.server is not None:
+      await replica.server.close()
+
+  async def _start(self, replica: Replica) -> None:
+    """A server that answers, of the policy's model; it serves no version yet."""
+    if replica.server is not None:
+      replica.server.start()
+      await replica.server.ready(deadline_s=self._config.start_deadline_s)
+    await replica.admit(
+      self._shapes,
+      dtype=self._dtype,
+      max_length=self._max_length,
+      speculative=self._config.speculative,
+      adapter_rank=self._adapter_rank,
+      deadline_s=self._config.start_deadline_s,
+    )
+    if self._check_tokenizer is not None:
+      await self._check_tokenizer(replica)
+
+  async def load(self, weights: Weights) -> None:
+    """Publishes the weights and brings every server to them; returns when one at least serves them.
+
+    A server that cannot be brought there is started again meanwhile.
+
+    Raises:
+      RunError: no server took the version: what differed. The version before goes on serving.
+    """
+    async with self._loading:
+      self._check_alive()
+      loop = asyncio.get_running_loop()
+      began = loop.time()
+      publication = await self._run(self._folder.write, weights.version, weights.leaves)
+      self._seconds['perf/publish_write_s'] = loop.time() - began
+      before, self._current = self._current, _Current(publication, weights.probe)
+      live = [replica for replica in self.replicas if replica.state == State.SERVING]
+      refusals = [r for r in await asyncio.gather(*(self._take(replica) for replica in live)) if r is not None]
+      held = [replica for replica in live if replica.state == State.HELD]
+      if refusals and not self._is_served(publication.version):
+        self._current = before
+        for replica in held:
+          self._serve(replica)
+        self._deal()
+        raise RunError(f'version {weights.version} was not published, {self._version or "none"} goes on: {refusals[0]}')
+      for replica in held:
+        replica.forget()  # So that it is started again: what others read is not bad, so something here is.
+        self._repair(replica, 'refused what other servers took')
+      await self._until_serving(publication.version)
+      self._earlier = before
+      await self._let_go()
+      self._version = publication.version
+      self.counts['publications'] += 1
+      self._seconds['perf/publish_pause_s'] = max(r.paused_s for r in self.replicas if r.version == publication.version)
+      self._seconds['perf/publish_bytes'] = float(publication.nbytes)
+    self._deal()
+
+  async def relabel(self, version: Version) -> None:
+    """Servers keep the name that they were brought to; what they draw under it is handed out under the new one."""
+    async with self._loading:
+      self._check_alive()
+      if self._current is None:
+        raise RuntimeError(f'engine {self.name}: load comes before relabel')
+      self._names[self._current.publication.version] = version
+      self._version = version
+
+  async def _take(self, replica: Replica) -> str | None:
+    """Brings a serving replica to the current version; its reason where it refused, and goes on as before."""
+    replica.state = State.HELD
+    try:
+      await self._transact(replica, self._current)
+    except Refused as error:
+      return str(error)
+    except (Lost, Unproven) as error:
+      self._repair(replica, str(error))
+    else:
+      self._serve(replica)
+    return None
+
+  async def _transact(self, replica: Replica, current: _Current) -> None:
+    await replica.recognise()
+    await replica.take(
+      current.publication, current.probe, tolerance=self._tolerance, deadline_s=self._config.transfer_deadline_s
+    )
+
+  def _is_served(self, version: Version) -> bool:
+    return any(r.state == State.SERVING and r.version == version for r in self.replicas)
+
+  def _is_one_behind(self) -> bool:
+    """Whether a server has not come to the current version, and still may."""
+    return any(r.state != State.GONE and r.version != self._current.publication.version for r in self.replicas)
+
+  async def _let_go(self) -> None:
+    """Removes what was published before, all but the last of it where a server is behind."""
+    if not self._is_one_behind():
+      self._earlier = None
+    kept = [current.publication for current in (self._current, self._earlier) if current is not None]
+    await asyncio.to_thread(self._folder.keep_only, *kept)
+
+  def _serve(self, replica: Replica) -> None:
+    if replica.state == State.GONE:  # The fleet was closed.
+      return
+    replica.state = State.SERVING
+    # Not all that it missed at once.
+    serving = [r.assigned for r in self.replicas if r.state == State.SERVING and r is not replica]
+    replica.assigned = max([replica.assigned, *serving])
+    self._changed.set()
+
+  async def _until_serving(self, version: Version) -> None:
+    """Waits until some server serves the version; each way to that has a deadline of its own."""
+    self._check_alive()
+    while not self._is_served(version):
+      self._changed.clear()
+      await self._changed.wait()  # wait served: `start_deadline_s`, by the watcher
+      self._check_alive()
+    for replica in self.replicas:
+      replica.assigned = 0
+
+  async def _watch(self) -> None:
+    """Notices owned servers that end by themselves, that none is left for too long, and that all have caught up."""
+    loop = asyncio.get_running_loop()
+    served = loop.time()
+    while self._failure is None:
+      await asyncio.sleep(_WATCH_S)
+      for replica in self.replicas:
+        lost = replica.server is not None and not replica.server.is_running()
+        if lost and replica.state == State.SERVING:
+          self._repair(replica, 'its process ended')
+      if any(replica.state in (State.SERVING, State.HELD) for replica in self.replicas):
+        served = loop.time()
+      elif loop.time() - served > self._config.start_deadline_s:
+        self._fail(
+          RunError(
+            f'no engine left: none served for rollout.vllm.start_deadline_s={self._config.start_deadline_s:g} s; the '
+            f'last: {self._last_trouble}'
+          )
+        )
+      if self._earlier is not None and not self._loading.locked() and not self._is_one_behind():
+        try:
+          async with self._loading:
+            await self._let_go()
+        except RunError as error:
+          self._fail(error)
+
+  def _repair(self, replica: Replica, reason: str) -> None:
+    """Takes a server out of dispatch and brings it back, started again if need be."""
+    if replica in self._repairs or self._failure is not None:
+      return
+    replica.state = State.DOWN
+    replica.failures += 1
+    self._last_trouble = f'engine {replica.name}: {reason}'
+    logging.warning('engine %s: out of dispatch: %s', replica.name, reason)
+    task = asyncio.create_task(self._bring_back_or_end(replica), name=f'engine {replica.name}: repair')
+    self._repairs[replica] = task
+    task.add_done_callback(lambda done: self._repaired(replica, done))
+
+  def _repaired(self, replica: Replica, task: asyncio.Task) -> None:
+    del self._repairs[replica]
+    if not task.cancelled() and (error := task.exception()) is not None:
+      replica.state = State.GONE
+      logging.error('engine %s: given up: %s', replica.name, error)
+      if all(r.state == State.GONE for r in self.replicas):
+        self._fail(RunError(f'no engine left; the last: {error}'))
+    self._changed.set()
+    self._deal()
+
+  async def _bring_back_or_end(self, replica: Replica) -> None:
+    try:
+      await self._bring_back(replica)
+    except Exception:
+      await self._end(replica)  # It must not go on using memory and cores beside those that work.
+      raise
+
+  async def _bring_back(self, replica: Replica) -> None:
+    works, attempts = await self._is_as_before(replica), 0
+    while True:
+      current = self._current
+      try:
+        if not works:
+          await self._start_again(replica)
+          works = True
+        if current is not None and replica.version != current.publication.version:
+          await self._transact(replica, current)
+        if current is self._current:
+          break
+      except (Lost, Refused, Unproven) as error:
+        # After a refusal it works, and nothing was written; a newer version may have replaced the file.
+        works = isinstance(error, Refused)
+        attempts += not works or current is self._current
+        if attempts > self._config.max_restarts:
+          raise
+        self._last_trouble = f'engine {replica.name}: {error}'
+        logging.warning('engine %s: attempt %d to bring it back failed: %s', replica.name, attempts, error)
+    logging.info('engine %s: back, with version %s', replica.name, replica.version)
+    self._serve(replica)
+
+  async def _is_as_before(self, replica: Replica) -> bool:
+    """Whether a server that failed once works, and still serves what it was brought to."""
+    if replica.failures > _PATIENCE or replica.version is None:
+      return False
+    if replica.server is not None and not replica.server.is_running():
+      return False
+    with contextlib.suppress(Lost, Refused):
+      if await replica.client.served_label() == replica.label:
+        return await replica.is_alive(deadline_s=self._config.latency_s)
+    return False
+
+  async def _start_again(self, replica: Replica) -> None:
+    replica.forget()
+    if replica.server is not None:
+      self.counts['restarts'] += 1
+      await replica.server.stop()
+    else:
+      await self._await_attached(replica)
+    try:
+      await self._start(replica)
+    except UserError as error:
+      # At the run's start it would be the user's to mend; a server that worked before may come to itself.
+      raise Lost(str(error)) from None
+
+  async def _await_attached(self, replica: Replica) -> None:
+    try:
+      async with asyncio.timeout(self._config.start_deadline_s):
+        while not await replica.client.is_healthy():
+          await asyncio.sleep(_ATTACHED_LOOK_S)
+    except TimeoutError:
+      raise RunError(
+        f'engine {replica.name}: {replica.client.address} has not answered for '
+        f'rollout.vllm.start_deadline_s={self._config.start_deadline_s:g} s'
+      ) from None
+
+  def _check_alive(self) -> None:
+    if self._failure is not None:
+      raise RunError(f'engine {self.name}: ended: {self._failure}') from self._failure
+
+  def _fail(self, error: Exception) -> None:
+    if self._failure is None:
+      self._failure = error
+    while self._waiting:
+      future = self._waiting.popleft()
+      if not future.done():
+        future.set_exception(self._failure)
+    self._changed.set()
+
+  async def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
+    self._check_alive()
+    if self._version is None:
+      raise RuntimeError(f'engine {self.name}: start and load come before generate')
+    self._check(request)
+    results: asyncio.Queue[tuple[int, Completion] | Exception] = asyncio.Queue()
+    samples = [asyncio.create_task(self._sample(request, i, results)) for i in range(request.samples)]
+    try:
+      for _ in samples:
+        result = await results.get()  # wait completion: deadlines of requests, times `max_retries`
+        if isinstance(result, Exception):
+          raise result
+        yield result
+    finally:
+      for sample in samples:
+        sample.cancel()
+      await asyncio.gather(*samples, return_exceptions=True)
+
+  def _check(self, request: Request) -> None:
+    where, length = f'request {request.uid}', len(request.prompt)
+    if length + request.max_tokens > self._max_length:
+      raise UserError(
+        f'{where}: {length} prompt tokens and max_tokens {request.max_tokens} are more than the {self._max_length} of '
+        f'engine {self.name}; raise rollout.max_prompt_length or max_response_length, or ask for fewer'
+      )
+    if not all(0 <= token < self._spec.vocab_size for token in (*request.prompt, *request.stop_ids)):
+      raise UserError(
+        f'{where}: token ids outside the vocabulary of {self._spec.vocab_size}; another tokenizer than the model?'
+      )
+    temperature = request.sampling.temperature
+    if temperature > 2 or 0 < temperature < 0.01:
+      raise UserError(f'{where}: temperature {temperature:g}; vLLM samples at 0 (greedy) or from 0.01 to 2')
+    if self._config.speculative and temperature > 0:
+      raise UserError(f'{where}: temperature {temperature:g}; {SPECULATION}')
+
+  async def _sample(self, request: Request, index: int, results: asyncio.Queue) -> None:
+    try:
+      results.put_nowait((index, await self._complete(request, index)))
+    except Exception as error:  # The caller's, who waits for results.
+      results.put_nowait(error)
+
+  async def _complete(self, request: Request, index: int) -> Completion:
+    """One completion, asked for until a server gives it."""
+    deadline_s = self._config.latency_s + request.max_tokens / self._config.min_tokens_per_s
+    error: Exception | None = None
+    for attempt in range(self._config.max_retries + 1):
+      self.counts['retries'] += attempt > 0
+      replica, life = await self._acquire()
+      try:
+        completion = await replica.generate(request, index, seed=self._seed, deadline_s=deadline_s)
+        await replica.settled.wait()  # wait settled: deadlines of the calls that bring a version
+        if replica.life == life and all(segment.version in replica.proven for segment in completion.segments):
+          replica.failures = 0
+          self.counts['completions'] += 1
+          self.counts['tokens'] += len(completion.tokens)
+          return self._named(completion)
+        self.counts['void'] += 1
+        error = Lost(f'{replica.name}: tokens of a version that it was not proven to hold')
+      except Lost as lost:
+        error = lost
+        if replica.state == State.SERVING and replica.life == life:
+          self._repair(replica, str(lost))
+      finally:
+        replica.in_flight -= 1
+        self._deal()
+    raise RunError(
+      f'request {request.uid}, sample {index}: lost {self._config.max_retries + 1} times, the last: {error}'
+    )
+
+  def _named(self, completion: Completion) -> Completion:
+    """The completion with the newest name of each version."""
+    named = lambda segment: dataclasses.replace(segment, version=self._names.get(segment.version, segment.version))
+    return dataclasses.replace(completion, segments=tuple(named(segment) for segment in completion.segments))
+
+  async def _acquire(self) -> tuple[Replica, int]:
+    """The server for the next request, which counts as under way there; and which of its lives it is."""
+    self._check_alive()
+    future: asyncio.Future[tuple[Replica, int]] = asyncio.get_running_loop().create_future()
+    self._waiting.append(future)
+    self._deal()
+    try:
+      return await future  # wait place: deadlines of requests before it; `start_deadline_s`, by the watcher
+    except asyncio.CancelledError:
+      if future.done() and not future.cancelled() and future.exception() is None:
+        future.result()[0].in_flight -= 1
+        self._deal()
+      raise
+
+  def _deal(self) -> None:
+    """Gives waiting requests to servers, first come first served, as far as these have room.
+
+    A few at a time: hundreds that begin in one turn of the event loop would hold up everything else in it.
+    """
+    for _ in range(_BURST):
+      if not self._waiting:
+        return
+      if self._waiting[0].done():
+        self._waiting.popleft()
+        continue
+      replica = self._choose()
+      if replica is None:
+        return
+      replica.in_flight += 1
+      replica.assigned += 1
+      self._waiting.popleft().set_result((replica, replica.life))
+    asyncio.get_running_loop().call_soon(self._deal)
+
+  def _choose(self) -> Replica | None:
+    current = self._current.publication.version if self._current else None
+    serving = [r for r in self.replicas if r.state == State.SERVING and r.version == current]
+    if not serving:
+      return None
+    load = (lambda r: r.assigned) if self._config.dispatch == 'uniform' else (lambda r: r.in_flight)
+    chosen = min(serving, key=load)
+    return chosen if chosen.in_flight < self._config.max_in_flight else None
+
+  def take_metrics(self) -> dict[str, float]:
+    """Measurements since the last call: counts, and the seconds of the publications in between."""
+    counts = {
+      f'run/engine_{name}': float(self.counts[name] - self._taken[name]) for name in ('retries', 'restarts', 'void')
+    }
+    self._taken = self.counts.copy()
+    seconds, self._seconds = self._seconds, {}
+    serving = sum(replica.state == State.SERVING for replica in self.replicas)
+    return {**counts, 'run/engines_serving': float(serving), **seconds}

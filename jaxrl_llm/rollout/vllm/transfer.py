@@ -1,0 +1,270 @@
+"""How published weights come into a server: from files that both sides see, or through a sender process.
+
+Invariant: `Refused` means that nothing was written; a send that failed in any other way is `Lost`, for nobody knows
+then what the server holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import signal
+import tempfile
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from jaxrl_llm.rollout.vllm.client import Lost, Refused, VllmClient
+from jaxrl_llm.rollout.vllm.publication import Publication
+from jaxrl_llm.rollout.vllm.server import WORKER, WORKER_MODULE, VllmConfig, check_transfer
+
+SENDER = pathlib.Path(__file__).with_name('sender.py')
+_REFUSALS = ('tensors missing', 'cannot be read', 'as read, announced was', 'published as')
+"""In the worker's errors that come before its first write. Paths are no sign: vLLM writes <path> for them."""
+_LINE = 1 << 28
+"""Bytes of the longest line of a sender: it names all tensors."""
+_CONNECT_S = 300.0
+"""For importing vLLM and forming a group."""
+_LAST_LINES = 5
+"""Of a sender's log, shown when it ends by itself."""
+
+
+@runtime_checkable
+class Transfer(Protocol):
+  """Brings publications into one server."""
+
+  backend: str
+  """vLLM's name of it, in `--weight-transfer-config`."""
+
+  async def connect(self, client: VllmClient) -> None:
+    """Once for each start of the server, before the first `send`.
+
+    Raises:
+      Refused, Lost: it cannot be set up, with the reason.
+    """
+    ...
+
+  async def send(self, client: VllmClient, publication: Publication, *, deadline_s: float) -> None:
+    """Has the paused server load a publication.
+
+    Raises:
+      Refused: what was read is not what was announced, or does not fit; nothing was written.
+      Lost: the server or the way to it failed, and what it holds is unknown.
+    """
+    ...
+
+  async def close(self) -> None: ...
+
+
+class FileTransfer:
+  """The server's workers read the published files themselves (`rollout.vllm.worker`)."""
+
+  backend = 'files'
+
+  async def connect(self, client: VllmClient) -> None:
+    await client.init_transfer({})
+
+  async def send(self, client: VllmClient, publication: Publication, *, deadline_s: float) -> None:
+    directory = str(publication.directory.absolute())
+    info: dict[str, Any] = {'directory': directory, 'files': publication.files}
+    if publication.adapter is not None:
+      info['adapter'] = publication.adapter
+    await client.start_update()
+    try:
+      await client.update_weights(info, deadline_s=deadline_s)
+    except Lost as error:
+      if any(words in str(error) for words in _REFUSALS):
+        raise Refused(str(error)) from None
+      raise
+    try:
+      await client.finish_update()
+    except Refused as error:  # After it was written.
+      raise Lost(str(error)) from None
+    if publication.adapter is not None:
+      await client.load_adapter(publication, deadline_s=deadline_s)
+
+  async def close(self) -> None: ...
+
+
+class SenderTransfer:
+  """A process in vLLM's environment reads the published files and sends them (`rollout.vllm.sender`).
+
+  The process makes no call itself: it asks for vLLM's control calls, which are made here, by the server's client. When
+  one of them fails, or the deadline passes, it is ended at once: over NCCL it may be waiting for a server that will
+  not come. A server in the same state must be started again; whoever attached one has to see to that.
+
+  Not tried on hardware; see `rollout.vllm.sender` for what that leaves open. Data parallelism within a server is not
+  supported: its workers beyond the first group are not told of, and the group would wait for them.
+  """
+
+  def __init__(
+    self,
+    backend: Literal['nccl', 'ipc'],
+    python: pathlib.Path,
+    *,
+    log: pathlib.Path,
+    host: str = '127.0.0.1',
+    env: Mapping[str, str] | None = None,
+    device: str = 'cuda',
+    connect_deadline_s: float = _CONNECT_S,
+  ):
+    """
+    Args:
+      python: of vLLM's environment.
+      log: the process's output is appended to it.
+      host: address of this host at which the server's workers reach the sender (nccl).
+      env: environment variables of the process; CUDA_VISIBLE_DEVICES says which GPU it sends from. Over NCCL that must
+        be one that the server does not use, with ipc it must be the server's.
+      device: torch's name for it.
+    """
+    self.backend: str = backend
+    self._python, self._log, self._host, self._device = python, log, host, device
+    self._env = dict(env or {})
+    self._connect_deadline_s = connect_deadline_s
+    self._folder: pathlib.Path | None = None
+    self._process: asyncio.subprocess.Process | None = None
+    self._log_start = 0
+
+  @property
+  def pid(self) -> int | None:
+    """Of the sender, while there is one."""
+    return self._process.pid if self._process else None
+
+  async def connect(self, client: VllmClient) -> None:
+    await self.close()
+    workers = [worker['tensors'] for worker in await client.weights()]
+    order = {'backend': self.backend, 'host': self._host, 'device': self._device, 'workers': workers}
+    try:
+      await self._start(client)
+      await self._order(client, {'op': 'init', **order}, deadline_s=self._connect_deadline_s)
+    except BaseException:
+      await self.close()
+      raise
+
+  async def send(self, client: VllmClient, publication: Publication, *, deadline_s: float) -> None:
+    order = {'directory': str(publication.directory.absolute()), 'files': publication.files}
+    try:
+      await self._order(client, {'op': 'send', **order}, deadline_s=deadline_s)
+    except Refused:
+      raise
+    except BaseException:
+      await self.close()
+      raise
+
+  async def close(self) -> None:
+    """Ends the sender; it has nothing to save."""
+    process, self._process = self._process, None
+    if process is not None:
+      process.stdin.close()
+      if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+          os.killpg(process.pid, signal.SIGKILL)
+      await process.wait()
+    if self._folder is not None:
+      shutil.rmtree(self._folder, ignore_errors=True)
+      self._folder = None
+
+  async def _start(self, client: VllmClient) -> None:
+    self._log.parent.mkdir(parents=True, exist_ok=True)
+    self._folder = pathlib.Path(tempfile.mkdtemp(prefix='jaxrl-sender-'))
+    script = self._folder / 'jaxrl_llm_sender.py'
+    shutil.copyfile(SENDER, script)
+    shutil.copyfile(WORKER, self._folder / f'{WORKER_MODULE}.py')
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(('XLA_', 'JAX_'))}
+    own = {'PYTHONPATH': str(self._folder), 'VLLM_NO_USAGE_STATS': '1', 'HF_HUB_OFFLINE': '1'}
+    self._log_start = self._log.stat().st_size if self._log.exists() else 0
+    with self._log.open('ab') as log:
+      try:
+        self._process = await asyncio.create_subprocess_exec(
+          str(self._python),
+          str(script),
+          stdin=asyncio.subprocess.PIPE,
+          stdout=asyncio.subprocess.PIPE,
+          stderr=log,
+          env={**inherited, **own, **self._env},
+          limit=_LINE,
+          start_new_session=True,
+        )
+      except OSError as error:
+        raise Lost(f'{client.name}: its sender cannot be started: {error}') from None
+
+  async def _order(self, client: VllmClient, order: Mapping[str, Any], *, deadline_s: float) -> None:
+    """Gives one order, and makes the calls that the sender wants meanwhile; Refused, Lost as `send` has it."""
+    if self._process is None:
+      raise Lost(f'{client.name}: its sender is gone')
+    called = False
+    try:
+      async with asyncio.timeout(deadline_s):
+        answer = await self._ask(client, order)
+        while 'call' in answer:
+          called = True
+          await _perform(client, answer, deadline_s)
+          answer = await self._ask(client, {'ok': True})
+    except TimeoutError:
+      raise Lost(f'{client.name}: its sender did not {order["op"]} within {deadline_s:g} s') from None
+    if 'refused' in answer and not called:
+      raise Refused(f'{client.name}: {answer["refused"]}')
+    if answer != {'ok': True}:
+      raise Lost(f'{client.name}: its sender: {answer.get("error", answer)}')
+
+  async def _ask(self, client: VllmClient, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes one line, and reads one."""
+    process = self._process
+    try:
+      process.stdin.write(json.dumps(message).encode() + b'\n')
+      await process.stdin.drain()
+      if line := await process.stdout.readline():  # wait sender: `transfer_deadline_s`, of the order
+        return dict(json.loads(line))
+    except ConnectionError:
+      pass  # It does not read any more.
+    except ValueError as error:
+      raise Lost(f'{client.name}: its sender: {error}') from None
+    code = await process.wait()  # wait sender: `transfer_deadline_s`, of the order
+    raise Lost(f'{client.name}: its sender ended with exit code {code}; of {self._log}: {self._last_lines()}')
+
+  def _last_lines(self) -> str:
+    with self._log.open('rb') as file:
+      file.seek(self._log_start)
+      lines = [line.strip() for line in file.read().decode(errors='replace').splitlines()]
+    return ' | '.join([line for line in lines if line][-_LAST_LINES:])[-1000:]
+
+
+async def _perform(client: VllmClient, message: Mapping[str, Any], deadline_s: float) -> None:
+  """Makes a call that vLLM's engine wants; Lost if it fails, even where the server only refuses it."""
+  name, body = message['call'], message['body']
+  try:
+    if name == 'init_weight_transfer_engine':
+      await client.init_transfer(body['init_info'], deadline_s=deadline_s)
+    elif name == 'start_weight_update':
+      await client.start_update(deadline_s=deadline_s)
+    elif name == 'update_weights':
+      await client.update_weights(body['update_info'], deadline_s=deadline_s)
+    elif name == 'finish_weight_update':
+      await client.finish_update(deadline_s=deadline_s)
+    else:
+      raise Lost(f'{client.name}: its sender wants {name!r} called, which is none of the four calls')
+  except Refused as error:
+    raise Lost(str(error)) from None
+
+
+def build_transfer(config: VllmConfig, index: int, *, log: pathlib.Path) -> Transfer:
+  """What a configuration asks for.
+
+  Args:
+    index: of the server.
+    log: of the sender, where there is one.
+
+  Raises:
+    UserError: the environment's vLLM cannot do it.
+  """
+  if config.transfer == 'files':
+    return FileTransfer()
+  python = check_transfer(config)
+  device = config.sender_device
+  if config.transfer == 'ipc':
+    device = config.devices[index] if config.devices else None
+  env = dict(config.env) if device is None else {**config.env, 'CUDA_VISIBLE_DEVICES': device}
+  return SenderTransfer(config.transfer, python, log=log, host=config.sender_host, env=env)

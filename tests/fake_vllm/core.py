@@ -1,0 +1,194 @@
+"""The engine core of a fake server: completions under way, what a pause does to them, and how tokens are labelled.
+
+Invariant: while it is paused no completion that is to be held draws a token or ends, and a token's label is that of
+the version that drew it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+
+import numpy as np
+
+from fake_vllm.backends import Backend, Drawn
+from fake_vllm.faults import Faults, Latency
+from fake_vllm.requests import Params
+
+_POLL_S = 0.005
+"""Between two looks at whether a stall is over."""
+
+
+class CoreDead(Exception):
+  """The engine core is gone."""
+
+
+@dataclasses.dataclass(eq=False)
+class Sample:
+  """One completion and how far it has got."""
+
+  index: int
+  tokens: list[int] = dataclasses.field(default_factory=list)
+  logprobs: list[float] = dataclasses.field(default_factory=list)
+  labels: list[str] = dataclasses.field(default_factory=list)
+  """Of the version that drew each token."""
+  finish: str | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+  """A request for completions that has not been answered."""
+
+  name: str
+  prompt: list[int]
+  params: Params
+  samples: list[Sample] = dataclasses.field(init=False)
+  scores: tuple[Sequence[float], Sequence[int]] | None = None
+  """Logprobs and ranks of the prompt's tokens but the first."""
+  tasks: list[asyncio.Task] = dataclasses.field(default_factory=list)
+
+  def __post_init__(self):
+    self.samples = [Sample(index) for index in range(self.params.n)]
+
+  def abort(self) -> int:
+    """Ends what has not ended; how many those are as vLLM counts them (it keeps a parent of several samples)."""
+    unfinished = [sample for sample in self.samples if sample.finish is None]
+    for task in self.tasks:
+      task.cancel()
+    for sample in unfinished:
+      sample.finish = 'abort'
+    return len(unfinished) + (len(unfinished) > 1)
+
+
+class Core:
+  """Runs calls; `backend`, `calls`, the flags and the counts are there to be read."""
+
+  def __init__(self, backend: Backend, faults: Faults, latency: Latency):
+    self.backend, self.faults = backend, faults
+    self.calls: set[Call] = set()
+    self.paused = self.dead = False
+    self.label = 'default'
+    self.prompt_tokens = self.tokens = 0
+    self.finished: collections.Counter[str] = collections.Counter()
+    self._latency = latency
+    self._labels: dict[int, str] = {}
+    self._let_through: set[Call] = set()
+    self._drawing = 0
+    self._changed = asyncio.Event()
+
+  @property
+  def running(self) -> int:
+    """Completions that have not ended."""
+    return sum(sample.finish is None for call in self.calls for sample in call.samples)
+
+  async def run(self, call: Call) -> None:
+    """Returns when all of a call's samples have ended, aborted ones among them; a client that has gone ends them."""
+    self.prompt_tokens += len(call.prompt)
+    self.calls.add(call)
+    try:
+      if call.params.prompt_logprobs is not None:
+        call.tasks.append(asyncio.create_task(self._score(call)))
+      call.tasks += [asyncio.create_task(self._complete(call, sample)) for sample in call.samples]
+      await asyncio.wait(call.tasks)  # wait client: its hang-up cancels this
+    finally:
+      call.abort()
+      await asyncio.wait(call.tasks)  # wait cancelled: they have just been cancelled
+      self.calls.discard(call)
+      self.finished.update(sample.finish for sample in call.samples)
+      self._notify()
+    if self.dead:
+      raise CoreDead
+    for task in call.tasks:
+      if not task.cancelled() and task.exception() is not None:
+        raise task.exception()
+
+  async def pause(self, mode: str) -> None:
+    """Until `resume` nobody goes on, but for those that `wait` waits for."""
+    self.paused = True
+    self._let_through = set(self.calls) if mode == 'wait' else set()
+    if mode == 'abort':
+      self.abort()
+    self._notify()
+    await self._until(lambda: self._drawing == 0 and not self._let_through & self.calls)
+
+  def resume(self) -> None:
+    self.paused, self._let_through = False, set()
+    self._notify()
+
+  def abort(self, names: Sequence[str] = ()) -> int:
+    """Ends the calls of these names, or all; how many vLLM would say it ended."""
+    ended = sum([call.abort() for call in self.calls if not names or call.name in names])
+    return len(names) or ended
+
+  def kill(self) -> None:
+    self.dead = True
+    self.abort()
+
+  async def load(self, tensors: Mapping[str, np.ndarray]) -> None:
+    before = self.backend.generation
+    # Tokens that were drawn before, and are taken after, keep their label.
+    self._labels = {before: self.label, before + 1: self.label}
+    await self.backend.load(tensors)
+
+  def name_version(self, label: str) -> None:
+    self.label = self._labels[self.backend.generation] = label
+
+  async def _score(self, call: Call) -> None:
+    async with self._turn(call):
+      logprobs, ranks = await self.backend.score(call.prompt)
+    shift = self.faults.prompt_logprob_shift
+    call.scores = [float(logprob) + shift for logprob in logprobs], ranks
+
+  async def _complete(self, call: Call, sample: Sample) -> None:
+    params, finish = call.params, None
+    slowness = self._latency.seconds(params.seed, sample.index)
+    async with contextlib.aclosing(self.backend.draw(call.prompt, params, sample.index)) as pieces:
+      while finish is None:  # wait client: its hang-up cancels this
+        async with self._turn(call):
+          drawn = await anext(pieces, None)
+        if drawn is None:
+          raise ValueError(f'the script ended after {len(sample.tokens)} of {params.max_tokens} tokens, without a stop')
+        before = len(sample.tokens)
+        finish = self._take(sample, drawn, params)
+        # wait client: its hang-up cancels this
+        while finish is None and self.faults.stall_at is not None and len(sample.tokens) >= self.faults.stall_at:
+          await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(slowness * (len(sample.tokens) - before) / params.max_tokens)
+    await asyncio.sleep(slowness * (1 - len(sample.tokens) / params.max_tokens))
+    async with self._turn(call):  # A paused server answers nothing.
+      sample.finish = finish
+
+  def _take(self, sample: Sample, drawn: Drawn, params: Params) -> str | None:
+    """Appends tokens up to where the completion ends; why it did, if so."""
+    for token, logprob, generation in zip(*drawn, strict=True):
+      sample.tokens.append(int(token))
+      sample.logprobs.append(float(logprob))
+      sample.labels.append(self._labels.get(generation, self.label))
+      self.tokens += 1
+      if token in params.stop_ids:
+        return 'stop'
+      if len(sample.tokens) == params.max_tokens:
+        return 'length'
+    return None
+
+  @contextlib.asynccontextmanager
+  async def _turn(self, call: Call) -> AsyncGenerator[None, None]:
+    """Waits until a call may go on; a pause waits for the end of the block."""
+    await self._until(lambda: not self.paused or call in self._let_through)
+    self._drawing += 1
+    try:
+      yield
+    finally:
+      self._drawing -= 1
+      self._notify()
+
+  def _notify(self) -> None:
+    self._changed.set()
+    self._changed = asyncio.Event()
+
+  async def _until(self, reached: Callable[[], bool]) -> None:
+    while not reached():
+      await self._changed.wait()  # wait client: its hang-up cancels this

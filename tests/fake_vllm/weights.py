@@ -1,0 +1,90 @@
+"""Weight updates as vLLM's worker does them: one session at a time, and nothing is written unless all of it fits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fake_vllm.core import Core
+from jaxrl_llm.rollout.vllm.publication import digest, read_checked
+
+
+class WorkerError(Exception):
+  """An exception inside the worker; it goes on."""
+
+
+class Worker:
+  """What takes the commands about weights."""
+
+  def __init__(self, core: Core):
+    self._core = core
+    self._updating = False
+    self._writing = asyncio.Lock()
+
+  def start(self) -> None:
+    if self._updating:
+      raise WorkerError(
+        'start_weight_update called while a weight update is already active. Call finish_weight_update first.'
+      )
+    self._updating = True
+
+  async def update(self, info: Mapping[str, Any]) -> None:
+    """Reads and loads; WorkerError, and the end of the session, for what cannot be loaded."""
+    async with self._writing:
+      if not self._updating:
+        raise WorkerError('start_weight_update must be called before update_weights.')
+      held, stale = self._core.backend.tensors, self._core.faults.stale
+      try:
+        tensors = await asyncio.to_thread(_read, info, held)
+      except ValueError as error:
+        self._updating = False
+        raise WorkerError(str(error)) from None
+      if stale is not None:
+        tensors[stale] = held[stale]
+      await self._core.load(tensors)
+
+  def finish(self) -> None:
+    if not self._updating:
+      raise WorkerError('finish_weight_update called without a matching start_weight_update.')
+    self._updating = False
+
+  async def call(self, method: str) -> dict[str, Any]:
+    """What the method of that name answers, as `rollout.vllm.worker` has them."""
+    held = self._core.backend.tensors
+    if method == 'jaxrl_digests':
+      return await asyncio.to_thread(lambda: {name: digest(tensor) for name, tensor in held.items()})
+    if method == 'jaxrl_weights':
+      tensors = {
+        name: {'shape': list(tensor.shape), 'dtype': tensor.dtype.name, 'slice': None} for name, tensor in held.items()
+      }
+      return {'tensors': tensors, 'threads': 1, 'device': 'cpu'}
+    raise WorkerError(f"'CPUWorker' object has no attribute '{method}'")
+
+
+def _read(info: Mapping[str, Any], held: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+  """The tensors of an update; ValueError, in the worker's words, for what `rollout.vllm.worker` would refuse."""
+  unknown = sorted(set(info) - {'directory', 'files'})
+  if unknown:
+    raise ValueError(
+      'Invalid update_info for FileTransfer: _install.<locals>.UpdateInfo.__init__() got an unexpected keyword '
+      f"argument '{unknown[0]}'"
+    )
+  files, directory = info.get('files', {}), info.get('directory', '')
+  listed = isinstance(files, dict) and all(isinstance(digests, dict) for digests in files.values())
+  if not listed or not isinstance(directory, str):
+    raise ValueError('update_info: wanted directory as text, and files as digests of tensors by file')
+  tensors = read_checked(files, directory)
+  if set(tensors) != set(held):
+    missing, more = sorted(set(held) - set(tensors)), sorted(set(tensors) - set(held))
+    raise ValueError(f'publication and model differ: tensors missing {missing[:4]}, unknown {more[:4]}')
+  for name, tensor in held.items():
+    found = tensors[name]
+    if found.shape != tensor.shape or found.dtype != tensor.dtype:
+      raise ValueError(
+        f'{name}: published as {found.shape} torch.{found.dtype.name}, the model has {tensor.shape} '
+        f'torch.{tensor.dtype.name}'
+      )
+  return tensors
