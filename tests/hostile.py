@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import platform
 import shutil
 import subprocess
 import threading
@@ -83,7 +84,13 @@ libc = ctypes.CDLL(None, use_errno=True)
 try: print(os.memfd_create('x'))
 except OSError as error: print(error.errno)
 print(libc.shmget(0, 1 << 30, 0o1600), ctypes.get_errno())
-"""
+print(libc.semget(0, 32000, 0o600), libc.msgget(0, 0o600))
+pipe, page = os.pipe(), ctypes.create_string_buffer(1 << 16)
+part = (ctypes.c_size_t * 2)(ctypes.addressof(page), 4096)
+print(libc.vmsplice(pipe[1], part, ctypes.c_ulong(1), 0), libc.syscall(IO_SETUP, 1000, ctypes.byref(ctypes.c_ulong())))
+try: print(os.write(os.open('/proc/self/fd/0', os.O_RDWR | os.O_APPEND), b'x' * (1 << 20)))
+except OSError as error: print(error.errno)
+""".replace('IO_SETUP', str({'x86_64': 206, 'aarch64': 0}.get(platform.machine())))
 PRIVILEGES = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)

@@ -421,7 +421,7 @@ def test_files_of_the_host_can_neither_be_seen_nor_written(sandboxes, tmp_path):
 
 
 def test_privileges_and_uncounted_memory_are_refused(sandboxes):
-  assert said(sandboxes, hostile.UNCOUNTED_MEMORY) == '1\n-1 1'
+  assert said(sandboxes, hostile.UNCOUNTED_MEMORY) == '1\n-1 1\n-1 -1\n-1 -1\n1'
   got = said(sandboxes, hostile.PRIVILEGES).split()
   assert got == ['-1'] * 8 + ['0000000000000000']
 
@@ -508,6 +508,47 @@ def test_a_program_cannot_take_its_supervisors_limits_away(sandboxes):
   limit += 'resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))'  # Its own it may lower.
   assert said(sandboxes, limit) == 'no'
   assert sandboxes.run_tests(f'{limit}\ndef f(): return 1', ['assert f() == 1']).ended == Ending.PASSED
+
+
+def test_a_program_cannot_take_its_supervisors_processor(sandboxes):
+  program = """
+    import os
+    for call in (
+      lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)),
+      lambda: os.sched_setaffinity(1, {0}),
+      lambda: os.setpriority(os.PRIO_USER, 0, 19),
+      lambda: os.setpriority(os.PRIO_PROCESS, 1, 19),
+    ):
+      try: call(); print('done')
+      except PermissionError: print('refused')
+  """
+  assert said(sandboxes, program).split() == ['refused'] * 4
+
+
+def test_processor_time_of_children_that_nobody_waits_for_counts(sandboxes):
+  program = """
+    import ctypes, signal
+    try: signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    except OSError: print('refused')
+    libc = ctypes.CDLL(None)
+    action = ctypes.create_string_buffer(256)
+    action[0] = 1  # SIG_IGN.
+    print(libc.sigaction(signal.SIGCHLD, action, None), libc.sigaction(signal.SIGCHLD, None, action))
+    print(signal.signal(signal.SIGUSR1, signal.SIG_IGN) == signal.SIG_DFL)
+  """
+  assert said(sandboxes, program).split() == ['refused', '-1', '0', 'True']
+
+
+def test_user_namespaces_are_refused_without_the_help_of_proc(sandboxes):
+  program = """
+    import ctypes, errno, os, platform, signal
+    libc, number = ctypes.CDLL(None, use_errno=True), {'x86_64': 56, 'aarch64': 220}[platform.machine()]
+    pid = libc.syscall(number, 0x10000000 | signal.SIGCHLD, 0, 0, 0, 0)
+    if pid == 0: os._exit(0)
+    print(pid, ctypes.get_errno() == errno.EPERM)
+    print(libc.syscall(435, ctypes.create_string_buffer(88), 88), ctypes.get_errno() == errno.ENOSYS)
+  """
+  assert said(sandboxes, program).split() == ['-1', 'True'] * 2
 
 
 def test_a_program_that_kills_its_tests_passes_none(sandboxes):

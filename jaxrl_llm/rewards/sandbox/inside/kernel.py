@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import signal
 import struct
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -21,22 +22,31 @@ _CAPABILITY_VERSION = 0x20080522
 
 _ARCHITECTURES = {'x86_64': 0xC000003E, 'aarch64': 0xC00000B7}
 _DENIED = {
-  # Memory that no limit counts, other ways into the kernel, and other processes.
+  # Memory that no limit counts, other ways into the kernel, other processes (the scheduler asks for no more than the
+  # same user: the supervisor too), who gets a processor, and what all processes of a user or of the host share.
   'x86_64': {
     'shmget': 29, 'ptrace': 101, 'pivot_root': 155, 'chroot': 161, 'mount': 165, 'umount2': 166, 'swapon': 167,
     'add_key': 248, 'request_key': 249, 'keyctl': 250, 'unshare': 272, 'perf_event_open': 298, 'setns': 308,
     'process_vm_readv': 310, 'process_vm_writev': 311, 'memfd_create': 319, 'bpf': 321, 'userfaultfd': 323,
-    'msgget': 68,
+    'msgget': 68, 'semget': 64, 'vmsplice': 278, 'io_setup': 206, 'inotify_init': 253, 'inotify_init1': 294,
+    'fanotify_init': 300, 'sched_setaffinity': 203, 'sched_setscheduler': 144, 'sched_setparam': 142,
+    'sched_setattr': 314, 'setpriority': 141, 'ioprio_set': 251,
   },
   'aarch64': {
     'shmget': 194, 'ptrace': 117, 'pivot_root': 41, 'chroot': 51, 'mount': 40, 'umount2': 39, 'swapon': 224,
     'add_key': 217, 'request_key': 218, 'keyctl': 219, 'unshare': 97, 'perf_event_open': 241, 'setns': 268,
     'process_vm_readv': 270, 'process_vm_writev': 271, 'memfd_create': 279, 'bpf': 280, 'userfaultfd': 282,
-    'msgget': 186,
+    'msgget': 186, 'semget': 190, 'vmsplice': 75, 'io_setup': 0, 'inotify_init1': 26, 'fanotify_init': 262,
+    'sched_setaffinity': 122, 'sched_setscheduler': 119, 'sched_setparam': 118, 'sched_setattr': 274,
+    'setpriority': 140, 'ioprio_set': 30,
   },
 }  # fmt: skip
 _PRLIMIT = {'x86_64': 302, 'aarch64': 261}
 """prlimit64: denied of other processes, as it asks for no more than the same user: the supervisor's limits too."""
+_SIGACTION = {'x86_64': 13, 'aarch64': 134}
+"""rt_sigaction: denied for SIGCHLD, as nobody is told of the processor time of a child whose end its parent ignores."""
+_CLONE, _CLONE3 = {'x86_64': 56, 'aarch64': 220}, 435
+"""clone: denied for user namespaces, as not every sandbox has a /proc that forbids them; clone3 hides its flags."""
 _MMAP = {'x86_64': 9, 'aarch64': 222}
 """mmap: denied for shared anonymous memory, which can be held without being resident in any process."""
 _SOCKET = {'x86_64': (41, 53), 'aarch64': (198, 199)}
@@ -93,8 +103,8 @@ def _prctl(option: int, value: int) -> None:
   _check(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f'prctl {option}')
 
 
-def die_with_parent(signal: int) -> None:
-  _prctl(_PR_SET_PDEATHSIG, signal)
+def die_with_parent(number: int) -> None:
+  _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
@@ -123,7 +133,7 @@ _Step = tuple[str, int, str, str] | tuple[str, int]
 """(operation, operand), and for a jump the labels where it goes on if the condition holds, and if not; '': the next."""
 _OPERATIONS = {'load': 0x20, 'equal': 0x15, 'at least': 0x35, 'and': 0x54, 'answer': 0x06}
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_EPERM, _EAFNOSUPPORT = 1, 97
+_EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, (16, 24, 32, 40, 48, 56)
 """Offsets in `struct seccomp_data`; of an argument, the low half."""
 
@@ -141,12 +151,28 @@ def _filter(machine: str) -> list[str | _Step]:
     ('at least', 0x40000000, 'deny', ''),  # The x32 numbers.
     *(('equal', number, 'deny', '') for number in denied),
     ('equal', _PRLIMIT[machine], 'prlimit', ''),
+    ('equal', _SIGACTION[machine], 'sigaction', ''),
+    ('equal', _CLONE[machine], 'clone', ''),
+    ('equal', _CLONE3, 'unknown', ''),
     ('equal', _MMAP[machine], 'mmap', ''),
     *(('equal', number, 'socket', '') for number in _SOCKET[machine]),
     ('answer', _ALLOW),
     'prlimit',
     ('load', _ARGUMENTS[0]),  # The process; 0 is the caller.
     ('equal', 0, 'allow', 'deny'),
+    'sigaction',
+    ('load', _ARGUMENTS[0]),
+    ('equal', signal.SIGCHLD, '', 'allow'),
+    ('load', _ARGUMENTS[1]),  # The new action, both halves of its address: none where the old one is read.
+    ('equal', 0, '', 'deny'),
+    ('load', _ARGUMENTS[1] + 4),
+    ('equal', 0, 'allow', 'deny'),
+    'clone',
+    ('load', _ARGUMENTS[0]),  # The flags.
+    ('and', CLONE_NEWUSER),
+    ('equal', 0, 'allow', 'deny'),
+    'unknown',
+    ('answer', _ERRNO | _ENOSYS),  # So that the C library calls clone.
     'mmap',
     ('load', _ARGUMENTS[3]),  # The flags.
     ('and', shared),

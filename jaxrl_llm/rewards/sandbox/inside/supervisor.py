@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import os
@@ -106,9 +107,10 @@ class Supervisor:
     return _Run(self._limits, self._deadline, pipes, usage=self._usage, control=self._control, alone=self._alone)
 
   def _run_once(self, program: str, stdin: str) -> dict[str, Any]:
-    given = os.memfd_create('stdin')
+    given = os.memfd_create('stdin', os.MFD_ALLOW_SEALING)
     with open(given, 'wb', closefd=False) as file:
       file.write(stdin.encode('utf-8', 'surrogatepass'))
+    fcntl.fcntl(given, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)  # It is memory that no limit counts.
     os.lseek(given, 0, os.SEEK_SET)
     output, error = (_Pipe(self._limits.output_bytes) for _ in range(2))
     pid = self._fork(lambda: run_program(program, '__main__'), stdin=given, stdout=output, stderr=error)
