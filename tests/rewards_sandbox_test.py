@@ -510,6 +510,15 @@ def test_a_program_cannot_take_its_supervisors_limits_away(sandboxes):
   assert sandboxes.run_tests(f'{limit}\ndef f(): return 1', ['assert f() == 1']).ended == Ending.PASSED
 
 
+def test_a_program_cannot_interrupt_its_supervisor(sandboxes):
+  interrupt = 'import os, signal\nfor pid in (1, os.getppid()): os.kill(pid, signal.SIGINT)\n'
+  assert sandboxes.run_cases(f'{interrupt}print("done")', ANY * 3).passed == 3
+  outcome = sandboxes.run_tests(f'{interrupt}def f(): return 1', ['assert f() == 1'])
+  assert outcome.ended == Ending.PASSED, outcome
+  own = 'import signal\ntry: signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt: print("done")'
+  assert sandboxes.run_cases(own, ANY).ended == Ending.PASSED
+
+
 def test_a_program_cannot_take_its_supervisors_processor(sandboxes):
   program = """
     import os

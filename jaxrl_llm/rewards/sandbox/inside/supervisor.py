@@ -177,6 +177,8 @@ class Supervisor:
       os.dup2(stdout.writer if untrusted else null, 1)
       os.dup2(stderr.writer if stderr else null, 2)
       _close_all_but({0, 1, 2, *keep})
+      if untrusted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
       self._confine(untrusted)
       code = _exit_code(work)
     finally:
@@ -385,6 +387,7 @@ def _exit_code(work: Callable[[], Any]) -> int:
 def supervise(connection: socket.socket, *, alone: bool) -> None:
   """Ends this process when the program has been run; never returns."""
   try:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python's handler would let the program interrupt it, and its tests.
     kernel.set_inspectable(False)
     if not alone:
       kernel.adopt_orphans()
