@@ -534,6 +534,12 @@ def test_a_program_cannot_take_its_supervisors_processor(sandboxes):
   assert said(sandboxes, program).split() == ['refused'] * 4
 
 
+def test_processor_time_counts_under_any_name(sandboxes):
+  spin = 'import os, time\nfor _ in range(2):\n  if os.fork() == 0: break\nwhile time.process_time() < 0.8: pass\n'
+  named = f'import ctypes\nctypes.CDLL(None).prctl(15, b"\\xff")\n{spin}print("done", flush=True)\ntime.sleep(1000)'
+  assert sandboxes.run_cases(named, ANY).ended == Ending.CPU
+
+
 def test_processor_time_of_children_that_nobody_waits_for_counts(sandboxes):
   program = """
     import ctypes, signal

@@ -90,7 +90,8 @@ class Usage:
 
 def _look(process: pathlib.Path, nice: int) -> tuple[int, _Look]:
   """When a process started, and what it has used. Raises OSError for one that is gone."""
-  fields = (process / 'stat').read_text().rpartition(')')[2].split()
+  # In bytes: the name among them is the process's choice.
+  fields = (process / 'stat').read_bytes().rpartition(b')')[2].split()
   user, system, child_user, child_system = (int(field) * _TICK_S for field in fields[11:15])
   polite = int(fields[16]) > nice or int(fields[38]) != os.sched_getscheduler(0)  # It lowered its own priority.
   waited_s, used_s = (0.0, 0.0) if polite else _longest_wait(process)
