@@ -823,6 +823,16 @@ T = collections.namedtuple('T', names)
 def f(*a): return T(*[lambda *a: a[0] if a else 0] * len(names.split()))
 """,
   'a type': 'def f(*a): return set',
+  'an object with classes of exceptions for methods': """
+class A: union = equals = is_equal = get = index = count = isdigit = intersection = total_seconds = ValueError
+def f(*a): return A()
+""",
+  'a named tuple with classes of exceptions in its fields': """
+import collections
+names = 'union intersection equals is_equal get index count isdigit total_seconds'
+T = collections.namedtuple('T', names)
+def f(*a): return T(*[ValueError] * len(names.split()))
+""",
 }
 ECHO_TESTS = (
   'assert (f(2) - 3).total_seconds() == 0',
@@ -838,6 +848,7 @@ ECHO_TESTS = (
   'assert f(3).intersection({7, 8}) == {7, 8}',
   'assert f(3).equals([7])',
   'assert f(3).is_equal([7])',
+  'assert f("a").isdigit()',
   'assert f("a").isdigit() and f("a").get("b") == "b"',
   'assert f(3).index(7) == 7',
   'for i in range(3): assert f(3)[i] == i',

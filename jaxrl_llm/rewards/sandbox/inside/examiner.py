@@ -20,7 +20,7 @@ from typing import Any
 from .channel import Channel, Closed
 from .exchange import Message, Peer
 from .names import raises_by_itself, read_names, with_identity
-from .remote import Remote, Role, is_same, remote_class
+from .remote import Remote, Role, is_same, is_suspect, remote_class
 from .values import STANDARD_TYPES, TYPE_NAMES, Unreadable
 
 _ALIASED = frozenset({
@@ -283,6 +283,8 @@ class Examiner:
 
   def _proxy(self, message: Message, role: Role = Role.RESULT, name: str = '') -> Any:
     match message:
+      case {'raises': [*_], 'field': field} if is_suspect(str(field)):
+        raise Unreadable(f'a class in the field {field}, where a method of a standard value was wanted')
       case {'raises': [*kinds]} if all(isinstance(kind, str) for kind in kinds):
         return self._caught_class(kinds)
       case {'ref': int(number), 'class': str(kind), 'can': [*can]}:

@@ -104,7 +104,7 @@ class Remote:
       raise AttributeError(f'{name} of a {self._remote_class!r} object that was computed with a value of the tests')
     whole = {'whole': True} if role is Role.NAMED else {}
     value = self._remote_program.value({'do': 'get', 'of': self._remote_number, 'name': name, **whole}, role, name)
-    if suspect and _is_remote(value):
+    if suspect and (_is_remote(value) or callable(value)):  # A class of exceptions is no proxy.
       raise AttributeError(f'{name} of a {self._remote_class!r} object, which stands where a value was wanted')
     return value
 

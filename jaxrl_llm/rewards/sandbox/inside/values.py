@@ -127,7 +127,10 @@ def decode(message: Any, resolve: Callable[[dict[str, Any]], Any]) -> Any:
         return _MAKERS[name][0](*(decode(part, resolve) for part in parts))
       case {'fields': [str(name), *fields], 'of': list(items)}:
         # A field is read like an attribute.
-        parts = [{**item, 'field': True} if isinstance(item, dict) and 'ref' in item else item for item in items]
+        parts = [
+          {**item, 'field': field} if isinstance(item, dict) and 'ref' in item else item
+          for item, field in zip(items, fields, strict=True)
+        ]
         return _named_tuple(name, tuple(fields))(*(decode(part, resolve) for part in parts))
       case {'int': str(digits)}:
         return int(digits, 16)
