@@ -891,6 +891,18 @@ def test_a_name_written_like_a_class_that_the_tests_compare_as_a_function_is_one
     assert sandboxes.run_tests(program, tests).passed == 0, name
 
 
+def test_a_function_that_a_check_compares_is_no_class_whatever_its_name(sandboxes):
+  program = f'class Extract:\n  def __init__(s, *a): pass{_ECHO}'
+  for test in ECHO_TESTS:
+    body = textwrap.indent(test.replace('f(', 'candidate('), '  ')
+    outcome = sandboxes.run_tests(
+      program,
+      [f'def check(candidate):\n{body}\n  if 0: assert candidate(1) == 2\ncheck(Extract)'],
+      'Extract',
+    )
+    assert outcome.passed == 0, test
+
+
 ESCAPES = {
   'the end of an iteration': ('def f(*a): raise StopIteration', 'assert all(map(f, [1, 2]))'),
   'a class derived from it': (

@@ -159,7 +159,19 @@ def _functions(nodes: list[ast.AST]) -> frozenset[str]:
             continue
           if isinstance(called.func, ast.Name | ast.Attribute):
             names.add(called.func.id if isinstance(called.func, ast.Name) else called.func.attr)
-  return frozenset(names)
+  return frozenset(names | _passed_as(names, nodes))
+
+
+def _passed_as(parameters: set[str], nodes: list[ast.AST]) -> set[str]:
+  """Names that the tests pass to functions of their own as one of these parameters: `check(Extract)`."""
+  functions = {node.name: node.args for node in nodes if isinstance(node, ast.FunctionDef)}
+  return {
+    argument.id
+    for node in nodes
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions
+    for parameter, argument in zip(functions[node.func.id].args, node.args, strict=False)
+    if parameter.arg in parameters and isinstance(argument, ast.Name)
+  }
 
 
 def _is_plain(node: ast.AST) -> bool:
