@@ -1136,6 +1136,12 @@ RIGHT = {
     'def make(): return Counter()',
     'c = Counter()\nc.step()\nassert c.value() == 1 and make().n == 0',
   ),
+  'iterators of the tests, as far as it wants their items': (
+    'import itertools\ndef f(n, items): return list(itertools.islice(items, n))\ndef g(items): yield from items',
+    'import itertools\nassert f(3, itertools.count(1)) == [1, 2, 3] and next(g(itertools.repeat(7))) == 7\n'
+    'items = iter(range(100_000))\nassert f(2, items) == [0, 1] and next(items) == 2 and f(1, items) == [3]\n'
+    'assert sum(f(100_000, items)) == sum(range(4, 100_000)) and list(items) == []',
+  ),
   'a generator by its type': (
     'def f(n): yield from range(n)',
     'import types\ng = f(2)\nassert isinstance(g, types.GeneratorType) and next(g) == 0 and list(g) == [1]',

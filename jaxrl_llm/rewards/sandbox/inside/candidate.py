@@ -15,6 +15,7 @@ import linecache
 import sys
 import traceback
 import types
+from collections.abc import Iterator
 from typing import Any
 
 from .channel import Channel, Closed
@@ -196,10 +197,16 @@ class Candidate:
   def _callback(self, message: Message) -> Any:
     """A function of the tests', which the program may call; an iterator, or a type."""
     if 'iter' in message:
-      return iter(self._peer.unpack(message['iter']))
+      return self._items(message['ref'])
     if 'type' in message:
       return STANDARD_TYPES[message['type']]
-    number = message['ref']
+    return self._function(message['ref'])
+
+  def _items(self, number: int) -> Iterator[Any]:
+    while part := self._function(number)():
+      yield from part
+
+  def _function(self, number: int) -> Any:
     if number not in self._callbacks:
 
       def callback(*args: Any, **kwargs: Any) -> Any:

@@ -12,9 +12,10 @@ import builtins
 import contextlib
 import importlib
 import io
+import itertools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from .channel import Channel, Closed
@@ -175,7 +176,7 @@ class Examiner:
 
   def pack(self, value: Any) -> Any:
     if issubclass(type(value), Iterator) and not issubclass(type(value), Remote):
-      return {'iter': self.pack(list(value))}
+      return self._peer.lend(_in_parts(value), lambda parts: {'iter': True})
     return self._peer.pack(value, self._lend)
 
   def call(self, remote: Remote, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -337,6 +338,12 @@ def _standard_exception(kinds: list[str]) -> type[Exception] | None:
     if isinstance(kind, type) and issubclass(kind, Exception) and kind.__name__ == kinds[0]:
       return kind if [base.__name__ for base in kind.__mro__] == kinds else None
   return None
+
+
+def _in_parts(items: Iterator[Any]) -> Callable[[], list[Any]]:
+  """The next items at each call, and none at the end: single ones at first, as the program may leave the rest."""
+  sizes = itertools.chain(itertools.repeat(1, 64), (1 << n for n in range(12)), itertools.repeat(1 << 12))
+  return lambda: list(itertools.islice(items, next(sizes)))
 
 
 def _file(number: int) -> str:
