@@ -143,6 +143,16 @@ def test_a_program_may_close_its_output_or_put_another_in_its_place(sandboxes):
   assert (outcome.ended, outcome.detail) == (Ending.EXIT, 'exit 120')  # As without a sandbox.
 
 
+def test_what_a_program_has_written_is_there_wherever_it_wrote_it(sandboxes):
+  for program in (
+    'import io, sys\nsys.stdout = io.StringIO()\nprint("no")\nsys.stdout = sys.__stdout__\nprint("done")',
+    'import atexit, sys\natexit.register(lambda: sys.__stdout__.write("done"))',
+    'to = open(1, "w", closefd=False)\nto.write("done")',
+    'import io, sys\nold, sys.stdout = sys.stdout, io.TextIOWrapper(sys.stdout.buffer)\nprint("done")',
+  ):
+    assert sandboxes.run_cases(program, ANY).ended == Ending.PASSED, program
+
+
 def test_statements_run_in_order_in_one_namespace(sandboxes):
   program = 'class Stack(list):\n  def push(self, x): self.append(x)\n  def top(self): return self[-1]\n'
   tests = ['s = [1]', 's.append(2)', 'assert s == [1, 2]', 'assert s == []', 'assert undefined', 'assert True']

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import dataclasses
 import fcntl
+import io
 import json
 import math
 import os
@@ -359,10 +360,10 @@ def _close_all_but(keep: set[int]) -> None:
 
 def _exit_code(work: Callable[[], Any]) -> int:
   """Runs it as a program of its own, and says with which code that ends."""
-  sys.stdin, sys.stdout, sys.stderr = (
+  sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = [
     open(number, mode, encoding='utf-8', errors='backslashreplace', closefd=False)
     for number, mode in enumerate(('r', 'w', 'w'))
-  )
+  ]
   code = 0
   try:
     work()
@@ -381,7 +382,17 @@ def _exit_code(work: Callable[[], Any]) -> int:
         stream.flush()
     except BaseException:  # It may be the program's own, which does anything.
       code = 120  # As Python itself.
+  _flush_files()
   return code & 0xFF
+
+
+def _flush_files() -> None:
+  """Writes what is left in files that the program has not closed, as Python does where it ends."""
+  variables = getattr(sys.modules.get('__main__'), '__dict__', {})
+  for thing in [sys.__stdout__, sys.__stderr__, *variables.values()]:
+    if issubclass(type(thing), io.IOBase):
+      with contextlib.suppress(BaseException):
+        thing.flush()
 
 
 def supervise(connection: socket.socket, *, alone: bool) -> None:
