@@ -1085,6 +1085,19 @@ RIGHT = {
     'def f(g):\n  def again(*a):\n    try: return g(*a)\n    except ValueError: return g(*a)\n  return again',
     'n = []\n@f\ndef g(x):\n  n.append(x)\n  if len(n) < 2: raise ValueError("x")\n  return x\nassert g(3) == 3',
   ),
+  'a decorator that keeps the name and the documentation': (
+    'import functools\ndef f(g):\n  @functools.wraps(g)\n  def call(*a): return g(*a)\n  return call',
+    '@f\ndef g(x):\n  "Says g."\n  return x\nassert g(3) == 3 and g.__name__ == "g" and g.__doc__ == "Says g."',
+  ),
+  'an attribute that is deleted': (
+    'class A:\n  @property\n  def x(s): return s.y\n  @x.deleter\n  def x(s): s.y = 0\na = A()\na.y = a.z = 3',
+    'del a.x\ndel a.z\nassert a.x == 0 and not hasattr(a, "z")',
+  ),
+  'methods with names of attributes of standard values': (
+    'import re\nclass A:\n  def start(s): return s\n  stop = start\n'
+    'def f(x): return re.search("b", x)\ndef g(): return A()',
+    'assert f("abc").start() == 1 and g().start().stop() is not None',
+  ),
   'an exception with its own attribute': (
     'class E(Exception):\n  def __init__(s, code): super().__init__("bad"); s.code = code\ndef f(): raise E(3)\n'
     'def g(d): return d["a"]',

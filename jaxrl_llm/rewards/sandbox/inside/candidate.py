@@ -147,6 +147,9 @@ class Candidate:
       case {'do': 'set', 'of': number, 'name': name, 'to': value}:
         setattr(self._peer.lent(number), name, self._peer.unpack(value))
         return {'value': None}
+      case {'do': 'delete', 'of': number, 'name': name}:
+        delattr(self._peer.lent(number), name)
+        return {'value': None}
       case {'do': 'instance', 'of': number, 'thing': thing}:
         return {'value': isinstance(self._peer.unpack(thing), self._peer.lent(number))}
       case {'do': 'subclass', 'of': number, 'thing': thing}:
@@ -200,7 +203,10 @@ class Candidate:
       return self._items(message['ref'])
     if 'type' in message:
       return STANDARD_TYPES[message['type']]
-    return self._function(message['ref'])
+    function = self._function(message['ref'])
+    function.__name__ = function.__qualname__ = message['name']
+    function.__doc__ = message['doc']
+    return function
 
   def _items(self, number: int) -> Iterator[Any]:
     while part := self._function(number)():

@@ -315,7 +315,8 @@ class Examiner:
       return {'type': TYPE_NAMES[thing]}
     if not callable(thing) or isinstance(thing, type):
       raise TypeError(f'a {type(thing).__name__} of the tests cannot be handed to the program')
-    return {}
+    name, doc = (getattr(thing, f'__{what}__', None) for what in ('name', 'doc'))  # For a decorator that keeps them.
+    return {'name': name if isinstance(name, str) else 'function', 'doc': doc if isinstance(doc, str) else None}
 
   def _answer(self, request: Message) -> Message:
     """The program may call functions that it was handed, and do nothing else."""

@@ -39,12 +39,12 @@ _STANDARD_NAMES = frozenset(
   for kind in STANDARD_TYPES.values()
   if kind not in (object, type, super, property, classmethod, staticmethod) and not issubclass(kind, BaseException)
   for name in dir(kind)
-  if not name.startswith('_')
+  if not name.startswith('_') and callable(getattr(kind, name))
 ) - {
   *('add', 'append', 'appendleft', 'clear', 'discard', 'extend', 'extendleft', 'insert', 'remove', 'reverse', 'rotate'),
   *('sort', 'update', 'difference_update', 'intersection_update', 'symmetric_difference_update'),
 }
-"""Public attributes of standard values, by which an object may stand in for one; those that give None are harmless."""
+"""Methods of standard values, by which an object may stand in for one; those that give None are harmless."""
 _COMPARISONS = frozenset({
   *('equal', 'equals', 'eq', 'same', 'sameas', 'matches', 'compare', 'compareto', 'identical', 'equivalent'),
   *('isclose', 'allclose', 'approx', 'almostequal', 'approximately', 'contains', 'has', 'includes', 'all', 'any'),
@@ -114,6 +114,9 @@ class Remote:
     else:
       packed = self._remote_program.pack(value)
       self._remote_program.value({'do': 'set', 'of': self._remote_number, 'name': name, 'to': packed})
+
+  def __delattr__(self, name: str) -> None:
+    self._remote_program.value({'do': 'delete', 'of': self._remote_number, 'name': name})
 
   @property
   def __doc__(self) -> Any:
