@@ -391,6 +391,23 @@ def test_memory_of_many_processes_counts_together(sandboxes):
   assert sandboxes.run_cases(hostile.ALLOCATE_IN_MANY, ANY).ended == Ending.MEMORY
 
 
+def test_memory_of_sockets_counts(sandboxes):
+  program = """
+    import os, socket
+    one, other = socket.socketpair()
+    try: one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    except PermissionError: print('refused')
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+    one.setblocking(False)
+    try: print(one.send(b'x' * (1 << 20)) < 1 << 18)
+    except BlockingIOError: pass
+  """
+  assert said(sandboxes, program).split() == ['refused', 'True']
+  many = 'import os, socket, time\nfor _ in range(20):\n  if os.fork() == 0: break\n'
+  many += 'pairs = [socket.socketpair() for _ in range(100)]\ntime.sleep(1000)'
+  assert sandboxes.run_cases(many, ANY).ended == Ending.MEMORY
+
+
 def test_a_gigabyte_of_output_is_cut(sandboxes):
   for program in (hostile.OUTPUT, hostile.ERROR_OUTPUT):
     assert sandboxes.run_cases(program, ANY).ended == Ending.OUTPUT

@@ -51,6 +51,9 @@ _MMAP = {'x86_64': 9, 'aarch64': 222}
 """mmap: denied for shared anonymous memory, which can be held without being resident in any process."""
 _SOCKET = {'x86_64': (41, 53), 'aarch64': (198, 199)}
 """socket and socketpair: only of the families below, which the network namespace confines."""
+_SETSOCKOPT = {'x86_64': 54, 'aarch64': 208}
+"""setsockopt: denied for the size of the buffer of a socket, by which the supervisor counts its memory."""
+_SOL_SOCKET, _SO_SNDBUF = 1, 7
 _FAMILIES = {'AF_UNIX': 1, 'AF_INET': 2, 'AF_INET6': 10}
 _MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
 _DENIED_EVERYWHERE = {
@@ -156,6 +159,7 @@ def _filter(machine: str) -> list[str | _Step]:
     ('equal', _CLONE3, 'unknown', ''),
     ('equal', _MMAP[machine], 'mmap', ''),
     *(('equal', number, 'socket', '') for number in _SOCKET[machine]),
+    ('equal', _SETSOCKOPT[machine], 'option', ''),
     ('answer', _ALLOW),
     'prlimit',
     ('load', _ARGUMENTS[0]),  # The process; 0 is the caller.
@@ -177,6 +181,11 @@ def _filter(machine: str) -> list[str | _Step]:
     ('load', _ARGUMENTS[3]),  # The flags.
     ('and', shared),
     ('equal', shared, 'deny', 'allow'),
+    'option',
+    ('load', _ARGUMENTS[1]),
+    ('equal', _SOL_SOCKET, '', 'allow'),
+    ('load', _ARGUMENTS[2]),
+    ('equal', _SO_SNDBUF, 'deny', 'allow'),
     'socket',
     ('load', _ARGUMENTS[0]),  # The family.
     *(('equal', family, 'allow', '') for family in _FAMILIES.values()),

@@ -42,6 +42,8 @@ _REPORT_BYTES = 64 << 20
 _TAIL = 2000
 """Characters of the standard error that are kept."""
 _PAGE = os.sysconf('SC_PAGE_SIZE')
+_SOCKET = 1 << 18
+"""Bytes that a socket can hold, with Linux's default of 212,992 for what is sent and not read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,7 +287,8 @@ class _Run:
       return 'starved' if self._usage.is_starved(self._limits.wall_s) else 'wall'
     if len(processes) > self._limits.processes + 2:
       return 'processes'
-    return 'memory' if sum(map(_resident_bytes, processes)) > self._limits.memory_bytes else None
+    held = sum(map(_resident_bytes, processes)) + (_buffer_bytes() if self._alone else 0)
+    return 'memory' if held > self._limits.memory_bytes else None
 
   def _reap(self) -> bool:
     """Collects who has ended; whether there are any left."""
@@ -338,6 +341,13 @@ def _descendants(pid: int) -> list[int]:
 def _resident_bytes(pid: int) -> int:
   with contextlib.suppress(OSError, IndexError), open(f'/proc/{pid}/statm') as file:
     return int(file.read().split()[1]) * _PAGE
+  return 0
+
+
+def _buffer_bytes() -> int:
+  """What all sockets of this network namespace can hold: that is resident in no process."""
+  with contextlib.suppress(OSError, IndexError, ValueError), open('/proc/net/sockstat') as file:
+    return int(file.readline().split()[2]) * _SOCKET
   return 0
 
 
