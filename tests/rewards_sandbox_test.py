@@ -1115,6 +1115,13 @@ RIGHT = {
     'def f(x): return re.search("b", x)\ndef g(): return A()',
     'assert f("abc").start() == 1 and g().start().stop() is not None',
   ),
+  'paths and UUIDs': (
+    'import pathlib, uuid\ndef f(path):\n  path.with_suffix(".txt").write_text("x")\n  return path.parent\n'
+    'def g(): return uuid.UUID(int=7)',
+    'import pathlib, uuid\npath = pathlib.Path("/tmp/a")\n'
+    'assert f(path) == pathlib.Path("/tmp") and g() == uuid.UUID(int=7)\n'
+    'assert path.with_suffix(".txt").read_text() == "x" and isinstance(g(), uuid.UUID)',
+  ),
   'an exception with its own attribute': (
     'class E(Exception):\n  def __init__(s, code): super().__init__("bad"); s.code = code\ndef f(): raise E(3)\n'
     'def g(d): return d["a"]',

@@ -12,6 +12,8 @@ import datetime
 import decimal
 import fractions
 import functools
+import pathlib
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,13 +43,17 @@ _MAKERS: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple]]] = {
     lambda d: (d.year, d.month, d.day, d.hour, d.minute, d.second, d.microsecond, d.tzinfo),
   ),
   'timedelta': (datetime.timedelta, lambda d: (d.days, d.seconds, d.microseconds)),
+  'PosixPath': (pathlib.PosixPath, lambda path: (str(path),)),
+  'UUID': (uuid.UUID, lambda number: (str(number),)),
 }
+_UNCOMMON = (pathlib.PosixPath, uuid.UUID)
+"""Objects of a program's own may well have methods of the same names as these: `group`, `match`, `open`."""
 _VIEWS = {type(getattr({}, name)()): f'dict_{name}' for name in ('keys', 'values', 'items')}
 _KINDS = {maker: name for name, (maker, _) in _MAKERS.items() if isinstance(maker, type)} | _VIEWS
 
 STANDARD_TYPES: Mapping[str, type] = {
   **{name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and not name.startswith('_')},
-  **{kind.__name__: kind for kind in _KINDS if kind not in _VIEWS},
+  **{kind.__name__: kind for kind in _KINDS if kind not in _VIEWS and kind not in _UNCOMMON},
 }
 """Types that go by their names: the built-in ones, exceptions too, and those of which values are rebuilt."""
 TYPE_NAMES: Mapping[type, str] = {kind: name for name, kind in STANDARD_TYPES.items()}
