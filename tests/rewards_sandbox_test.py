@@ -1115,6 +1115,14 @@ RIGHT = {
     'def f(x): return re.search("b", x)\ndef g(): return A()',
     'assert f("abc").start() == 1 and g().start().stop() is not None',
   ),
+  'exceptions of the tests that pass through it': (
+    'def f(g, n):\n  for i in range(n):\n    try: return g()\n    except LookupError:\n      if i == n - 1: raise\n'
+    'def name(g):\n  try: g()\n  except Exception as e: return type(e).__name__',
+    'class Own(LookupError):\n  def __init__(s, code): s.code = code\n'
+    'n = []\ndef g():\n  n.append(1)\n  raise Own(7)\n'
+    'try:\n  f(g, 3)\n  assert False\nexcept Own as e: assert e.code == 7 and len(n) == 3\n'
+    'assert name(g) == "Own"',
+  ),
   'paths and UUIDs': (
     'import pathlib, uuid\ndef f(path):\n  path.with_suffix(".txt").write_text("x")\n  return path.parent\n'
     'def g(): return uuid.UUID(int=7)',

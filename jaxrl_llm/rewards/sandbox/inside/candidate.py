@@ -78,12 +78,12 @@ def _mutable(values: list[Any]) -> list[int]:
   return [i for i, value in enumerate(values) if isinstance(value, kinds)]
 
 
-def _exception_of(name: str, text: str) -> BaseException:
-  """A built-in exception by its name, or another one."""
-  kind = getattr(builtins, name, None)
-  known = isinstance(kind, type) and issubclass(kind, Exception)
+def _exception_of(kinds: list[str], text: str) -> BaseException:
+  """An exception whose class has these names, its own first: a built-in one, or one derived from it."""
+  known = [getattr(builtins, kind, None) for kind in kinds]
+  base = next((kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception)), RuntimeError)
   try:
-    return kind(text) if known else RuntimeError(text)
+    return (base if base.__name__ == kinds[0] else type(kinds[0], (base,), {}))(text)
   except TypeError:
     return RuntimeError(text)
 
@@ -95,6 +95,8 @@ class Candidate:
     self._namespace = namespace
     self._peer = Peer(channel, self._answer, self._callback)
     self._callbacks: dict[int, Any] = {}
+    self._theirs: list[tuple[BaseException, int]] = []
+    """Exceptions of the tests' functions, with the numbers by which the tests know them."""
     self._loop: Any = None
 
   def serve(self) -> None:
@@ -126,7 +128,8 @@ class Candidate:
       args = {'args': list(error.args)} if plain else {}
       attributes = {name: self._pack(value) for name, value in vars(error).items()} if vars(error) else {}
       details = {'text': str(error)[:500], 'lines': lines_of(error), 'attributes': attributes}
-      return {'raised': kinds, **details, **args}
+      numbers = [number for theirs, number in self._theirs if theirs is error]
+      return {'raised': kinds, **details, **args, **({'number': numbers[0]} if numbers else {})}
 
   def _do(self, request: Message) -> Message:
     match request:
@@ -180,7 +183,7 @@ class Candidate:
     return self._peer.pack(value, _describe)
 
   def _leave(self, thing: Any, name: str | None, text: str) -> bool:
-    error = None if name is None else _exception_of(name, text)
+    error = None if name is None else _exception_of([name], text)
     details = (None if error is None else type(error), error, None)
     if hasattr(type(thing), '__exit__'):
       return bool(thing.__exit__(*details))
@@ -220,7 +223,10 @@ class Candidate:
         request = {'do': 'call', 'of': number, 'args': [self._pack(arg) for arg in args], 'kwargs': packed}
         reply = self._peer.ask(request)
         if 'value' not in reply:
-          raise _exception_of(reply['raised'][0], reply['text'])
+          error = _exception_of(reply['raised'], reply['text'])
+          if 'number' in reply:
+            self._theirs.append((error, reply['number']))
+          raise error
         return self._peer.unpack(reply['value'])
 
       self._callbacks[number] = callback

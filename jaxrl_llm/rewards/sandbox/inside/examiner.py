@@ -40,6 +40,8 @@ _EVERY = {'AssertionError', 'Exception', 'BaseException'}
 
 _IS_SAME = '__is_same__'
 """The name of `is_same` in the tests; the program is asked for none with such underscores."""
+_MOST_RAISED = 1000
+"""Exceptions of the tests' functions that are kept, with all that they refer to."""
 _SHOWN = '_shown'
 """The attribute of an exception that holds its text, where its arguments are not all there is to it."""
 
@@ -67,6 +69,8 @@ class Examiner:
     self._tests: list[str] = []
     self._streams = {'stdout': sys.stdout, 'stderr': sys.stderr}
     self._turn = threading.RLock()
+    self._raised: list[Exception] = []
+    """What functions of the tests have raised in the program, which may let it pass."""
     self._failure: BaseException | None = None
     """Error that fails the current test even if it was caught."""
     self.error: dict[str, Any] | None = None
@@ -241,6 +245,9 @@ class Examiner:
     if _ENDS & set(kinds):
       stop = next(kind for kind in kinds if kind in _ENDS)
       return getattr(builtins, stop)() if ends else RuntimeError(f'the program raised {stop}')
+    number = reply.get('number')
+    if isinstance(number, int) and 0 <= number < len(self._raised):
+      return self._raised[number]
     kind = self._exception_class(kinds)
     plain = isinstance(args, list) and all(isinstance(arg, (str, int, float, type(None))) for arg in args)
     theirs = kind.__module__ != 'builtins'
@@ -329,7 +336,12 @@ class Examiner:
     except BaseException as error:
       if isinstance(error, AssertionError):
         self._failure = self._failure or error
-      return {'raised': [kind.__name__ for kind in type(error).__mro__], 'text': str(error)[:500]}
+      raised = {'raised': [kind.__name__ for kind in type(error).__mro__], 'text': str(error)[:500]}
+      ends = not isinstance(error, Exception) or _ENDS & set(raised['raised'])
+      if ends or len(self._raised) == _MOST_RAISED:
+        return raised
+      self._raised.append(error)
+      return {**raised, 'number': len(self._raised) - 1}
 
 
 def _standard_exception(kinds: list[str]) -> type[Exception] | None:
