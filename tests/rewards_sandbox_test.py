@@ -428,6 +428,7 @@ def test_files_of_the_host_can_neither_be_seen_nor_written(sandboxes, tmp_path):
   writes = [
     *('/x', '/usr/x', '/usr/bin/x', '/etc/passwd', '/etc/x', '/dev/x', f'{home}/x', str(secret), os.__file__),
     *('/proc/sys/kernel/hostname', '/proc/sys/user/max_user_namespaces', '/proc/sysrq-trigger'),
+    *('/proc/sys/fs/suid_dumpable', '/proc/sys/fs/lease-break-time', '/proc/1/oom_score_adj', '/proc/1/autogroup'),
   ]
   usual = {'bin', 'dev', 'etc', 'home', 'jaxrl', 'lib', 'lib32', 'lib64', 'opt', 'proc', 'root', 'sbin', 'tmp', 'usr'}
   program = f"""
@@ -439,6 +440,9 @@ def test_files_of_the_host_can_neither_be_seen_nor_written(sandboxes, tmp_path):
           print('opened', path)
         except OSError as error: pass
         except ValueError: print('opened', path)
+    for path in {writes}:
+      try: print('opened', path, os.open(path, os.O_WRONLY))  # Of settings, what is there is not cut to nothing.
+      except OSError: pass
     print([name for name in os.listdir('/') if name not in {usual}])
     print([path for home in ('/root', '/home', '/opt') for path in glob.glob(home + '/*')])
     print(os.getuid(), len(glob.glob('/proc/[0-9]*')) < 4)

@@ -194,7 +194,10 @@ class Bubblewrap:
       self._command += ['--ro-bind', '/dev/null', path]
     for path in ('/dev/shm', '/tmp'):
       self._command += ['--size', str(tmp_bytes), '--tmpfs', path]
-    self._command += ['--chmod', '1777', '/tmp', '--remount-ro', '/dev', '--remount-ro', '/', '--chdir', '/tmp']
+    self._command += ['--chmod', '1777', '/tmp', '--chdir', '/tmp']
+    # /proc too: where root starts this, programs are its user on the outside, who may change the kernel's settings.
+    for path in ('/dev', '/proc', '/'):
+      self._command += ['--remount-ro', path]
     command, self._first = _python({'code': str(code), 'tmp_bytes': tmp_bytes, 'once': True, **preload.options()})
     self._command += command
     with self.start(subprocess.PIPE) as first:  # Whether the kernel lets it.
