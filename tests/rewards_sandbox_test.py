@@ -479,6 +479,16 @@ def test_the_disk_is_memory_of_a_fixed_size(sandboxes):
   assert 32 << 20 < written <= 2 * (64 << 20)  # /tmp and, under bubblewrap, /dev/shm.
 
 
+def test_no_program_waits_for_the_hosts_disks(sandboxes):
+  program = """
+    import ctypes, os
+    libc = ctypes.CDLL(None)
+    print([libc.fsync(-1), libc.fdatasync(-1), libc.syncfs(-1), libc.sync_file_range(-1, 0, 0, 0)])
+    with open('x', 'w') as file: os.fsync(file.fileno())
+  """
+  assert said(sandboxes, program) == '[0, 0, 0, 0]'
+
+
 def test_sockets_are_of_families_that_the_namespace_confines(sandboxes):
   program = """
     import socket

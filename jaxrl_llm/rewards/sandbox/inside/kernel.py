@@ -45,6 +45,9 @@ _PRLIMIT = {'x86_64': 302, 'aarch64': 261}
 """prlimit64: denied of other processes, as it asks for no more than the same user: the supervisor's limits too."""
 _SIGACTION = {'x86_64': 13, 'aarch64': 134}
 """rt_sigaction: denied for SIGCHLD, as nobody is told of the processor time of a child whose end its parent ignores."""
+_SYNC = {'x86_64': (74, 75, 162, 277, 306), 'aarch64': (81, 82, 83, 84, 267)}
+"""fsync, fdatasync, sync, sync_file_range and syncfs: done at once. Nothing of a program is on a disk; the host's disks
+could keep it waiting where no signal ends it."""
 _CLONE, _CLONE3 = {'x86_64': 56, 'aarch64': 220}, 435
 """clone: denied for user namespaces, as not every sandbox has a /proc that forbids them; clone3 hides its flags."""
 _MMAP = {'x86_64': 9, 'aarch64': 222}
@@ -153,6 +156,7 @@ def _filter(machine: str) -> list[str | _Step]:
     ('load', _NUMBER),
     ('at least', 0x40000000, 'deny', ''),  # The x32 numbers.
     *(('equal', number, 'deny', '') for number in denied),
+    *(('equal', number, 'done', '') for number in _SYNC[machine]),
     ('equal', _PRLIMIT[machine], 'prlimit', ''),
     ('equal', _SIGACTION[machine], 'sigaction', ''),
     ('equal', _CLONE[machine], 'clone', ''),
@@ -175,6 +179,8 @@ def _filter(machine: str) -> list[str | _Step]:
     ('load', _ARGUMENTS[0]),  # The flags.
     ('and', CLONE_NEWUSER),
     ('equal', 0, 'allow', 'deny'),
+    'done',
+    ('answer', _ERRNO | 0),
     'unknown',
     ('answer', _ERRNO | _ENOSYS),  # So that the C library calls clone.
     'mmap',
