@@ -489,6 +489,18 @@ def test_no_program_waits_for_the_hosts_disks(sandboxes):
   assert said(sandboxes, program) == '[0, 0, 0, 0]'
 
 
+def test_no_program_keeps_the_host_from_opening_a_file(sandboxes):
+  program = """
+    import fcntl, os
+    open('x', 'w').close()
+    for place, command, operand in (('x', fcntl.F_SETLEASE, fcntl.F_WRLCK), ('.', fcntl.F_NOTIFY, fcntl.DN_ACCESS)):
+      try: fcntl.fcntl(os.open(place, os.O_RDONLY), command, operand); print('done')
+      except PermissionError as error: print(error.errno)
+    print(fcntl.fcntl(os.open('x', os.O_RDONLY), fcntl.F_GETFD))
+  """
+  assert said(sandboxes, program).split() == ['1', '1', '1']
+
+
 def test_sockets_are_of_families_that_the_namespace_confines(sandboxes):
   program = """
     import socket

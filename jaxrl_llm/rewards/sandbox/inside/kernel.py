@@ -48,6 +48,9 @@ _SIGACTION = {'x86_64': 13, 'aarch64': 134}
 _SYNC = {'x86_64': (74, 75, 162, 277, 306), 'aarch64': (81, 82, 83, 84, 267)}
 """fsync, fdatasync, sync, sync_file_range and syncfs: done at once. Nothing of a program is on a disk; the host's disks
 could keep it waiting where no signal ends it."""
+_FCNTL = {'x86_64': 72, 'aarch64': 25}
+"""fcntl: denied for leases and watches of files, as a lease keeps whoever opens the file waiting, on the host too."""
+_F_SETLEASE, _F_NOTIFY = 1024, 1026
 _CLONE, _CLONE3 = {'x86_64': 56, 'aarch64': 220}, 435
 """clone: denied for user namespaces, as not every sandbox has a /proc that forbids them; clone3 hides its flags."""
 _MMAP = {'x86_64': 9, 'aarch64': 222}
@@ -159,6 +162,7 @@ def _filter(machine: str) -> list[str | _Step]:
     *(('equal', number, 'done', '') for number in _SYNC[machine]),
     ('equal', _PRLIMIT[machine], 'prlimit', ''),
     ('equal', _SIGACTION[machine], 'sigaction', ''),
+    ('equal', _FCNTL[machine], 'fcntl', ''),
     ('equal', _CLONE[machine], 'clone', ''),
     ('equal', _CLONE3, 'unknown', ''),
     ('equal', _MMAP[machine], 'mmap', ''),
@@ -175,6 +179,10 @@ def _filter(machine: str) -> list[str | _Step]:
     ('equal', 0, '', 'deny'),
     ('load', _ARGUMENTS[1] + 4),
     ('equal', 0, 'allow', 'deny'),
+    'fcntl',
+    ('load', _ARGUMENTS[1]),
+    ('equal', _F_SETLEASE, 'deny', ''),
+    ('equal', _F_NOTIFY, 'deny', 'allow'),
     'clone',
     ('load', _ARGUMENTS[0]),  # The flags.
     ('and', CLONE_NEWUSER),
