@@ -950,7 +950,10 @@ def test_a_function_that_a_check_compares_is_no_class_whatever_its_name(sandboxe
     body = textwrap.indent(test.replace('f(', 'candidate('), '  ')
     outcome = sandboxes.run_tests(
       program,
-      [f'def check(candidate):\n{body}\n  if 0: assert candidate(1) == 2\ncheck(Extract)'],
+      [
+        f'def check(candidate):\n{body}\n  if 0: assert candidate(1) == 2\ncheck(Extract)',
+        f'same = Extract\n{test.replace("f(", "same(")}\nif 0: assert same(1) == 2',
+      ],
       'Extract',
     )
     assert outcome.passed == 0, test

@@ -162,16 +162,17 @@ def _functions(nodes: list[ast.AST]) -> frozenset[str]:
   return frozenset(names | _passed_as(names, nodes))
 
 
-def _passed_as(parameters: set[str], nodes: list[ast.AST]) -> set[str]:
-  """Names that the tests pass to functions of their own as one of these parameters: `check(Extract)`."""
+def _passed_as(others: set[str], nodes: list[ast.AST]) -> set[str]:
+  """Names that have one of these others too: in `check(Extract)` that of the parameter, or by `candidate = Extract`."""
   functions = {node.name: node.args for node in nodes if isinstance(node, ast.FunctionDef)}
-  return {
-    argument.id
-    for node in nodes
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions
-    for parameter, argument in zip(functions[node.func.id].args, node.args, strict=False)
-    if parameter.arg in parameters and isinstance(argument, ast.Name)
-  }
+  pairs = []
+  for node in nodes:
+    match node:
+      case ast.Call(func=ast.Name(id=name), args=args) if name in functions:
+        pairs += zip((parameter.arg for parameter in functions[name].args), args, strict=False)
+      case ast.Assign(targets=[ast.Name(id=name)], value=value):
+        pairs.append((name, value))
+  return {value.id for name, value in pairs if name in others and isinstance(value, ast.Name)}
 
 
 def _is_plain(node: ast.AST) -> bool:
