@@ -132,6 +132,15 @@ def test_a_program_ends_itself_and_knows_its_file_as_one_that_is_run_by_hand(san
   assert said(sandboxes, f'{given}print([line.strip() for line in fileinput.input()])', stdin='a\nb') == "['a', 'b']"
 
 
+def test_a_program_ends_with_executors_and_threads_that_it_left_to_themselves(sandboxes):
+  for name in ('Thread', 'Process'):
+    program = f'from concurrent.futures import {name}PoolExecutor\nexecutor = {name}PoolExecutor(2)\n'
+    outcome = sandboxes.run_cases(f'{program}print(executor.submit(str, "done").result())', ANY)
+    assert outcome.ended == Ending.PASSED, outcome
+  late = 'import threading, time\nthreading.Timer(0.1, lambda: print("done")).start()'
+  assert sandboxes.run_cases(late, ANY).ended == Ending.PASSED
+
+
 def test_a_program_may_close_its_output_or_put_another_in_its_place(sandboxes):
   for end in (
     'sys.stdout.close()',

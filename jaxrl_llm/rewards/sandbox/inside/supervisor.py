@@ -382,9 +382,7 @@ def _exit_code(work: Callable[[], Any]) -> int:
   except BaseException as error:
     code = _NO_MEMORY if isinstance(error, MemoryError) else _RAISED
     print(lines_of(error), file=sys.stderr)
-  for thread in threading.enumerate():
-    if thread is not threading.current_thread() and not thread.daemon:
-      thread.join()
+  threading._shutdown()  # As Python itself: it ends the threads of executors, and joins all others.
   atexit._run_exitfuncs()
   for stream in (sys.stdout, sys.stderr):
     try:
