@@ -76,6 +76,10 @@ def test_the_last_block_of_python_is_the_program():
   assert fenced('```bash\nls\n```') is None
   assert fenced('no fence') is None
   assert fenced('```python\ncut = off') == 'cut = off'
+  assert fenced('```python\r\na = 1\r\n```\r\nThat is it.') == 'a = 1\r\n'
+  assert fenced('1. So:\n   ```python\n   if a:\n     b = 1\n\n  c\n   ```\n2. That is it.') == 'if a:\n  b = 1\n\nc\n'
+  for fence in ('````', '~~~'):
+    assert fenced(f'{fence}python\na = 1\n{fence}\nThat is it.') == 'a = 1\n'
   assert fenced('```python\nx = """\n  ```not a fence```\n"""\n```') == 'x = """\n  ```not a fence```\n"""\n'
 
 

@@ -54,7 +54,8 @@ class CodeOptions(RemoteOptions):
 
 _FENCE = re.compile(
   # Possessive: a long line must not be read again from each of its characters.
-  r'^[ ]{0,3}```[ \t]*+(?P<language>[\w+-]*+)[^\n]*+\n(?P<code>.*?)(?:^[ ]{0,3}```[ \t]*+$|\Z)',
+  r'^(?P<indent>[ ]{0,3})(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<language>[\w+-]*+)[^\n]*+\n'
+  r'(?P<code>.*?)(?:^[ ]{0,3}(?P=fence)[`~]*+[ \t\r]*+$|\Z)',
   re.MULTILINE | re.DOTALL,
 )
 _PYTHON = ('python', 'py', 'python3', '')
@@ -62,10 +63,16 @@ _PYTHON = ('python', 'py', 'python3', '')
 
 def fenced(text: str) -> str | None:
   """The last fenced block of Python, also one that is not closed; of blocks without a language the last."""
-  blocks = [(match['language'].lower(), match['code']) for match in _FENCE.finditer(text)]
+  blocks = [(match['language'].lower(), _block(match)) for match in _FENCE.finditer(text)]
   named = [code for language, code in blocks if language in _PYTHON[:3]]
   plain = [code for language, code in blocks if not language]
   return (named or plain or [None])[-1]
+
+
+def _block(fence: re.Match[str]) -> str:
+  """Its code, without the indent of the fence: a block in a list has one."""
+  indent = len(fence['indent'])
+  return re.sub(f'^ {{1,{indent}}}', '', fence['code'], flags=re.MULTILINE) if indent else fence['code']
 
 
 def _parses(source: str) -> ast.Module | None:
