@@ -1220,6 +1220,13 @@ RIGHT = {
     'try:\n  g([])\n  assert False\nexcept statistics.StatisticsError: pass\n'
     'p = P(1)\ntry:\n  p.x = 2\n  assert False\nexcept FrozenInstanceError: pass',
   ),
+  'exceptions of many arguments': (
+    'class Own(UnicodeEncodeError): pass\ndef f(data): return data.decode()\n'
+    'def g(): raise Own("ascii", "x", 0, 1, "why")\ndef h(): raise ExceptionGroup("more", [ValueError()])',
+    'try:\n  f(b"\\xff")\n  assert False\nexcept UnicodeDecodeError as e: assert "invalid start byte" in str(e)\n'
+    'try:\n  g()\n  assert False\nexcept UnicodeEncodeError as e: assert isinstance(e, Own) and "why" in str(e)\n'
+    'try:\n  h()\n  assert False\nexcept Exception as e: assert "more" in str(e)',
+  ),
   'an exit': (
     'def f(x): exit(x)',
     'try:\n  f(3)\n  assert False\nexcept SystemExit as e: assert e.code == 3',

@@ -29,10 +29,10 @@ _ALIASED = frozenset({
   *('itertools', 'json', 'math', 'operator', 'random', 're', 'statistics', 'string', 'textwrap', 'time'),
 })  # fmt: skip
 """Modules that the program may give a name of the tests' to (`import datetime as dt`): they only compute."""
-_MANY_ARGUMENTS = {
-  *('UnicodeDecodeError', 'UnicodeEncodeError', 'UnicodeTranslateError', 'ExceptionGroup', 'BaseExceptionGroup'),
-}
+_GROUPS = {'ExceptionGroup', 'BaseExceptionGroup'}
 """Exceptions that cannot be made of a text; the built-in class above them is raised."""
+_UNICODE = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
+"""Exceptions of which a derived class can."""
 _ENDS = {'StopIteration', 'StopAsyncIteration'}
 """Exceptions that end an iteration silently: `all(map(f, …))` would hold."""
 _EVERY = {'AssertionError', 'Exception', 'BaseException'}
@@ -267,17 +267,17 @@ class Examiner:
     """The built-in exception, or one made to look like the program's own."""
     if kinds and kinds[0] in self._exceptions:
       return self._exceptions[kinds[0]]
-    known = [getattr(builtins, kind, None) for kind in kinds if kind not in _MANY_ARGUMENTS | _ENDS]
+    known = [getattr(builtins, kind, None) for kind in kinds if kind not in _GROUPS | _ENDS]
     base = next((kind for kind in known if isinstance(kind, type) and issubclass(kind, BaseException)), ProgramError)
     if not issubclass(base, (Exception, SystemExit, KeyboardInterrupt)):
       return ProgramError
-    if kinds and base.__name__ != kinds[0]:
+    if kinds and (base.__name__ != kinds[0] or base in _UNICODE):
       parents = [self._exceptions[kind] for kind in kinds[1:] if kind in self._exceptions]
       standard = _standard_exception(kinds)
       base = standard or (parents[0] if parents else base)
       show = base.__str__
       methods = {'__str__': lambda error: vars(error)[_SHOWN] if _SHOWN in vars(error) else show(error)}
-      if standard:  # It may want other arguments than a text.
+      if standard or issubclass(base, _UNICODE):  # It may want other arguments than a text.
         methods['__init__'] = Exception.__init__
       base = type(kinds[0], (base,), methods)
       self._exceptions[kinds[0]] = base
