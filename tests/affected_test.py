@@ -151,6 +151,7 @@ def this_tree() -> affected.Graph:
   return affected.Graph(affected.ROOT, [str(path.relative_to(affected.ROOT)) for path in files])
 
 
+@pytest.mark.full
 def test_in_this_tree_jobs_depend_on_the_trainer_and_small_parts_on_little():
   graph = this_tree()
   assert {'launch/train.py', 'jaxrl_llm/master/trainer.py'} <= graph.reachable('tests/main_job_test.py')

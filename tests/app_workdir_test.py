@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from jaxrl_llm.app.build.workdir import Workdir, WorkdirInUse, made_files
+from jaxrl_llm.app.composition.workdir import Workdir, WorkdirInUse, made_files
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import load_file
 from jaxrl_llm.core.errors import UserError
@@ -20,7 +20,7 @@ from jaxrl_llm.rollout.explorers.crew import ExplorersConfig
 ROOT = pathlib.Path(__file__).parents[1]
 HOLDER = """
 import pathlib, sys, time
-from jaxrl_llm.app.build.workdir import Workdir
+from jaxrl_llm.app.composition.workdir import Workdir
 held = Workdir(pathlib.Path(sys.argv[1]))
 sys.stdout.write('held' + chr(10))
 sys.stdout.flush()
@@ -33,6 +33,7 @@ def config():
   return load_file(str(ROOT / 'configs' / 'quickstart.py'), Config)
 
 
+@pytest.mark.full
 def test_a_directory_held_by_a_live_process_is_refused_by_its_pid_and_free_once_it_is_killed(tmp_path):
   path = tmp_path / 'run'
   env = {**os.environ, 'PYTHONPATH': str(ROOT)}
@@ -55,6 +56,7 @@ def test_a_directory_held_by_a_live_process_is_refused_by_its_pid_and_free_once_
   assert workdir.path == path
 
 
+@pytest.mark.full
 def test_the_lock_does_not_outlive_its_process_in_a_child_that_it_started(tmp_path):
   """A scorer or a server that is left behind must not block the restart."""
   starter = HOLDER.replace(

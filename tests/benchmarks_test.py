@@ -106,6 +106,7 @@ def test_buffer_runs_and_leaves_nothing(tmp_path):
   assert done.stdout.count('candidates and draw: ') == 2 and not stores.exists()
 
 
+@pytest.mark.full
 def test_accelerator_begins_nothing_when_the_time_is_over():
   done = run('accelerator.py', '--tiny', '--minutes=0', '--models=0.5B')
   assert done.returncode == 0, done.stderr

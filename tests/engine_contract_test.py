@@ -3,6 +3,7 @@
 import asyncio
 
 import engine_contract
+import pytest
 import serving
 from fake_vllm import FakeServer, Sampled
 
@@ -24,6 +25,7 @@ def test_embedded_engine():
   asyncio.run(main())
 
 
+@pytest.mark.full
 def test_fleet_of_fake_servers(tmp_path):
   async def main():
     shape = dict(max_model_len=serving.LENGTH, vocab_size=serving.VOCAB)

@@ -117,6 +117,7 @@ def test_the_gradient_is_that_of_finite_differences(folder, kind):
     assert slope == pytest.approx((loss(1e-5) - loss(-1e-5)) / 2e-5, rel=1e-7)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   'cut',
   [

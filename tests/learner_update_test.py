@@ -152,6 +152,7 @@ def test_the_mesh_changes_nothing(folder, axes):
   assert_same(on_mesh(folder, axes, model='bigram'), whole)
 
 
+@pytest.mark.full
 def test_a_sharded_decoder_has_the_same_gradient(folder):
   whole = compute(folder, SUBJECTS['token-mean'])
   axes = (('fsdp', 2), ('sequence', 2), ('tensor', 2))
@@ -267,6 +268,7 @@ def test_nothing_scorable_is_an_empty_update_without_a_nan(folder):
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), host_params('bigram'))
 
 
+@pytest.mark.full
 def test_a_sharded_update_keeps_its_shardings_and_its_result(folder):
   plain, _ = step(folder, algorithm=SFT)
   _, _, fresh = prepared(folder, SFT, CONFIG, axes=(('fsdp', 2), ('tensor', 2)), chunks=2)
@@ -279,6 +281,7 @@ def test_a_sharded_update_keeps_its_shardings_and_its_result(folder):
     assert np.linalg.norm(np.asarray(flatten(found.params)[name]) - wanted) <= 1e-3 * moved
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('axes', [(), (('fsdp', 2), ('tensor', 2))], ids=['one', 'sharded'])
 def test_moments_in_host_memory_change_nothing(folder, axes):
   states = {}

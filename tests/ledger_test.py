@@ -49,6 +49,7 @@ def save(root, message):
   git(root, 'commit', '--quiet', '--message', message)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('workers', [(), ('-p', 'xdist', '--numprocesses=2')], ids=['alone', 'workers'])
 def test_what_passed_at_this_commit_is_not_run_again_and_the_rest_is(tree, tmp_path, workers):
   env = {key: value for key, value in os.environ.items() if not key.startswith('PYTEST_')}

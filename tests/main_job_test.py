@@ -11,6 +11,8 @@ import pytest
 
 from jaxrl_llm.runtime.metrics import METRICS
 
+pytestmark = pytest.mark.full
+
 WRITTEN_ELSEWHERE = {
   'mix': ('actor/expert_logprob', 'actor/mu'),
   'opmd': ('actor/log_ratio_sum',),
@@ -125,7 +127,6 @@ def test_bad_input_is_one_clear_line(tmp_path, flags, code, words):
     assert word in lines[0]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize('platform', ['cuda', 'nowhere'])
 def test_a_platform_without_devices_is_one_clear_line(tmp_path, platform):
   if platform == 'cuda' and pathlib.Path('/dev/nvidiactl').exists():
@@ -139,7 +140,6 @@ def test_a_platform_without_devices_is_one_clear_line(tmp_path, platform):
   assert not (tmp_path / 'run').exists()
 
 
-@pytest.mark.full
 def test_every_documented_metric_is_written_by_a_run(finished):
   """By the quickstart's or PPO's, but for those of `WRITTEN_ELSEWHERE`."""
   written = {key for run in (finished, job.ppo_run()) for row in job.rows(run) for key in row}
@@ -153,7 +153,6 @@ def test_changed_configuration_is_refused_on_resume(finished, tmp_path):
   assert len(result.stderr.strip().splitlines()) == 1
 
 
-@pytest.mark.full
 def test_branches_from_a_run_with_init_from(finished, tmp_path):
   workdir = tmp_path / 'branch'
   job.train(workdir, f'--init_from={finished}', '--config.stages.sft.steps=1', '--config.stages.grpo.steps=1')
@@ -161,7 +160,6 @@ def test_branches_from_a_run_with_init_from(finished, tmp_path):
   assert score(workdir)[0] == score(finished)[-1] != score(finished)[0]
 
 
-@pytest.mark.full
 def test_a_run_in_use_is_refused_and_stops_by_signal_commit_say_how_to_resume_and_change_no_bit(finished, tmp_path):
   run = tmp_path / 'run'
   for signum, count in ((signal.SIGINT, 5), (signal.SIGTERM, 15)):
@@ -190,7 +188,6 @@ MANY_UPDATES = (
 )
 
 
-@pytest.mark.full
 def test_reference_minibatches_and_epochs_run_and_resume_bit_for_bit(tmp_path):
   job.train(tmp_path / 'whole', *MANY_UPDATES)
   steps = [r for r in job.rows(tmp_path / 'whole') if r['stage'] == 'grpo' and 'actor/pg_loss' in r]
@@ -215,7 +212,6 @@ def checkpoint(directory, *, config=None, cut=None, source):
   return directory
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
   ('spoil', 'words'),
   [
@@ -233,7 +229,6 @@ def test_spoilt_checkpoints_are_one_clear_line(finished, tmp_path, spoil, words)
     assert word in lines[0]
 
 
-@pytest.mark.full
 def test_a_full_disk_while_committing_is_one_clear_line_and_loses_nothing(tmp_path):
   """A real small file system, where this process may mount one."""
   import subprocess

@@ -82,6 +82,7 @@ def test_a_length_that_no_device_count_divides():
     assert_same(found, value_and_gradient(None, 'masked', *case), 1e-12)
 
 
+@pytest.mark.full
 def test_splash_over_cut_sequences_and_heads():
   case = draw('float32', time=300, rows=((100, 190), (299,)))
   found = value_and_gradient(mesh_of('mixed'), 'splash', *case, window=90, softcap=2.0, interpret=True)
@@ -108,6 +109,7 @@ def gradient_of_a_model(mesh_name, **options):
     return jax.device_get(jax.jit(jax.grad(loss))(params))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('name', [None, 'mixed'])
 def test_a_decoder_by_blocks_has_the_same_gradient(name):
   found, wanted = gradient_of_a_model(name, attention='blockwise'), gradient_of_a_model(None, attention='masked')

@@ -71,6 +71,7 @@ def test_new_adapters_change_no_bit_and_stand_on_the_same_numbers(scan):
     assert 0.9 * bound <= np.abs(array).max() <= bound, name
 
 
+@pytest.mark.full
 def test_the_same_key_gives_the_same_adapters_scanned_or_not():
   unrolled, scanned = params(model()), unstack_layers(params(model(scan_layers=True)))
   jax.tree.map(np.testing.assert_array_equal, unrolled, scanned)

@@ -42,6 +42,7 @@ def test_the_definitions_agree_with_each_other():
   assert whole == pytest.approx(parts, rel=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('size', [2, 3])
 @pytest.mark.parametrize(
   ('make', 'factor'),

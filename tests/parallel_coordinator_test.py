@@ -176,6 +176,7 @@ def said(tmp_path_factory):
     return said
 
 
+@pytest.mark.full
 def test_a_large_value_is_the_same_in_both(said):
   value = {
     'rows': [{'uid': f'grpo/{i}', 'reward': i / 3, 'none': None} for i in range(4000)],

@@ -141,6 +141,7 @@ def test_a_fold_without_prompts_is_refused(baseline, tmp_path):
     baseline.load_folds(write(tmp_path / 'pairs.jsonl', [{'prompt': 'q', 'chosen': 'a', 'rejected': 'b'}]), 3)
 
 
+@pytest.mark.full
 def test_command_prints_both_accuracies_and_one_line_for_a_missing_file(tmp_path):
   source = write(tmp_path / 'pairs.jsonl', marked_pairs(40, random.Random(0)))
   done = subprocess.run([sys.executable, SCRIPT, f'--pairs={source}'], cwd=ROOT, capture_output=True, text=True)

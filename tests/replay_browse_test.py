@@ -124,6 +124,7 @@ def test_a_samples_history_is_told_whole(run):
     browse.history(run / 'replay', 'g/9')
 
 
+@pytest.mark.full
 def test_the_command_prints_it_and_fails_where_nothing_adds_up(run):
   assert command(run)[0].startswith('samples, usual, 4: ')
   assert command(run, '--state=dropped') == [

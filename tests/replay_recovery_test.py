@@ -193,6 +193,7 @@ def test_killed_between_any_two_steps(base, stride):
     check(directory)
 
 
+@pytest.mark.full
 def test_killed_at_random_times_and_resumed(tmp_path):
   for seed in range(4):
     child = start_child('run', tmp_path)

@@ -18,7 +18,7 @@ import hostile
 import pytest
 from fixtures.rewards_scorers import attempt
 
-from jaxrl_llm.app.build.scorers import build_scorer
+from jaxrl_llm.app.composition.scorers import build_scorer
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.client import RemoteError
 from jaxrl_llm.core.net.listener import listening
@@ -437,6 +437,7 @@ def test_several_hosts_share_the_work_and_one_that_dies_is_done_without(tmp_path
   assert hostile.until(lambda: not any(str(tmp_path) in line for line in hostile.processes('serve.py')))
 
 
+@pytest.mark.full
 def test_serve_refuses_in_one_line():
   for flags, line in (
     (

@@ -21,6 +21,7 @@ from jaxrl_llm.rewards.api import Awaited, Verdict
 from jaxrl_llm.rewards.pool.live import CHECK_S, FILE, Live, LiveFile, parse
 
 
+@pytest.mark.full
 def test_a_resized_pool_answers_every_call_once(tmp_path):
   """50 calls have just been made each time that there are 1, 4, 2 and 3 processes instead."""
   log, calls = tmp_path / 'log', []

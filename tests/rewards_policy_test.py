@@ -60,6 +60,7 @@ def test_a_failed_call_is_repeated_as_often_as_permitted(failures, retries, call
   assert succeeded or score.evidence['calls'] == calls
 
 
+@pytest.mark.full
 def test_a_call_is_repeated_whether_it_crashed_raised_or_ran_too_long(tmp_path):
   fields = {'log': str(tmp_path / 'log')}
 

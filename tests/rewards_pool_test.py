@@ -329,6 +329,7 @@ def session_members(session):
   return members
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
 def test_no_process_outlives_an_owner_that_is_killed():
   process = owner('hang')
@@ -345,6 +346,7 @@ def test_no_process_outlives_an_owner_that_is_killed():
   assert not left
 
 
+@pytest.mark.full
 def test_an_interrupt_of_the_process_group_leaves_the_workers_to_their_owner():
   process = owner('interrupt')
   os.killpg(process.pid, signal.SIGINT)
@@ -449,7 +451,7 @@ def test_the_deadline_of_a_first_call_is_not_charged_with_an_import(tmp_path):
   ],
 )
 def test_a_scorer_of_ours_has_the_library_that_it_needs(kind, options, library):
-  from jaxrl_llm.app.build.scorers import build_scorer  # Here, as this module is imported by workers too.
+  from jaxrl_llm.app.composition.scorers import build_scorer  # Here, as this module is imported by workers too.
 
   modules = set(worker.preload([build_scorer(ScorerConfig(name=kind, options=options))]))
   assert modules & {'math_verify', 'reasoning_gym', 'sympy'} == library

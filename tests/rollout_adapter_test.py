@@ -57,6 +57,7 @@ def probe(step):
   return Probe(sequences=SEQUENCE, logprobs=np.where(np.arange(5) > 0, -np.float32(1 + step), 0)[None])
 
 
+@pytest.mark.full
 def test_a_base_is_published_once_and_stays_while_an_adapter_stands_on_it(folder, params):
   first = folder.write(A, leaves(params, 0, base=True))
   later = [folder.write(version, leaves(params, version.step, base=False)) for version in (B, C)]

@@ -174,6 +174,7 @@ def assert_drawn_by(params, prompt, choice, temperature=1.0, part=slice(None)):
   np.testing.assert_allclose(given_logprobs(choice)[part], wanted[part], atol=2e-5)
 
 
+@pytest.mark.full
 def test_what_is_loaded_is_what_was_published(runner, opened, published):
   _, client, first = opened
 

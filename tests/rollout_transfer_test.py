@@ -31,6 +31,8 @@ from jaxrl_llm.rollout.vllm.replica import Replica
 from jaxrl_llm.rollout.vllm.server import WORKER, VllmConfig, server_commands
 from jaxrl_llm.rollout.vllm.transfer import SENDER, FileTransfer, SenderTransfer, Transfer, build_transfer
 
+pytestmark = pytest.mark.full
+
 ROOT = pathlib.Path(__file__).parents[1]
 INIT, START, UPDATE, FINISH = (
   *('/init_weight_transfer_engine', '/start_weight_update'),
@@ -701,7 +703,6 @@ print('all there')
 """
 
 
-@pytest.mark.full
 def test_the_real_vllm_has_the_names_and_the_fields_that_the_sender_uses(tmp_path):
   python = pathlib.Path(os.environ.get('JAXRL_LLM_VLLM_ENVIRONMENT', ROOT / '.venv-vllm')) / 'bin' / 'python'
   if not python.exists():

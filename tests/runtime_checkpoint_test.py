@@ -283,6 +283,7 @@ for step in range(1, 11):
 """
 
 
+@pytest.mark.full
 def test_writes_that_go_on_after_the_first_error_leave_and_print_nothing(tmp_path):
   env = {key: value for key, value in os.environ.items() if key != 'XLA_FLAGS'}
   done = subprocess.run(
@@ -335,6 +336,7 @@ def assert_every_commit_is_whole(path) -> None:
   saved.save(steps[-1] + 1, {'x': jnp.zeros(1 << 21)}, {}, best=None)
 
 
+@pytest.mark.full
 def test_a_process_killed_in_the_middle_of_a_save_leaves_the_commits_before_it(tmp_path):
   target = tmp_path / 'checkpoints' / '2'
 

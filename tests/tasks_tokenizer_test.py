@@ -267,6 +267,7 @@ ONE_OF_MANY = """
 {%- if add_generation_prompt %}[assistant]{% endif %}{% endif %}"""
 
 
+@pytest.mark.full
 def test_a_template_that_fails_or_never_ends_is_one_line(built, tmp_path, monkeypatch):
   monkeypatch.setattr(rendering, 'LIMITS', rendering.Limits(cpu_s=1.0))
   built['bpe', 'plain'][0].save(tmp_path)
@@ -299,6 +300,7 @@ def launch(*args):
   return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
 
 
+@pytest.mark.full
 def test_launch_script_makes_a_directory_and_shows_a_round_trip(tmp_path):
   (tmp_path / 'train.jsonl').write_text('{"question": "2+3", "answer": "two and three: #### 5"}\n')
   done = launch(
@@ -310,6 +312,7 @@ def test_launch_script_makes_a_directory_and_shows_a_round_trip(tmp_path):
   assert Tokenizer.from_directory(tmp_path / 't').encode('5=') == [3, 4]
 
 
+@pytest.mark.full
 def test_launch_script_says_bad_input_in_one_line(tmp_path):
   (tmp_path / 'train.jsonl').write_text('{"question": "2+3"}\n')
   done = launch(f'--source={tmp_path}/trian.jsonl', f'--target={tmp_path}/t')

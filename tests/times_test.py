@@ -130,6 +130,7 @@ JAX = """
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('workers', [0, 1])
 @pytest.mark.parametrize('killed', ['', 'yes'])
 def test_the_plugin_writes_a_file_for_each_process(tmp_path, workers, killed):

@@ -110,6 +110,7 @@ def peer_directory(request, tmp_path_factory):
   return peer, directory
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('scan_layers', [False, True])
 def test_logits_are_those_of_transformers(peer_directory, scan_layers):
   peer, directory = peer_directory
@@ -400,6 +401,7 @@ def test_convert_fails_in_one_line(tmp_path):
     assert not (tmp_path / 't').exists()
 
 
+@pytest.mark.full
 def test_no_torch_comes_with_the_weights():
   ran = run_python(
     '-c', "import sys, jaxrl_llm.weights.hf; print(sorted({'torch', 'transformers'} & set(sys.modules)))"

@@ -341,6 +341,7 @@ for name in ('new', 'again', 'keep'):
 """
 
 
+@pytest.mark.full
 def test_whoever_is_killed_leaves_no_version_that_is_not_whole(tmp_path):
   ran = subprocess.run([sys.executable, '-c', KILLED, tmp_path / 'w'], capture_output=True, text=True, timeout=300)
   assert ran.returncode == 0, ran.stderr
