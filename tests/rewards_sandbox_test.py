@@ -417,6 +417,31 @@ def test_memory_of_sockets_counts(sandboxes):
   assert sandboxes.run_cases(many, ANY).ended == Ending.MEMORY
 
 
+HIDDEN = """
+import sys
+from jaxrl_llm.rewards.code.sandbox import *
+sandboxes = Sandboxes(Limits(wall_s=20, cpu_s=1, memory_mib=512), isolation='namespaces')
+print(sandboxes.output('import os; print(os.listdir("/proc"), os.getcwd())', '')[1])
+print(*(sandboxes.output(program, '')[0].ended.value for program in sys.argv[1:]))
+sandboxes.close()
+"""
+
+
+def test_limits_hold_where_a_container_hides_proc():
+  """A file of /proc is covered, as in containers: the kernel permits no other /proc there."""
+  within = ['unshare', '--mount', 'sh', '-c', 'mount --bind /dev/null /proc/version && exec "$@"', 'sh']
+  if subprocess.run([*within, 'true'], capture_output=True).returncode:
+    pytest.skip('no mount namespace without root')
+  many = 'import os, time\nfor _ in range(3): os.fork()\nwhile time.process_time() < 0.4: pass\ntime.sleep(1000)'
+  run = subprocess.run(
+    [*within, sys.executable, '-c', HIDDEN, hostile.ALLOCATE_IN_MANY, many],
+    env={**os.environ, 'PYTHONPATH': str(ROOT)},
+    capture_output=True,
+    text=True,
+  )
+  assert run.stdout.split('\n')[:3] == ['[] /tmp', '', 'memory cpu'], run
+
+
 def test_a_gigabyte_of_output_is_cut(sandboxes):
   for program in (hostile.OUTPUT, hostile.ERROR_OUTPUT):
     assert sandboxes.run_cases(program, ANY).ended == Ending.OUTPUT

@@ -84,15 +84,16 @@ class _Pipe:
 
 
 class Supervisor:
-  def __init__(self, control: Channel, *, alone: bool):
+  def __init__(self, control: Channel, *, alone: bool, proc: str):
     """
     Args:
       control: to the outside.
       alone: whether this is the first process of its own PID namespace.
+      proc: where the kernel describes processes; of another namespace if it is not /proc.
     """
-    self._control, self._alone = control, alone
+    self._control, self._alone, self._proc = control, alone, _Proc(proc, alone=alone)
     self._deadline = 0.0
-    self._usage = Usage()
+    self._usage = Usage(proc)
 
   def run(self) -> None:
     """Serves one program; ends with Closed when the outside is done with it."""
@@ -107,7 +108,9 @@ class Supervisor:
       self._control.send(self._run_once(task['program'], given['stdin']))
 
   def _open_run(self, pipes: list[_Pipe]) -> _Run:
-    return _Run(self._limits, self._deadline, pipes, usage=self._usage, control=self._control, alone=self._alone)
+    return _Run(
+      self._limits, self._deadline, pipes, usage=self._usage, control=self._control, alone=self._alone, proc=self._proc
+    )
 
   def _run_once(self, program: str, stdin: str) -> dict[str, Any]:
     given = os.memfd_create('stdin', os.MFD_ALLOW_SEALING)
@@ -180,6 +183,8 @@ class Supervisor:
       os.dup2(stdout.writer if untrusted else null, 1)
       os.dup2(stderr.writer if stderr else null, 2)
       _close_all_but({0, 1, 2, *keep})
+      if self._alone:
+        os.chdir('/tmp')
       if untrusted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
       self._confine(untrusted)
@@ -209,6 +214,39 @@ class Supervisor:
     kernel.deny_calls()
 
 
+class _Proc:
+  """What the kernel says of a sandbox's processes, which go by the numbers that they have in the directory `path`."""
+
+  def __init__(self, path: str, *, alone: bool):
+    self._path, self._alone, self._own = path, alone, 0
+    with contextlib.suppress(OSError):
+      self._own = int(os.readlink(f'{path}/self'))
+
+  def processes(self) -> list[int]:
+    """All of the sandbox but this one."""
+    if self._alone and self._own == os.getpid():
+      return [int(name) for name in os.listdir(self._path) if name.isdecimal() and int(name) != self._own]
+    return self._descendants(self._own)
+
+  def _descendants(self, pid: int) -> list[int]:
+    found = []
+    with contextlib.suppress(OSError), open(f'{self._path}/{pid}/task/{pid}/children') as file:
+      for child in map(int, file.read().split()):
+        found += [child, *self._descendants(child)]
+    return found
+
+  def resident_bytes(self, pid: int) -> int:
+    with contextlib.suppress(OSError, IndexError), open(f'{self._path}/{pid}/statm') as file:
+      return int(file.read().split()[1]) * _PAGE
+    return 0
+
+  def buffer_bytes(self) -> int:
+    """What all sockets of the sandbox's network namespace can hold: that is resident in no process."""
+    with contextlib.suppress(OSError, IndexError, ValueError), open(f'{self._path}/net/sockstat') as file:
+      return int(file.readline().split()[2]) * _SOCKET if self._alone else 0
+    return 0
+
+
 class _Run:
   """The processes of one run, from their start until none is left."""
 
@@ -221,11 +259,12 @@ class _Run:
     usage: Usage,
     control: Channel,
     alone: bool,
+    proc: _Proc,
   ):
     self.ended: dict[int, dict[str, Any]] = {}
     """How processes ended, by number."""
     self._limits, self._deadline, self._control, self._alone = limits, deadline, control, alone
-    self._usage = usage
+    self._usage, self._proc = usage, proc
     self._pipes = {pipe.reader: pipe for pipe in pipes}
     self._reason: str | None = None
     """The limit for which all were killed."""
@@ -279,7 +318,7 @@ class _Run:
     """The limit that all processes together have exceeded."""
     if any(pipe.full for pipe in self._pipes.values()):
       return 'output'
-    processes = self._processes()
+    processes = self._proc.processes()
     self._usage.look(processes)
     if self._usage.used_s > self._limits.cpu_s:
       return 'cpu'
@@ -287,7 +326,7 @@ class _Run:
       return 'starved' if self._usage.is_starved(self._limits.wall_s) else 'wall'
     if len(processes) > self._limits.processes + 2:
       return 'processes'
-    held = sum(map(_resident_bytes, processes)) + (_buffer_bytes() if self._alone else 0)
+    held = sum(map(self._proc.resident_bytes, processes)) + self._proc.buffer_bytes()
     return 'memory' if held > self._limits.memory_bytes else None
 
   def _reap(self) -> bool:
@@ -311,44 +350,15 @@ class _Run:
     named = {0: 'ok', _RAISED: 'exception', _NO_MEMORY: 'memory'}
     return {'ended': named.get(code, 'exit'), 'code': code}
 
-  def _processes(self) -> list[int]:
-    """All of the sandbox but this one."""
-    if not self._alone:
-      return _descendants(os.getpid())
-    with contextlib.suppress(OSError):  # Where no /proc could be mounted.
-      return [int(name) for name in os.listdir('/proc') if name.isdecimal() and int(name) != os.getpid()]
-    return []
-
   def _kill_all(self) -> None:
     # All at once, also those that fork meanwhile.
-    _kill([-1] if self._alone else _descendants(os.getpid()))
+    _kill([-1] if self._alone else self._proc.processes())
 
 
 def _kill(pids: list[int]) -> None:
   for pid in pids:
     with contextlib.suppress(ProcessLookupError):
       os.kill(pid, signal.SIGKILL)
-
-
-def _descendants(pid: int) -> list[int]:
-  found = []
-  with contextlib.suppress(OSError), open(f'/proc/{pid}/task/{pid}/children') as file:
-    for child in map(int, file.read().split()):
-      found += [child, *_descendants(child)]
-  return found
-
-
-def _resident_bytes(pid: int) -> int:
-  with contextlib.suppress(OSError, IndexError), open(f'/proc/{pid}/statm') as file:
-    return int(file.read().split()[1]) * _PAGE
-  return 0
-
-
-def _buffer_bytes() -> int:
-  """What all sockets of this network namespace can hold: that is resident in no process."""
-  with contextlib.suppress(OSError, IndexError, ValueError), open('/proc/net/sockstat') as file:
-    return int(file.readline().split()[2]) * _SOCKET
-  return 0
 
 
 def _limit(name: str, soft: int, hard: int) -> None:
@@ -403,17 +413,17 @@ def _flush_files() -> None:
         thing.flush()
 
 
-def supervise(connection: socket.socket, *, alone: bool) -> None:
+def supervise(connection: socket.socket, *, alone: bool, proc: str = '/proc') -> None:
   """Ends this process when the program has been run; never returns."""
   try:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python's handler would let the program interrupt it, and its tests.
     kernel.set_inspectable(False)
     if not alone:
       kernel.adopt_orphans()
-    Supervisor(Channel(connection), alone=alone).run()
+    Supervisor(Channel(connection), alone=alone, proc=proc).run()
   except Closed:
     pass
   finally:
     if not alone:
-      _kill(_descendants(os.getpid()))
+      _kill(_Proc(proc, alone=False).processes())
     os._exit(0)

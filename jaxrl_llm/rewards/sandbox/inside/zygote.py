@@ -108,26 +108,32 @@ def _enter(connection: socket.socket, tmp_bytes: int) -> None:
   kernel.mount(
     'tmpfs', '/tmp', 'tmpfs', kernel.MS_NOSUID | kernel.MS_NODEV, f'size={tmp_bytes},nr_inodes=16384,mode=1777'
   )
-  _mount_proc()
-  os.chdir('/tmp')
+  os.chdir('/proc')
+  proc = '/proc' if _mounts_proc() else '.'
+  if proc == '/proc':
+    os.chdir('/tmp')
   kernel.drop_capabilities()
-  supervise(connection, alone=True)
+  supervise(connection, alone=True, proc=proc)
 
 
-def _mount_proc() -> None:
-  """A /proc of the sandbox's own processes; an empty directory where the kernel refuses that."""
+def _mounts_proc() -> bool:
+  """Whether /proc is the sandbox's own processes now. Else it is empty: a kernel refuses that in many containers.
+
+  The supervisor reads the one below it then, which is its working directory and out of the program's reach.
+  """
   quiet = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
   try:
     kernel.mount('proc', '/proc', 'proc', quiet)
   except OSError:
     kernel.mount('tmpfs', '/proc', 'tmpfs', quiet | kernel.MS_RDONLY, 'size=0,mode=555')
-    return
+    return False
   for kind in ('user', 'mnt', 'pid', 'net', 'ipc', 'uts', 'cgroup'):
     with contextlib.suppress(OSError), open(f'/proc/sys/user/max_{kind}_namespaces', 'w') as file:
       file.write('0')
   with contextlib.suppress(OSError):  # The kernel's command line describes the host.
     kernel.bind('/dev/null', '/proc/cmdline')
   kernel.mount('none', '/proc', None, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | quiet)
+  return True
 
 
 def _start(connection: socket.socket, tmp_bytes: int, *, isolated: bool) -> int:
