@@ -1186,6 +1186,11 @@ RIGHT = {
     'try:\n  f(g, 3)\n  assert False\nexcept Own as e: assert e.code == 7 and len(n) == 3\n'
     'assert name(g) == "Own"',
   ),
+  'functions of the tests that its threads call': (
+    'from concurrent.futures import ThreadPoolExecutor\ndef f(g, items):\n'
+    '  with ThreadPoolExecutor(8) as threads: return list(threads.map(g, items))',
+    'assert f(lambda x: x * 2, range(200)) == list(range(0, 400, 2))',
+  ),
   'paths and UUIDs': (
     'import pathlib, uuid\ndef f(path):\n  path.with_suffix(".txt").write_text("x")\n  return path.parent\n'
     'def g(): return uuid.UUID(int=7)',

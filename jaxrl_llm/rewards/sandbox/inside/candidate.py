@@ -13,6 +13,7 @@ import functools
 import io
 import linecache
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Iterator
@@ -95,6 +96,8 @@ class Candidate:
     self._namespace = namespace
     self._peer = Peer(channel, self._answer, self._callback)
     self._callbacks: dict[int, Any] = {}
+    self._turn = threading.RLock()
+    """Of the threads that call functions of the tests."""
     self._theirs: list[tuple[BaseException, int]] = []
     """Exceptions of the tests' functions, with the numbers by which the tests know them."""
     self._loop: Any = None
@@ -219,15 +222,16 @@ class Candidate:
     if number not in self._callbacks:
 
       def callback(*args: Any, **kwargs: Any) -> Any:
-        packed = {name: self._pack(arg) for name, arg in kwargs.items()}
-        request = {'do': 'call', 'of': number, 'args': [self._pack(arg) for arg in args], 'kwargs': packed}
-        reply = self._peer.ask(request)
-        if 'value' not in reply:
+        with self._turn:
+          packed = {name: self._pack(arg) for name, arg in kwargs.items()}
+          request = {'do': 'call', 'of': number, 'args': [self._pack(arg) for arg in args], 'kwargs': packed}
+          reply = self._peer.ask(request)
+          if 'value' in reply:
+            return self._peer.unpack(reply['value'])
           error = _exception_of(reply['raised'], reply['text'])
           if 'number' in reply:
             self._theirs.append((error, reply['number']))
           raise error
-        return self._peer.unpack(reply['value'])
 
       self._callbacks[number] = callback
       self._peer.borrow(number, callback)
