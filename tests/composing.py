@@ -55,9 +55,30 @@ _HARM = {
   'signals': """
     import os, signal
     for pid in (1, os.getppid()):
-      for number in (signal.SIGTERM, signal.SIGKILL):
+      for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT):
         try: os.kill(pid, number)
         except OSError: pass
+  """,
+  'scheduler': """
+    import ctypes, os
+    for call in (
+      lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)), lambda: os.sched_setaffinity(1, {0}),
+      lambda: os.setpriority(os.PRIO_USER, 0, 19),
+    ):
+      try: call()
+      except OSError: pass
+    ctypes.CDLL(None).prctl(15, bytes([255]))
+  """,
+  'kernel memory': """
+    import ctypes, os, socket
+    libc = ctypes.CDLL(None)
+    for _ in range(20): libc.semget(0, 32000, 0o600)
+    for _ in range(20):
+      pair = socket.socketpair()
+      try: pair[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+      except OSError: pass
+    try: os.write(os.open('/proc/self/fd/0', os.O_RDWR | os.O_APPEND), bytes(1 << 20))
+    except OSError: pass
   """,
   'ignore signals': """
     import signal
