@@ -419,7 +419,7 @@ def test_memory_of_sockets_counts(sandboxes):
 
 HIDDEN = """
 import sys
-from jaxrl_llm.rewards.code.sandbox import *
+from jaxrl_llm.rewards.sandbox.sandbox import *
 sandboxes = Sandboxes(Limits(wall_s=20, cpu_s=1, memory_mib=512), isolation='namespaces')
 print(sandboxes.output('import os; print(os.listdir("/proc"), os.getcwd())', '')[1])
 print(*(sandboxes.output(program, '')[0].ended.value for program in sys.argv[1:]))
