@@ -3,7 +3,7 @@
 Invariant: nothing is written before all of a publication was read and found to be what the trainer announced, and a
 digest is always that of the live parameters, not of what was meant to be in them.
 
-Imported in vLLM's environment, as `--worker-extension-cls jaxrl_llm_worker.Worker` (see `rollout.server`); imports
+Imported in vLLM's environment, as `--worker-extension-cls jaxrl_llm_worker.Worker` (see `rollout.vllm.server`); imports
 nothing of jaxrl_llm.
 """
 
