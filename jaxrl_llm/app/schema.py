@@ -1,7 +1,7 @@
-"""The root configuration. Every part stands beside the code that reads it; here they are only put together.
+"""The root configuration. Each part is defined beside the code that reads it and only assembled here.
 
-Batch sizes say their unit: tasks, sequences or tokens. Numbers that follow from others are computed and printed
-(`--dry_run`), never copied by hand.
+Batch sizes state their unit: tasks, sequences or tokens. Derived numbers are computed and printed (`--dry_run`), never
+copied by hand.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jaxrl_llm.tasks.tokenizer import TokenizerConfig
 
 
 def _at_least(where: str, config: Any, **bounds: int) -> None:
-  """Refuses numbers below their bounds, by field; None is no number."""
+  """Raises UserError for a field below its lower bound in `bounds`; None always passes."""
   for name, least in bounds.items():
     value = getattr(config, name)
     if value is not None and value < least:
@@ -45,28 +45,30 @@ def _at_least(where: str, config: Any, **bounds: int) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-  """The model that is trained."""
+  """The model to train."""
 
   init_from: str | None = None
   """Hugging Face directory, hub id, or a run directory (its `hf/`); None = random weights of `family` and `model`."""
   family: str = 'qwen2'
-  """For random weights."""
+  """With random weights: model family."""
   model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """For random weights: fields of ModelSpec (hidden_size, num_hidden_layers, ...) that differ from the tiny default."""
+  """With random weights: ModelSpec fields (hidden_size, num_hidden_layers, ...) that differ from the tiny default."""
   tokenizer: TokenizerConfig = TokenizerConfig()
-  """For random weights; a checkpoint brings its own."""
+  """With random weights: tokenizer to build; a checkpoint brings its own."""
   dtype: Literal['float32', 'bfloat16'] = 'float32'
-  """Of computation."""
+  """Data type of computation."""
   param_dtype: Literal['float32', 'bfloat16'] = 'float32'
-  """Of the parameters; adapters are float32."""
+  """Data type of the parameters; adapters are float32."""
   scan_layers: bool = False
-  """One compiled layer for all: compiles faster, runs 10 to 15 % slower on a CPU."""
+  """Compile one layer and scan it over all: compiles faster, runs 10 to 15 % slower on a CPU."""
   remat: Literal['none', 'full', 'dots', 'offload'] = 'none'
-  """What the backward pass finds of each layer, see ModelOptions.remat; saves memory on a CPU only with scan_layers."""
+  """Activations of each layer kept for the backward pass, see ModelOptions.remat; saves CPU memory only with
+  scan_layers."""
   attention: Literal['auto', 'masked', 'blockwise', 'splash', 'pallas_gpu'] = 'auto'
-  """In training: 'masked' holds all scores, 'blockwise' a block of them, the others are kernels of TPUs and of GPUs."""
+  """Implementation in training: 'masked' materializes all scores, 'blockwise' one block; 'splash' is a TPU kernel,
+  'pallas_gpu' a GPU kernel; 'auto' chooses by platform and length."""
   lora: LoraConfig | None = None
-  """Train adapters on frozen weights, in all stages; None: train the whole model."""
+  """Adapters to train on frozen weights, in all stages; None: train the whole model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,50 +76,52 @@ class AlgorithmConfig:
   """A stage's algorithm by name, and its options."""
 
   name: str
-  """One of `learner.catalogue.ALGORITHMS` (`launch/train.py --list`), or your own as 'module:attribute'."""
+  """Key of `learner.catalogue.ALGORITHMS` (`launch/train.py --list`), or your own algorithm as 'module:attribute'."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Fields of the algorithm's own configuration."""
+  """Fields of the algorithm's options dataclass."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-  """PPO's critic: a network of its own, of the policy's shape with one output."""
+  """PPO's critic: a separate network with the policy's architecture and one output."""
 
   init_from: str | None = None
-  """Reward model or critic to begin from (directory, hub id, or a run directory); None: the policy."""
+  """Reward model or critic to start from (directory, hub id, or a run directory); None: the critic of the stage before,
+  or else the policy with a fresh output."""
   optimizer: OptimizerConfig | None = None
-  """None = the policy's."""
+  """Optimizer of the critic; None = the policy's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-  """Expert rows that join each batch of rollouts."""
+  """Expert demonstrations that join each batch of rollouts."""
 
   tasksets: tuple[str, ...]
+  """Names of configured tasksets that the demonstrations come from."""
   demonstrations: DemonstrationsConfig
-  """How they are written."""
+  """Format of the demonstrations."""
   ratio: float = 0.25
-  """Share of the batch's sequences, so many as to be at least it."""
+  """Least share of expert sequences in the batch, between 0 and 1; their number is rounded up."""
 
   def __post_init__(self):
     if not 0 < self.ratio < 1:
       raise UserError(f'experts.ratio: {self.ratio}, wanted a share between 0 and 1')
 
   def rows(self, usual: int) -> int:
-    """Expert sequences beside `usual` rollouts."""
+    """Number of expert sequences that join `usual` rollouts."""
     return math.ceil(usual * self.ratio / (1 - self.ratio) - 1e-9)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PastConfig:
-  """Earlier groups that join each batch of new ones."""
+  """Replayed groups that join each batch of new ones."""
 
   groups: int
-  """Tasks of a batch, on top of `groups_per_batch`; fewer where fewer can be drawn, as in the first batches."""
+  """Replayed groups per batch, on top of `groups_per_batch`; fewer if fewer can be drawn, as in the first batches."""
   max_uses: int
-  """Batches that a group is trained on at most, its first one included."""
+  """Most batches that may train on a group, its first included."""
   draw: DrawConfig = DrawConfig()
-  """Which of them."""
+  """Rule that selects the groups."""
 
   def __post_init__(self):
     _at_least('past.', self, groups=1, max_uses=2)
@@ -125,92 +129,95 @@ class PastConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordedConfig:
-  """Rollouts that another run stored, to be learned from offline; the stage's tasksets have to hold their tasks."""
+  """Rollouts stored by another run, for offline training; those of tasks outside the stage's tasksets are skipped."""
 
   run: str
-  """Its run directory; read once, when this run begins."""
+  """Directory of the other run; read once, when this run begins."""
   stage: str | None = None
-  """Of this stage of it alone; None: of all."""
+  """Stage of the other run whose rollouts are used; None: all stages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PairsConfig:
-  """Preference pairs to learn from, and those that are held out."""
+  """Preference pairs to train on, and held-out pairs."""
 
   train: str
-  """Name of configured preferences."""
+  """Name of the configured preferences to train on."""
   held_out: str | None = None
-  """Measured after each step that ends with an evaluation: `val-core/<name>/rewards/accuracies`. None: nothing is."""
+  """Name of the preferences measured after each step that ends with an evaluation
+  (`val-core/<name>/rewards/accuracies`); None: no measurement."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceSource(PreferencesConfig):
-  """Preferences of a run: from a file, or made of a taskset's tasks by templates (`source='taskset:<name>'`)."""
+  """Preferences of a run: from a file, or made from a taskset's tasks by templates (`source='taskset:<name>'`)."""
 
   wrong: tuple[str, ...] = ()
-  """Of tasks: templates of the worse answer, of which each task gets one; `chosen` is that of the better one."""
+  """With a taskset: templates of the rejected answer, one of which is used per task; `chosen` is the template of the
+  preferred answer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageConfig:
   """One stage: an algorithm, its data, its steps.
 
-  It learns from demonstrations, from preference pairs, from rollouts of another run, or, where none of these is given,
-  from the policy's own rollouts.
+  A stage trains on demonstrations, on preference pairs, on rollouts of another run, or, if none of these is set, on the
+  policy's own rollouts.
   """
 
   name: str
   algorithm: AlgorithmConfig
   steps: int
-  """Batches."""
+  """Number of batches."""
   tasksets: tuple[str, ...] = ()
-  """Names of configured tasksets: what is attempted, or demonstrated."""
+  """Names of configured tasksets to attempt or demonstrate."""
   optimizer: OptimizerConfig | None = None
-  """None = `learner.optimizer`."""
+  """Optimizer of the policy; None = `learner.optimizer`."""
   keep_optimizer: bool = False
-  """Go on with the state of the stage before; else it starts afresh."""
+  """Keep the optimizer state of the previous stage instead of starting fresh."""
   demonstrations: DemonstrationsConfig | None = None
-  """Offline stages (sft): how the tasks' demonstrations are written."""
+  """Offline stages (sft): format of the tasks' demonstrations; None: no demonstrations."""
   preferences: PairsConfig | None = None
-  """Offline stages (dpo, reward_model): the pairs."""
+  """Offline stages (dpo, reward_model): preference pairs; None: no pairs."""
   recorded: RecordedConfig | None = None
-  """Offline stages (grpo, opmd, …): the stored rollouts of another run."""
+  """Offline stages (grpo, opmd, …): stored rollouts of another run; None: no stored rollouts."""
   experts: ExpertsConfig | None = None
-  """Rollout stages (mix): expert rows beside the rollouts."""
+  """Rollout stages (mix): expert rows that join the rollouts; None: none."""
   processors: tuple[ProcessorConfig, ...] = ()
-  """Rollout stages: what is made of a finished group before that, in order; see `master.processors`."""
+  """Rollout stages: processors applied in order to a finished group before selection; see `master.processors`."""
   selection: SelectionConfig = SelectionConfig()
-  """Rollout stages: what of a finished group is learned from."""
+  """Rollout stages: rule for the samples of a finished group that are trained on."""
   critic: CriticConfig = CriticConfig()
-  """Of algorithms that have one."""
+  """Critic, for algorithms that have one."""
   sequences_per_batch: int = 64
-  """Offline stages: sequences of a batch; a pair is two."""
+  """Offline stages: sequences per batch; a pair counts as two."""
   groups_per_batch: int = 16
-  """Rollout stages: tasks of a batch."""
+  """Rollout stages: tasks per batch."""
   group_size: int = 8
-  """Rollout stages: samples of a task."""
+  """Rollout stages: samples per task."""
   temperature: float = 1.0
-  """Rollout stages. Training rollouts are unfiltered (top_p 1, no top_k): the trainer compares whole distributions."""
+  """Rollout stages: sampling temperature. Training rollouts are unfiltered (top_p 1, no top_k): the trainer compares
+  whole distributions."""
   minibatches: int = 1
-  """Optimizer steps that a batch is dealt into."""
+  """Parts that a batch is split into, with one optimizer step each."""
   epochs: int = 1
-  """Times that a batch is gone through."""
+  """Passes over each batch."""
   sampler: SamplerConfig = SamplerConfig()
-  """Rollout stages: which task next."""
+  """Rollout stages: order in which tasks are drawn."""
   past: PastConfig | None = None
-  """Rollout stages: learn from groups of earlier batches too, whose age `past.draw.max_age` bounds; None: from none."""
+  """Rollout stages: groups of earlier batches to train on again, whose age `past.draw.max_age` bounds; None: none."""
   bound: int = 0
-  """Rollout stages: updates that the weights of a rollout may be behind those that train on it; 0 = on-policy."""
+  """Rollout stages: most updates by which a rollout's weights may lag those that train on it; 0 = on-policy."""
   publish_every: int = 1
   """Rollout stages: updates between two publications of the weights to the engine."""
   evaluate_every: int | None = None
-  """Steps; None = only after the stage."""
+  """Steps between evaluations; None = evaluate only after the stage."""
   rollout_only: bool = False
-  """Rollout stages: generate, score, process and store, and train nothing; optimizer and critic end there."""
+  """Rollout stages: generate, score, process and store without training; optimizer and critic state ends there."""
   max_dropped_groups: int = 100
-  """Groups of which nothing is scorable or selected, while one batch is collected; one more ends the run."""
+  """Groups without a scorable or selected sample allowed while one batch is collected; one more ends the run."""
   limits: TaskLimits = TaskLimits()
-  """Rollout stages: how long a group may take."""
+  """Rollout stages: time limits of a group."""
 
   @property
   def explores(self) -> bool:
@@ -219,22 +226,22 @@ class StageConfig:
 
   @property
   def rollouts(self) -> bool:
-    """Whether its batches are groups of scored rollouts, its own or recorded ones."""
+    """Whether its batches are groups of scored rollouts, the policy's own or recorded ones."""
     return self.explores or self.recorded is not None
 
   @property
   def groups(self) -> int:
-    """Tasks of a batch of rollouts, at most."""
+    """Most tasks in a batch of rollouts."""
     return self.groups_per_batch + (self.past.groups if self.past is not None else 0)
 
   @property
   def unit(self) -> int:
-    """Sequences that may not be separated."""
+    """Number of sequences that must stay together: 2 for pairs, else 1."""
     return 2 if self.preferences is not None else self.selection.unit
 
   @property
   def sequences(self) -> int:
-    """Of a batch, at most."""
+    """Most sequences in a batch."""
     if not self.rollouts:
       return self.sequences_per_batch
     usual = self.groups * self.selection.most(self.group_size)
@@ -280,7 +287,7 @@ class StageConfig:
       )
 
   def _check_past(self, past: PastConfig) -> None:
-    """Refuses what would draw from nothing, or more than there can be."""
+    """Raises UserError if there are no rollouts to draw from, or fewer than `past.groups` per batch."""
     where = f'stages.{self.name}.past'
     if not self.explores:
       raise UserError(f'{where}: of rollouts, and this stage learns from static data; remove it')
@@ -294,26 +301,26 @@ class StageConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-  """How completions are generated: engine, lengths, sampling, workflow."""
+  """Generation of completions: engine, lengths, sampling, workflow."""
 
   engine: Literal['embedded', 'vllm'] = 'embedded'
   """'embedded': a JAX sampler in the trainer's process; 'vllm': vLLM servers, see `vllm`."""
   max_prompt_length: int
-  """Tokens; tasks with longer prompts are skipped and counted."""
+  """Longest prompt in tokens; tasks with longer prompts are skipped and counted."""
   max_response_length: int
-  """Tokens."""
+  """Longest response in tokens."""
   embedded: EmbeddedConfig = EmbeddedConfig()
   vllm: VllmConfig = VllmConfig()
   collect_deadline_s: float = 3600.0
-  """Longest wait for a batch of rollouts, and in an evaluation for another task to end, seconds."""
+  """Longest wait in seconds for a batch of rollouts, or for the next task of an evaluation to end."""
   mismatch: MismatchConfig = MismatchConfig()
-  """From which difference between the trainer's logprobs and the sampler's on a step is warned about."""
+  """Differences between trainer and sampler logprobs above which a step logs a warning."""
   workflow: WorkflowConfig = WorkflowConfig()
-  """How a task becomes samples."""
+  """Workflow that turns a task into samples."""
   explorers: ExplorersConfig | None = None
-  """Processes that run the workflow; None: the trainer's own does."""
+  """Processes that run the workflow; None: the trainer's process runs it."""
   auxiliary: tuple[AuxiliaryConfig, ...] = ()
-  """Models that workflows may ask besides the policy."""
+  """Models besides the policy that workflows may query."""
 
   def __post_init__(self):
     _at_least('rollout.', self, max_prompt_length=1, max_response_length=1)
@@ -331,13 +338,14 @@ class LearnerConfig:
 
   mesh: MeshConfig = MeshConfig()
   optimizer: OptimizerConfig | None = None
-  """For stages that bring none of their own."""
+  """Optimizer of stages that set none; None: each stage must set its own."""
   chunk_len: int | None = None
-  """Tokens of a packed chunk; None = the longest sequence there can be, rounded up to a multiple of 8."""
+  """Length of a packed chunk in tokens; None = the longest possible sequence, rounded up to a multiple of 8 and of
+  `mesh.sequence`."""
   chunks_per_rank: int = 8
-  """Chunks of a micro-batch on each data-parallel rank."""
+  """Chunks per micro-batch on each data-parallel rank."""
   logits_budget_bytes: int = 256 << 20
-  """Per rank: logits are computed in token chunks that stay below it."""
+  """Bytes of logits per rank; they are computed in token chunks that stay below it."""
 
   def __post_init__(self):
     _at_least('learner.', self, chunk_len=1, chunks_per_rank=1, logits_budget_bytes=1)
@@ -348,7 +356,9 @@ class Config:
   """A run."""
 
   name: str
+  """Name of the run; the default run directory is `runs/<name>`."""
   seed: int = 0
+  """Seed of random weights, data order and sampling."""
   policy: PolicyConfig
   tasksets: tuple[TasksetConfig, ...] = ()
   preferences: tuple[PreferenceSource, ...] = ()
@@ -359,16 +369,16 @@ class Config:
   evaluation: tuple[SuiteConfig, ...] = ()
   checkpoint: CheckpointConfig = CheckpointConfig()
   compilation_cache: str | None = None
-  """Directory of JAX's persistent compilation cache; None = none."""
+  """Directory of JAX's persistent compilation cache; None = no cache."""
 
   @property
   def max_uses(self) -> int:
-    """Batches that train on one rollout, at most."""
+    """Most batches that may train on one rollout."""
     return max((stage.past.max_uses for stage in self.stages if stage.past is not None), default=1)
 
   @property
   def generates(self) -> bool:
-    """Whether anything is sampled at all, so that an engine is needed."""
+    """Whether any stage or evaluation samples, so that an engine is needed."""
     return bool(self.evaluation) or any(stage.explores for stage in self.stages)
 
   def __post_init__(self):
