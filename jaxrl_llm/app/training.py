@@ -1,4 +1,4 @@
-"""Runs from Python: a configuration in, metrics and paths out.
+"""Python API for runs: takes a configuration, returns metrics and paths.
 
 from jaxrl_llm.api import load_config, train
 
@@ -25,22 +25,22 @@ from jaxrl_llm.runtime.writers import METRICS_FILE, read_jsonl
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainResult:
-  """A run that has ended."""
+  """Result of a run that has ended."""
 
   workdir: pathlib.Path
   finished: bool
   """False after Ctrl-C or SIGTERM; the same call then resumes the run."""
   metrics: list[dict[str, Json]]
-  """Rows of metrics.jsonl, those of earlier starts included."""
+  """Rows of metrics.jsonl, including those of earlier starts."""
 
   @property
   def model(self) -> pathlib.Path:
-    """The exported Hugging Face model of a finished run."""
+    """Directory of the exported Hugging Face model of a finished run."""
     return self.workdir / 'hf'
 
   @property
   def report(self) -> pathlib.Path:
-    """The report of a finished run."""
+    """Report file of a finished run."""
     return self.workdir / 'report.html'
 
 
@@ -48,10 +48,10 @@ def load_config(spec: str, overrides: Mapping[str, Json] | None = None) -> Confi
   """Loads `FILE.py[:VARIANT]` or the name of a shipped configuration, as --config does.
 
   Args:
-    overrides: values by dotted key, such as {'stages.grpo.steps': 10}. A string is read as on the command line.
+    overrides: values by dotted key, such as {'stages.grpo.steps': 10}. Strings are parsed as on the command line.
 
   Raises:
-    UserError: the file or an override does not fit.
+    UserError: the file or an override is invalid.
   """
   texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in (overrides or {}).items()}
   return apply_overrides(load_file(spec, Config), texts)
@@ -60,7 +60,7 @@ def load_config(spec: str, overrides: Mapping[str, Json] | None = None) -> Confi
 def train(config: Config, workdir: str | os.PathLike[str]) -> TrainResult:
   """Trains in this process and returns when the run ends. A run directory with commits is resumed.
 
-  It also works in a notebook, whose event loop is running: the run then has a thread of its own and no signal handlers.
+  In a notebook, whose event loop is already running, the run gets its own thread and no signal handlers.
 
   Raises:
     UserError: the configuration or the run directory cannot be used, or the run cannot continue.

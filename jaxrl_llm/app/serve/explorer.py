@@ -1,4 +1,4 @@
-"""The command line of an explorer process: `launch/serve.py --role=explorer`, and what a run starts by itself.
+"""Command line of an explorer process, started by `launch/serve.py --role=explorer` or by a run.
 
 Explorers hold no model and touch no device.
 """
@@ -20,14 +20,14 @@ from jaxrl_llm.core.net.connections import read_key
 from jaxrl_llm.rollout.explorers.explorer import Link, explore
 
 FLAGS = flags.FlagValues()
-flags.DEFINE_string('master', None, 'Address of the run: unix:PATH, or that of its front.', flag_values=FLAGS)
-flags.DEFINE_string('name', None, "The explorer's own name; default: the host's.", flag_values=FLAGS)
-flags.DEFINE_string('key_file', None, 'File whose first line is the token.', flag_values=FLAGS)
-flags.DEFINE_string('ca_file', None, 'PEM of who signed the certificate, with https.', flag_values=FLAGS)
+flags.DEFINE_string('master', None, 'Address of the run: unix:PATH, or its front.', flag_values=FLAGS)
+flags.DEFINE_string('name', None, 'Name of the explorer; default: the host name.', flag_values=FLAGS)
+flags.DEFINE_string('key_file', None, 'File whose first line is the bearer token.', flag_values=FLAGS)
+flags.DEFINE_string('ca_file', None, 'Certificate authority for https, PEM.', flag_values=FLAGS)
 
 
 def command(master: str, name: str) -> list[str]:
-  """The command of an explorer process with this Python. `master` is an address, `name` the explorer's name."""
+  """Returns the command of an explorer process, with this Python. `master` is an address, `name` the explorer's."""
   return [sys.executable, '-P', '-m', __name__, f'--master={master}', f'--name={name}']
 
 

@@ -1,4 +1,4 @@
-"""The flags by which a service of `launch/serve.py` is told where to listen."""
+"""Listener flags shared by the services of `launch/serve.py`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from jaxrl_llm.core.net.front import FrontConfig
 
 
 def define_listening(values: flags.FlagValues) -> None:
-  """Defines them."""
-  flags.DEFINE_string('host', None, 'Address to listen on; none: a unix socket of this user.', flag_values=values)
-  flags.DEFINE_integer('port', 0, 'Port of it; 0 = a free one.', flag_values=values)
-  flags.DEFINE_string('token_file', None, 'File with the bearer token (mode 600), with --host.', flag_values=values)
-  flags.DEFINE_string('tls_cert', None, 'Certificate, PEM.', flag_values=values)
-  flags.DEFINE_string('tls_key', None, "The certificate's key, PEM.", flag_values=values)
-  flags.DEFINE_bool('allow_plaintext', False, 'No TLS on addresses other than loopback.', flag_values=values)
-  flags.DEFINE_string('addresses_file', None, 'Written once it serves: a JSON list of its address.', flag_values=values)
+  """Registers the listener flags."""
+  flags.DEFINE_string('host', None, 'Address to listen on; default: a unix socket of this user.', flag_values=values)
+  flags.DEFINE_integer('port', 0, 'Port to listen on; 0 = a free port.', flag_values=values)
+  flags.DEFINE_string('token_file', None, 'Bearer token file (mode 600), required with --host.', flag_values=values)
+  flags.DEFINE_string('tls_cert', None, 'TLS certificate, PEM.', flag_values=values)
+  flags.DEFINE_string('tls_key', None, 'Private key of the certificate, PEM.', flag_values=values)
+  flags.DEFINE_bool('allow_plaintext', False, 'Allow non-loopback addresses without TLS.', flag_values=values)
+  flags.DEFINE_string('addresses_file', None, 'JSON list of the address, written once ready.', flag_values=values)
 
 
 def read_front(values: flags.FlagValues) -> FrontConfig | None:
-  """What they say; None: only this user's processes may come."""
+  """Returns the front that the flags describe; None: only this user's processes can connect."""
   check_addresses_file(values.addresses_file)
   if not values.host:
     return None
@@ -35,13 +35,13 @@ def read_front(values: flags.FlagValues) -> FrontConfig | None:
 
 
 def check_addresses_file(file: str | None) -> None:
-  """Raises UserError where it could not be written."""
+  """Raises UserError if the directory of `file` does not exist."""
   if file and not pathlib.Path(file).absolute().parent.is_dir():
     raise UserError(f'{file}: --addresses_file lies in no directory; make it, or name another place')
 
 
 def write_addresses(file: str | None, addresses: Sequence[str]) -> None:
-  """Whole, or not at all."""
+  """Writes `addresses` to `file` atomically as a JSON list; does nothing without a file."""
   if file:
     unfinished = pathlib.Path(f'{file}.tmp')
     unfinished.write_text(json.dumps([*addresses]))

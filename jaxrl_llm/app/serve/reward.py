@@ -1,7 +1,7 @@
-"""A reward model as a service: `launch/serve.py --role=reward`, which scorers of kind `http` ask.
+"""Reward model service for scorers of kind `http`: `launch/serve.py --role=reward`.
 
-Request: `{prompt, completion, …}` as scorers of kind `http` post it, `prompt` a text or chat messages. Answer:
-`{value, evidence}`; 400 with one line for what cannot be scored.
+Request: `{prompt, completion, …}` as scorers of kind `http` post it, with `prompt` a text or chat messages. Response:
+`{value, evidence}`, or 400 with a one-line reason if the request cannot be scored.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from jaxrl_llm.tasks.tokenizer import Tokenizer
 from jaxrl_llm.weights.hf import load_params, read_spec
 
 FLAGS = flags.FlagValues()
-flags.DEFINE_string('model', None, 'Reward model: a directory, a hub id, or a run that trained it.', flag_values=FLAGS)
-flags.DEFINE_enum('dtype', 'bfloat16', ['float32', 'bfloat16'], 'Of weights and activations.', flag_values=FLAGS)
-flags.DEFINE_integer('max_length', None, "Tokens of prompt and answer; default: the model's.", 1, flag_values=FLAGS)
-flags.DEFINE_integer('sequences', 32, 'Of one pass.', 1, flag_values=FLAGS)
+flags.DEFINE_string('model', None, 'Reward model: a directory, hub id, or run that trained it.', flag_values=FLAGS)
+flags.DEFINE_enum('dtype', 'bfloat16', ['float32', 'bfloat16'], 'Type of weights and activations.', flag_values=FLAGS)
+flags.DEFINE_integer('max_length', None, "Tokens of prompt + answer; default: the model's.", 1, flag_values=FLAGS)
+flags.DEFINE_integer('sequences', 32, 'Sequences per forward pass.', 1, flag_values=FLAGS)
 flags.DEFINE_integer(
-  'tensor', 1, 'Devices that heads and MLP are cut over; the others hold parts of weights.', 1, flag_values=FLAGS
+  'tensor', 1, 'Tensor-parallel devices for heads and MLP; the other devices shard weights.', 1, flag_values=FLAGS
 )
 define_listening(FLAGS)
 _CHARACTERS = 256
-"""Length of the longest token in common vocabularies; a text with more characters per token cannot fit."""
+"""Characters of the longest token in common vocabularies; a text with more characters per token cannot fit."""
 PATHS = ('/', '/score')
 ROUTES = (('GET', '/health'), *(('POST', path) for path in PATHS))
 
@@ -51,7 +51,11 @@ ROUTES = (('GET', '/health'), *(('POST', path) for path in PATHS))
 def load(
   source: str, *, dtype: str, max_length: int | None, sequences: int, tensor: int
 ) -> tuple[RewardModel, Tokenizer]:
-  """A reward model on all devices of this process, and its tokenizer. Raises UserError for another model."""
+  """Loads a reward model on all devices of this process, and its tokenizer.
+
+  Raises:
+    UserError: the model is not a reward model.
+  """
   directory = model_directory(source)
   spec = read_spec(directory)
   if spec.head != 'scalar':
@@ -68,12 +72,12 @@ def load(
 
 
 def application(batcher: Batcher, tokenizer: Tokenizer, *, max_length: int) -> web.Application:
-  """The service.
+  """Builds the web application.
 
   Args:
-    max_length: tokens of the longest sequence that the model scores; texts that cannot fit are not tokenized.
+    max_length: longest sequence in tokens that the model scores; texts that cannot fit are not tokenized.
   """
-  # Beside the event loop, which long texts would hold up; one at a time, as tokenizers are not made for threads.
+  # Off the event loop, which long texts would block; one thread, since tokenizers are not thread-safe.
   encoder = ThreadPoolExecutor(1, thread_name_prefix='tokenizer')
 
   def encode(data: bytes) -> tuple[list[int], list[int]]:
@@ -121,7 +125,7 @@ def _read(data: bytes) -> tuple[tuple[dict[str, str], ...], str]:
 
 
 async def serve(model: RewardModel, tokenizer: Tokenizer, front: Any, say: Callable[[str], None]) -> None:
-  """Serves until SIGINT or SIGTERM; says where."""
+  """Serves until SIGINT or SIGTERM; calls `say` with the address once ready."""
   stop, device = asyncio.Event(), DeviceThread()
   for number in (signal.SIGINT, signal.SIGTERM):
     asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -17,19 +17,19 @@ from jaxrl_llm.core.net.listener import listening
 from jaxrl_llm.rewards.sandbox.server import ROUTES, SandboxServer
 
 FLAGS = flags.FlagValues()
-flags.DEFINE_integer('programs', None, 'Run at once; default: one a core.', lower_bound=1, flag_values=FLAGS)
+flags.DEFINE_integer('programs', None, 'Concurrent programs; default: one per core.', lower_bound=1, flag_values=FLAGS)
 flags.DEFINE_enum(
   'isolation',
   'auto',
   ['auto', 'namespaces', 'bubblewrap', 'none'],
-  'Of programs; none: limits only.',
+  'Isolation of programs; none: limits only.',
   flag_values=FLAGS,
 )
 define_listening(FLAGS)
 
 
 async def serve(server: SandboxServer, front: FrontConfig | None) -> None:
-  """Returns on SIGINT or SIGTERM."""
+  """Serves until SIGINT or SIGTERM."""
   stop = asyncio.Event()
   for number in (signal.SIGINT, signal.SIGTERM):
     asyncio.get_running_loop().add_signal_handler(number, stop.set)

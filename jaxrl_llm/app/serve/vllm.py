@@ -21,59 +21,59 @@ from jaxrl_llm.rollout.vllm.server import WORKER, WORKER_MODULE, Server, VllmCon
 FLAGS = flags.FlagValues()
 _MODEL = flags.DEFINE_string('model', None, "Directory with the policy's config.json.", flag_values=FLAGS)
 _SERVERS = flags.DEFINE_integer(
-  'servers', 1, 'How many; the cores of this machine are split between them.', flag_values=FLAGS
+  'servers', 1, 'Number of servers; they share the cores of this machine equally.', flag_values=FLAGS
 )
 _ENVIRONMENT = flags.DEFINE_string(
-  'environment', VllmConfig.environment, 'Virtual environment that has vLLM.', flag_values=FLAGS
+  'environment', VllmConfig.environment, 'Virtual environment with vLLM installed.', flag_values=FLAGS
 )
 _DTYPE = flags.DEFINE_enum(
-  'dtype', 'bfloat16', ['float32', 'bfloat16'], 'Of weights and activations.', flag_values=FLAGS
+  'dtype', 'bfloat16', ['float32', 'bfloat16'], 'Data type of weights and activations.', flag_values=FLAGS
 )
 _LENGTH = flags.DEFINE_integer(
-  'max_model_len', None, "Tokens of the longest sequence; default: the model's.", flag_values=FLAGS
+  'max_model_len', None, "Longest sequence in tokens; default: the model's.", flag_values=FLAGS
 )
 _LOAD = flags.DEFINE_enum(
-  'load', 'dummy', ['dummy', 'auto'], 'dummy: wait for a trainer; auto: the weights in --model.', flag_values=FLAGS
+  'load', 'dummy', ['dummy', 'auto'], 'dummy: wait for a trainer; auto: load --model.', flag_values=FLAGS
 )
 _DEVICES = flags.DEFINE_list('devices', [], 'CUDA_VISIBLE_DEVICES of each server, e.g. 0,1.', flag_values=FLAGS)
 _TRANSFER = flags.DEFINE_enum(
-  'transfer', 'files', ['files', 'nccl'], 'How weights come: as rollout.vllm.transfer.', flag_values=FLAGS
+  'transfer', 'files', ['files', 'nccl'], 'Weight transfer, as in rollout.vllm.transfer.', flag_values=FLAGS
 )
 _CACHE = flags.DEFINE_integer(
-  'cpu_cache_gib', VllmConfig.cpu_cache_gib, 'KV cache of each server on CPUs.', flag_values=FLAGS
+  'cpu_cache_gib', VllmConfig.cpu_cache_gib, 'KV cache of each server in GiB, on CPUs.', flag_values=FLAGS
 )
-_LOGS = flags.DEFINE_string('logs', 'logs', "Directory of the servers' logs.", flag_values=FLAGS)
+_LOGS = flags.DEFINE_string('logs', 'logs', "Directory for the servers' logs.", flag_values=FLAGS)
 _HOST = flags.DEFINE_string(
-  'host', None, 'Address that the fronts listen on; none: unix sockets, no front.', flag_values=FLAGS
+  'host', None, 'Address for the fronts to listen on; default: unix sockets, no front.', flag_values=FLAGS
 )
-_PORT = flags.DEFINE_integer('port', 8400, 'Port of the first front; 0 = free ones.', flag_values=FLAGS)
+_PORT = flags.DEFINE_integer('port', 8400, 'Port of the first front; 0 = free ports.', flag_values=FLAGS)
 _TOKEN = flags.DEFINE_string(
-  'token_file', None, 'File with the bearer token (mode 600), with --host.', flag_values=FLAGS
+  'token_file', None, 'File with the bearer token (mode 600), required with --host.', flag_values=FLAGS
 )
-_CERT = flags.DEFINE_string('tls_cert', None, 'Certificate, PEM.', flag_values=FLAGS)
-_KEY = flags.DEFINE_string('tls_key', None, "The certificate's key, PEM.", flag_values=FLAGS)
+_CERT = flags.DEFINE_string('tls_cert', None, 'TLS certificate, PEM.', flag_values=FLAGS)
+_KEY = flags.DEFINE_string('tls_key', None, 'Private key of the certificate, PEM.', flag_values=FLAGS)
 _PLAIN = flags.DEFINE_bool(
-  'allow_plaintext', False, 'Fronts without TLS on addresses other than loopback.', flag_values=FLAGS
+  'allow_plaintext', False, 'Allow fronts without TLS on addresses other than loopback.', flag_values=FLAGS
 )
-_ROOT = flags.DEFINE_string('publish_root', None, 'With --host: where weights may be read from.', flag_values=FLAGS)
+_ROOT = flags.DEFINE_string('publish_root', None, 'With --host: directory to read weights from.', flag_values=FLAGS)
 _WORKER = flags.DEFINE_string(
   'worker_file',
   None,
-  "Python file whose class Worker takes the place of the worker extension's (jaxrl_llm_worker).",
+  'Python file whose class Worker replaces that of the worker extension (jaxrl_llm_worker).',
   flag_values=FLAGS,
 )
 _FILE = flags.DEFINE_string(
-  'addresses_file', None, 'Written once all serve: a JSON list of addresses.', flag_values=FLAGS
+  'addresses_file', None, 'JSON list of addresses, written once all servers are ready.', flag_values=FLAGS
 )
 
 _START_DEADLINE_S = 900.0
 _MAX_RESTARTS = 3
 _STEADY_S = 60.0
-"""A server that served so long may fail and be started again as if for the first time."""
+"""Seconds of uninterrupted service after which the count of failures in a row starts over."""
 
 
 async def serve(servers: list[Server], fronts: list[FrontConfig | None]) -> None:
-  """Returns on SIGINT or SIGTERM; RunError when a server cannot be kept up."""
+  """Serves until SIGINT or SIGTERM; raises RunError when a server cannot be kept up."""
   stop = asyncio.Event()
   for number in (signal.SIGINT, signal.SIGTERM):
     asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -82,7 +82,7 @@ async def serve(servers: list[Server], fronts: list[FrontConfig | None]) -> None
     for server in servers:
       stack.push_async_callback(server.close)
     for server, config in zip(servers, fronts, strict=True):
-      # First, so that a port that is taken is said at once.
+      # First, so that a taken port is reported at once.
       front = config and await stack.enter_async_context(
         Front(config, upstream=server.address, publish_root=_ROOT.value)
       )
@@ -107,12 +107,12 @@ async def announce(servers: list[Server], addresses: list[str]) -> None:
 
 
 async def keep_up(server: Server) -> None:
-  """Starts a server that ended again; RunError when that does not help."""
+  """Restarts the server whenever it ends; raises RunError after more than _MAX_RESTARTS failures in a row."""
   loop, failures = asyncio.get_running_loop(), 0
   await server.ready(deadline_s=_START_DEADLINE_S)
   while True:
     since = loop.time()
-    while server.is_running():  # wait server: none, it is started again when it ends
+    while server.is_running():  # wait server: none, it is restarted when it ends
       await asyncio.sleep(0.5)
     failures = 1 if loop.time() - since > _STEADY_S else failures + 1
     logging.error('%s ended: %s', server.name, server.last_lines())
@@ -122,7 +122,7 @@ async def keep_up(server: Server) -> None:
     server.start()
     try:
       await server.ready(deadline_s=_START_DEADLINE_S)
-    except RunError as error:  # Counts as another end; the other servers go on.
+    except RunError as error:  # Counts as another failure; the other servers go on.
       logging.error('%s', error)
       await server.stop()
 
