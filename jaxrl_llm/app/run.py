@@ -1,4 +1,4 @@
-"""A run from its first to its last line: set up, resume, loop, export, report. The same in every process."""
+"""A complete run: set-up, resume, loop, export, report. Every process runs the same code."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ from jaxrl_llm.weights.peft import export_adapter
 
 @dataclasses.dataclass(frozen=True)
 class _Setting:
-  """What a process knows before its first device work: agreed by all."""
+  """Facts that process 0 determines during set-up and broadcasts before any device work."""
 
   attempt: int
   step: int
-  """The commit to resume from; 0 = none."""
+  """Step of the commit to resume from; 0 = none."""
   spec: ModelSpec
   lengths: Mapping[str, Sequence[int]]
-  """Of the sequences of stages that learn from static data."""
+  """Sequence lengths in tokens, by name of a stage that learns from static data."""
 
 
 class Exports(NamedTuple):
-  """What a finished run leaves behind, on the host of process 0; None elsewhere, and what there is none of."""
+  """Parameters that a finished run exports, on the host of process 0; None on other processes and for absent roles."""
 
   policy: Params | None
-  """With its adapters merged into it."""
+  """Policy with its adapters merged in."""
   adapter: Params | None = None
   critic: Params | None = None
 
@@ -69,7 +69,7 @@ async def run(config: Config, path: pathlib.Path, *, handles_signals: bool = Tru
   """Runs `config` in the run directory `path`. Returns the process's exit code: 0 only for a finished run.
 
   Args:
-    handles_signals: whether SIGINT and SIGTERM stop the run with a commit; the main thread only.
+    handles_signals: whether SIGINT and SIGTERM stop the run with a commit; works in the main thread only.
   """
   device = DeviceThread()
   stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -84,7 +84,7 @@ async def run(config: Config, path: pathlib.Path, *, handles_signals: bool = Tru
 
   async def set_up() -> Any:
     nonlocal prepared, config
-    # Before anything is written: what is missing would be made anew, or be taken for never having been there.
+    # Check before writing: a later step would recreate a missing file, or take it for one that never existed.
     step = max(checkpoints.steps(), default=0)
     tell = Console(markup=False, highlight=False, soft_wrap=True).print
     load = taskset_loader(config.tasksets)
@@ -150,15 +150,15 @@ async def run(config: Config, path: pathlib.Path, *, handles_signals: bool = Tru
 
 
 def _not_exact(machine: dict[str, Any]) -> str:
-  """What a resumed run's bits may differ by; nothing when it runs where it ran before."""
+  """Note on why a resumed run may differ bit for bit; empty on an unchanged machine."""
   told = changes(machine)
   return f'; not bit for bit, for this machine is not the one it was committed on: {told}' if told else ''
 
 
 def _handle_signals(coordinator: Coordinator, request_stop, begun: asyncio.Event) -> None:
-  """The first Ctrl-C or SIGTERM asks for a commit and an orderly end; the second ends the process at once.
+  """Installs handlers: the first Ctrl-C or SIGTERM requests a commit and a clean exit, the second exits at once.
 
-  Before the loop has begun there is nothing to commit: where no other process would be left waiting, the first one
+  Before the loop has begun there is nothing to commit: unless other processes would be left waiting, the first signal
   ends the process too.
   """
   seen: list[int] = []
@@ -193,7 +193,7 @@ def _setting(value: Any) -> _Setting:
 
 @contextlib.asynccontextmanager
 async def _opened(host: Host | None, *, start: bool):
-  """Process 0's engine, scorers and logs, for as long as the loop runs; not started where nothing is left to do."""
+  """Runs process 0's engine, scorers and logs during the block; starts none if nothing is left to do."""
   if host is None:
     yield
     return
@@ -218,7 +218,7 @@ def _stopped(outcome: Outcome, path: pathlib.Path, *, leads: bool) -> int:
 
 
 def _finish(config: Config, path: pathlib.Path, prepared: Prepared, spec: ModelSpec, exports: Exports) -> None:
-  """The exports and the report of a finished run, and what a person reads first."""
+  """Writes the exports and the report of a finished run, and prints the summary."""
   models = [(path / 'hf', exports.policy, spec)]
   if exports.critic is not None:
     models.append((path / 'critic', exports.critic, with_head(spec, 'value')))

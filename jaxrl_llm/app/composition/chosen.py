@@ -1,6 +1,6 @@
-"""Options of scorers that are chosen from the tasks where a configuration leaves them open.
+"""Chooses scorer options that a configuration leaves open, from the tasks.
 
-Invariant: a run keeps what was chosen at its start: resumed, it reads that from its config.json, whatever its data are.
+Invariant: a run keeps the options chosen at its start; a resumed run reads them from config.json, whatever its data.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from jaxrl_llm.tasks.taskset import Taskset
 def settle(
   config: Config, run: pathlib.Path | None, tell: Callable[[str], None], load: Callable[[str], Taskset]
 ) -> Config:
-  """The configuration with every open option of its scorers chosen.
+  """Returns the configuration with every open scorer option filled in.
 
   Args:
     run: directory of the run to resume; None for a new run.
     tell: called with one line for each scorer whose options were chosen.
-    load: gives a taskset by its name (`taskset_loader`); called only if an option is open.
+    load: returns a taskset by name (`taskset_loader`); called only if an option is open.
   """
   kept = {} if run is None else _kept(run)
   scorers = []
@@ -43,7 +43,7 @@ def settle(
 
 
 def _resumed(scorer: ScorerConfig, kept: Mapping[str, Any]) -> ScorerConfig:
-  """The scorer with the options that the run chose, where they are open."""
+  """Returns the scorer with its open options filled in as the run chose them."""
   if scorer.implementation not in CHOOSERS:
     return scorer
   given = {name: value for name, value in scorer.options.items() if value is not None}
@@ -56,7 +56,7 @@ def _resumed(scorer: ScorerConfig, kept: Mapping[str, Any]) -> ScorerConfig:
 
 
 def _kept(run: pathlib.Path) -> dict[str, Mapping[str, Any]]:
-  """The options that a run chose, by scorer; empty if config.json cannot be read, which `Workdir.adopt` reports."""
+  """Options that a run chose, by scorer name; empty if config.json is unreadable, which `Workdir.adopt` reports."""
   with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
     written = parse_json((run / 'config.json').read_text())
     return {
@@ -67,7 +67,7 @@ def _kept(run: pathlib.Path) -> dict[str, Mapping[str, Any]]:
 
 
 def _truths(config: Config, scorer: ScorerConfig, load: Callable[[str], Taskset]) -> Iterable[str | None]:
-  """The truths of the tasks that the scorer judges."""
+  """Yields the truths of the tasks that the scorer judges."""
   for name in sorted(scored_tasksets(config)):
     if not scorer.tasksets or name in scorer.tasksets:
       for task in load(name).tasks:

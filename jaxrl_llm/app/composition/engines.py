@@ -1,4 +1,4 @@
-"""The engine that a configuration names, with what it needs around it."""
+"""Builds the rollout engine that a configuration names, with its servers and publication folder."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ ENGINES: Mapping[str, str] = {
   'vllm': 'vLLM servers, started by the trainer or attached by address',
 }
 PUBLISHED = 'vllm/published'
-"""File of the run directory that names where it publishes."""
+"""File in the run directory that holds the path of the publication folder."""
 SHARED_MEMORY = pathlib.Path('/dev/shm')
 _PUBLISHES = re.compile(r'jaxrl_llm-[0-9a-f]{16}')
-"""Names of the folders that runs publish in."""
+"""Names of publication folders."""
 
 
 def needs_proof(config: Config) -> bool:
-  """Whether the engine computes in another way than the trainer, so that a probe must show it to be the same model."""
+  """Whether the engine's computation differs from the trainer's, so that a probe must show that the models agree."""
   return config.rollout.engine == 'vllm'
 
 
 def publishes_adapters(config: Config) -> bool:
-  """Whether the engine is sent adapters, instead of weights that they are merged into."""
+  """Whether the engine receives adapters instead of merged weights."""
   return config.policy.lora is not None and config.rollout.engine == 'vllm' and config.rollout.vllm.lora == 'adapter'
 
 
 def build_engine(config: Config, workdir: pathlib.Path, prepared: Prepared, device: DeviceThread) -> Engine:
-  """Process 0's engine; nothing is started yet."""
+  """Builds process 0's engine without starting it."""
   longest = config.rollout.max_prompt_length + config.rollout.max_response_length
   if config.rollout.engine == 'embedded':
     options = ModelOptions(dtype=config.policy.dtype, param_dtype=config.policy.param_dtype)
@@ -75,7 +75,7 @@ def build_engine(config: Config, workdir: pathlib.Path, prepared: Prepared, devi
     ]
   else:
     replicas = _owned(config, workdir, prepared, published)
-  # A directory that was named is for servers that others may run; shared memory is for those of this user.
+  # Servers of other users may read a configured directory; shared memory is for this user's servers only.
   how = dict(dtype=_dtype(config), private=vllm.publish_dir is None)
   if publishes_adapters(config):
     folder = AdapterFolder(published, prepared.spec, lora=config.policy.lora, **how)
@@ -96,10 +96,10 @@ def build_engine(config: Config, workdir: pathlib.Path, prepared: Prepared, devi
 
 
 def publish_directory(config: VllmConfig, workdir: pathlib.Path) -> pathlib.Path:
-  """Of this start alone: in shared memory, or below the configured directory; what a killed start left is removed.
+  """Returns this start's own folder, in shared memory or below the configured directory; removes a killed start's.
 
-  The name is random: the guards of a killed start may still be about to remove theirs, and runs of several hosts may
-  share the directory.
+  The name is random: the guards of a killed start may still be about to remove its folder, and runs on several hosts
+  may share the directory.
   """
   root = config.publish_dir
   if root is None and not SHARED_MEMORY.is_dir():
@@ -107,7 +107,7 @@ def publish_directory(config: VllmConfig, workdir: pathlib.Path) -> pathlib.Path
   record = workdir / PUBLISHED
   if record.exists():
     left = pathlib.Path(record.read_text(errors='replace'))
-    if _PUBLISHES.fullmatch(left.name):  # A record that was cut short may name a folder that others use.
+    if _PUBLISHES.fullmatch(left.name):  # A truncated record may name a folder in other use.
       shutil.rmtree(left, ignore_errors=True)
   directory = pathlib.Path(root or SHARED_MEMORY).absolute() / f'jaxrl_llm-{secrets.token_hex(8)}'
   record.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def publish_directory(config: VllmConfig, workdir: pathlib.Path) -> pathlib.Path
 
 
 def owned_commands(config: Config, workdir: pathlib.Path) -> list[ServerCommand]:
-  """What the trainer starts its servers with; the model's directory need not be there yet."""
+  """Commands of the servers that the trainer starts; the model directory need not exist yet."""
   longest = config.rollout.max_prompt_length + config.rollout.max_response_length
   return server_commands(
     config.rollout.vllm,
@@ -132,12 +132,12 @@ def _adapter_rank(config: Config) -> int:
 
 
 def _model(workdir: pathlib.Path) -> pathlib.Path:
-  """Where the servers find the policy's config.json."""
+  """Directory where the servers find the policy's config.json."""
   return workdir.absolute() / 'vllm'
 
 
 def _dtype(config: Config) -> str:
-  """Of the servers, and of what is published to them."""
+  """Data type of the servers and of the weights published to them."""
   return config.policy.dtype if config.rollout.vllm.dtype == 'policy' else config.rollout.vllm.dtype
 
 
@@ -166,7 +166,7 @@ def _transfer(config: Config, workdir: pathlib.Path, i: int) -> Transfer:
 
 
 async def _check_tokenizer(replica: Replica, prepared: Prepared) -> None:
-  """A server with a tokenizer of its own must read text as the policy's does; one without reads none."""
+  """Raises UserError if the server's tokenizer differs from the policy's on a prompt; passes servers without one."""
   tokenizer: Tokenizer = prepared.tokenizer
   task = next(task for taskset in prepared.tasksets.values() for task in taskset.tasks)
   text = task.prompt[-1]['content']

@@ -1,4 +1,4 @@
-"""From a configuration to the parts of a run: the only place that names implementations."""
+"""Builds the parts of a run from a configuration: the only place that names implementations."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ from jaxrl_llm.tasks.sampler import TaskSampler
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollouts:
-  """The workflow of a run, with whom it asks and who runs it."""
+  """The workflow of a run, with its auxiliary models and explorer processes."""
 
   workflow: Workflow
   auxiliary: tuple[AuxiliaryModel, ...]
   crew: Crew | None
-  """The workflow, where explorer processes run it."""
+  """Proxy for the workflow if explorer processes run it; else None."""
   _started: contextlib.AsyncExitStack = dataclasses.field(default_factory=contextlib.AsyncExitStack)
 
   async def start(self) -> None:
@@ -77,7 +77,7 @@ class Rollouts:
       await self.crew.start()
 
   async def close(self) -> None:
-    """Ends what was started, also where `start` failed half-way."""
+    """Stops what was started, even if `start` failed half-way."""
     await self._started.aclose()
 
   def take_metrics(self) -> dict[str, float]:
@@ -92,11 +92,11 @@ def build_rollouts(
   scorers: ScorerPool,
   events: Events = SILENT,
 ) -> Rollouts:
-  """Nothing is started yet."""
+  """Builds the workflow and its auxiliary models and explorers, without starting them."""
   rollout, tokenizer = config.rollout, prepared.tokenizer
   auxiliary = {model.name: AuxiliaryModel(model) for model in rollout.auxiliary}
   hub = MasterHub(engine, scorers, config.rewards, auxiliary=auxiliary, events=events)
-  # In the master it is built in any case: a workflow that cannot be is said before an explorer starts.
+  # The master always builds it, so that an invalid workflow is reported before any explorer starts.
   workflow = build_workflow(rollout.workflow, hub, tokenizer, rollout.max_response_length)
   crew = None
   if rollout.explorers is not None and engine is not None:
@@ -116,11 +116,11 @@ def build_rollouts(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Host:
-  """What process 0 has beside the loop's parts; `open_host` makes it, `close` ends it."""
+  """Process 0's resources beside the loop's parts; `open_host` opens them, `close` releases them."""
 
   store: ReplayStore
   engine: Engine | None
-  """None where nothing is sampled."""
+  """None if nothing is sampled."""
   scorers: ScorerPool
   rollouts: Rollouts
   logs: Logs
@@ -134,7 +134,7 @@ class Host:
         starts.create_task(self.engine.start())
 
   async def close(self) -> None:
-    """Ends all of it, also where `start` failed half-way."""
+    """Closes everything, even if `start` failed half-way."""
     async with contextlib.AsyncExitStack() as rest:
       for part in (self.logs.events, self.store, self.logs.metrics):
         rest.callback(part.close)
@@ -153,7 +153,7 @@ def open_host(
   attempt: int,
   host: Any,
 ) -> Host:
-  """Opens what process 0 writes to and rolls out with, as the commit `host` (None: no commit) left it."""
+  """Opens process 0's logs, store, engine and scorers, as the commit's `host` state (None: no commit) left them."""
   step = host['step'] if host else 0
   events = EventLog(workdir, attempt=attempt, step=step)
   store = open_store(workdir / 'replay', max_uses=config.max_uses, synchronous='normal')
@@ -275,7 +275,7 @@ def _batches(
 
 
 def recorded_groups(workdir: pathlib.Path, stage: StageConfig, prepared: Prepared) -> RecordedGroups:
-  """What a stage took over from another run."""
+  """Opens the groups that a stage took over from another run."""
   tasks = {task.uid: task for name in stage.tasksets for task in prepared.tasksets[name].tasks}
   text = lambda sample: completion_text(prepared.tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason)
   return RecordedGroups(workdir, static_file(stage), tasks=tasks, text=text)
@@ -284,7 +284,7 @@ def recorded_groups(workdir: pathlib.Path, stage: StageConfig, prepared: Prepare
 def build_publisher(
   config: Config, model: Model, mesh: Mesh, engine: Engine | None, device: DeviceThread, events: Events = SILENT
 ) -> Publisher:
-  """Brings process 0's `engine` to what all processes hold."""
+  """Builds the publisher that sends the parameters of all processes to process 0's `engine`."""
   longest = config.rollout.max_prompt_length + config.rollout.max_response_length
   apart = publishes_adapters(config)
   return Publisher(
@@ -300,7 +300,7 @@ def build_publisher(
 def stage_entrance(
   config: Config, workdir: pathlib.Path, *, model: Model, mesh: Mesh, device: DeviceThread, phases: PhaseManager
 ) -> EnterStage:
-  """Enters stages that train on rows of the run in `workdir`."""
+  """Returns a function that enters a stage: begins its state if needed and builds its trainer on rows in `workdir`."""
   critic, loader = critic_model(model), RowLoader(workdir, mesh)
 
   async def enter_stage(stage: Stage, state: LoopState) -> tuple[StageTrainer, LoopState]:
@@ -337,7 +337,7 @@ def build_parts(
   best: tuple[float, int] | None,
   base: str | None,
 ) -> Parts:
-  """The loop's parts; `host` is process 0's and None elsewhere, `base` the digest of what adapters stand on."""
+  """Builds the loop's parts; `host` is None except on process 0, `base` is the digest of the base below adapters."""
   phases = PhaseManager()
   events = host.logs.events if host else SILENT
   publisher = build_publisher(config, model, mesh, host.engine if host else None, device, events)

@@ -1,4 +1,4 @@
-"""What process 0 makes before the devices start: tasks, tokenizer, demonstrations; all of it in the run directory."""
+"""Process 0's preparation before any device work: tasks, tokenizer, static rows; all written to the run directory."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ from jaxrl_llm.weights.hf import read_spec, resolve
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-  """Process 0's part of a run, before any device work."""
+  """What process 0 prepares before any device work."""
 
   tasksets: Mapping[str, Taskset]
   tokenizer: Tokenizer
   spec: ModelSpec
   suites: Sequence[tuple[SuiteConfig, Sequence[Task]]]
   lengths: Mapping[str, Sequence[int]]
-  """Of the sequences of each stage that learns from static data alone, or of a sample of them."""
+  """Sequence lengths in tokens, or a sample of them, by name of a stage that learns from static data alone."""
 
 
 def checkpoint_directory(config: Config) -> pathlib.Path | None:
-  """Where the trained model's initial weights are; None for random ones."""
+  """Directory of the policy's initial weights; None for random weights."""
   return None if config.policy.init_from is None else model_directory(config.policy.init_from)
 
 
 def base_of(config: Config) -> str | None:
-  """What others load below the adapters: a directory or hub id; None where it is kept nowhere."""
+  """Base model to load below exported adapters: a directory or hub id; None for random weights."""
   source = config.policy.init_from
   if source is None or not pathlib.Path(source).expanduser().is_dir():
     return source
@@ -72,7 +72,7 @@ def base_of(config: Config) -> str | None:
 
 
 def model_directory(source: str) -> pathlib.Path:
-  """Of a directory, a hub id or a run; a run directory stands for its export."""
+  """Resolves a directory, a hub id or a run to a model directory; a run stands for its export."""
   directory = resolve(source)
   if (directory / 'hf' / 'config.json').exists():
     return directory / 'hf'
@@ -82,10 +82,10 @@ def model_directory(source: str) -> pathlib.Path:
 
 
 def prepare(config: Config, workdir: pathlib.Path, load: Callable[[str], Taskset] | None = None) -> Prepared:
-  """Loads the tasks, makes or loads the tokenizer, renders demonstrations; repeats nothing on resume.
+  """Loads the tasks, makes or loads the tokenizer and writes static rows; on resume it keeps what exists.
 
   Args:
-    load: gives a taskset by its name; shared with whoever else needs the tasks.
+    load: returns a taskset by name; pass one to share loaded tasks with other code.
   """
   load = load or taskset_loader(config.tasksets)
   tasksets = {c.name: load(c.name) for c in config.tasksets}
@@ -98,7 +98,7 @@ def prepare(config: Config, workdir: pathlib.Path, load: Callable[[str], Taskset
   _check_pairs(config, preferences, suites)
   for stage in config.stages:
     if stage.critic.init_from is not None:
-      model_directory(stage.critic.init_from)  # Not only when its stage begins.
+      model_directory(stage.critic.init_from)  # Reports a missing model now, not when its stage begins.
   checkpoint = checkpoint_directory(config)
   if checkpoint is not None:
     tokenizer, spec = Tokenizer.from_directory(checkpoint), read_spec(checkpoint)
@@ -164,7 +164,7 @@ def prepare(config: Config, workdir: pathlib.Path, load: Callable[[str], Taskset
 
 
 def check_judged(taskset: Taskset, rewards: RewardsConfig) -> None:
-  """Refuses a taskset with tasks that no scorer judges, or of which none would say what is correct."""
+  """Raises UserError for tasks that no scorer judges, or that `correct_by` does not judge."""
   for domain in sorted({task.domain for task in taskset.tasks}):
     judges = {scorer.name for scorer in in_force(rewards.scorers, domain, taskset.name)}
     if rewards.correct_by is not None and rewards.correct_by not in judges:
@@ -175,12 +175,12 @@ def check_judged(taskset: Taskset, rewards: RewardsConfig) -> None:
 
 
 def _longest(config: Config) -> int:
-  """Tokens of the longest sequence that this configuration lets through."""
+  """Longest sequence in tokens that the configuration allows."""
   return config.rollout.max_prompt_length + config.rollout.max_response_length
 
 
 def _processed(config: Config, tasksets: Mapping[str, Taskset], length_of: Callable[[Task], int]) -> dict[str, Taskset]:
-  """By the processors of each: those that are measured first, so that what is in both is not trained on."""
+  """Runs each taskset's processors, evaluation tasksets first, so that tasks in both are dropped from training."""
   measured = {suite.taskset for suite in config.evaluation}
   found, others = {}, []
   for one in sorted(config.tasksets, key=lambda one: one.name not in measured):
@@ -190,7 +190,7 @@ def _processed(config: Config, tasksets: Mapping[str, Taskset], length_of: Calla
 
 
 def _check_names(config: Config, tasksets: Mapping[str, Taskset]) -> None:
-  """Every taskset and all preferences that are named exist."""
+  """Raises UserError if a stage names a taskset or preferences that are not configured."""
   known = [source.name for source in config.preferences]
   for stage in config.stages:
     pairs = stage.preferences
@@ -205,7 +205,7 @@ def _check_names(config: Config, tasksets: Mapping[str, Taskset]) -> None:
 def _check_pairs(
   config: Config, preferences: Mapping[str, Preferences], suites: Sequence[tuple[SuiteConfig, Sequence[Task]]]
 ) -> None:
-  """No prompt is trained on, as a pair, and measured."""
+  """Raises UserError if a prompt of training pairs is also measured."""
   for stage in config.stages:
     if stage.preferences is None:
       continue
@@ -239,7 +239,7 @@ def _tokenizer(
 ) -> Tokenizer:
   directory = workdir / TOKENIZER
   if not directory.exists():
-    # There whole or not at all, whenever this process is killed.
+    # Rename at the end: a killed process leaves no partial tokenizer.
     unfinished = workdir / f'{TOKENIZER}.tmp'
     shutil.rmtree(unfinished, ignore_errors=True)
     texts = [text for taskset in tasksets.values() for text in task_texts(taskset.tasks)]
@@ -251,7 +251,7 @@ def _tokenizer(
 
 
 def demonstrations_file(stage: str) -> str:
-  """Of an offline stage, relative to the run directory."""
+  """Path of a stage's demonstrations, relative to the run directory."""
   return f'{DATA}/{stage}.arrayrecord'
 
 
@@ -265,7 +265,7 @@ def _write_demonstrations(
   workdir: pathlib.Path,
   longest: int,
 ) -> None:
-  """Samples of all demonstrations that fit; `batch` of them have to."""
+  """Writes samples of the demonstrations of at most `longest` tokens; raises UserError for fewer than `batch`."""
   path = workdir / file
   if path.exists():
     return
@@ -285,7 +285,7 @@ def _write_demonstrations(
 def _take_over(
   stage: StageConfig, config: Config, tasksets: Mapping[str, Taskset], tokenizer: Tokenizer, workdir: pathlib.Path
 ) -> None:
-  """The rollouts of another run, as far as their tasks are this stage's and they fit."""
+  """Copies the other run's groups whose tasks are in this stage's tasksets and whose sequences fit."""
   file, of = static_file(stage), stage.recorded
   if (workdir / file).exists():
     return
@@ -341,7 +341,7 @@ def _take_over(
 
 
 def _recorded_config(stage: str, run: pathlib.Path) -> tuple[str | None, Any]:
-  """The checkpoint that a run's policy started from, and its rewards as JSON."""
+  """Returns the `policy.init_from` of another run (None: random weights) and its rewards as JSON."""
   try:
     config = parse_json((run / 'config.json').read_text())
     checkpoint, rewards = config['policy']['init_from'], config['rewards']
@@ -354,7 +354,7 @@ def _recorded_config(stage: str, run: pathlib.Path) -> tuple[str | None, Any]:
 
 
 def _check_same_tokenizer(stage: str, run: pathlib.Path, directory: pathlib.Path, tokenizer: Tokenizer) -> None:
-  """Token ids mean something in one vocabulary only."""
+  """Raises UserError if the recorded run's vocabulary differs: its token ids would mean other text."""
   if Tokenizer.from_directory(directory).vocabulary != tokenizer.vocabulary:
     raise UserError(
       f'stages.{stage}.recorded: {run} had another vocabulary ({directory}); begin from its checkpoint, or give the '
@@ -363,17 +363,17 @@ def _check_same_tokenizer(stage: str, run: pathlib.Path, directory: pathlib.Path
 
 
 def preferences_file(name: str) -> str:
-  """Of preferences, relative to the run directory: chosen and rejected by turns."""
+  """Path of the preference samples, chosen and rejected alternating, relative to the run directory."""
   return f'{DATA}/{name}.pairs.arrayrecord'
 
 
 def static_file(stage: StageConfig) -> str:
-  """What a stage that samples nothing learns from, relative to the run directory."""
+  """Path of the static rows of a stage that samples nothing, relative to the run directory."""
   return demonstrations_file(stage.name) if stage.preferences is None else preferences_file(stage.preferences.train)
 
 
 _OF_TASKS = ('name', 'source', 'size', 'chosen', 'wrong')
-"""What preferences say themselves that are made of a taskset."""
+"""Fields that preferences made from a taskset may set; the rest comes from the taskset."""
 
 
 def _preferences(source: PreferenceSource, config: Config, tasksets: Mapping[str, Taskset]) -> Preferences:

@@ -1,4 +1,4 @@
-"""A run as those find it who come back to it: its configuration, tasks, model and commits, all of it only read."""
+"""Read-only access to an existing run: its configuration, tasks, model and commits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from jaxrl_llm.runtime.checkpoint import Checkpoints
 
 
 def config_of_run(run: pathlib.Path) -> Config:
-  """As the run wrote it down."""
+  """Loads the configuration from the run's config.json."""
   file = run / 'config.json'
   try:
     return from_json(parse_json(file.read_text()), Config)
@@ -52,16 +52,16 @@ def config_of_run(run: pathlib.Path) -> Config:
 
 
 def check_alone() -> None:
-  """Refuses to be one process of several."""
+  """Raises UserError if this process belongs to a multi-process job."""
   if int(os.environ.get('JAX_NUM_PROCESSES', '1')) > 1:
     raise UserError('JAX_NUM_PROCESSES: coming back to a run takes one process; start the command alone')
 
 
 def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str, str]) -> Config:
-  """The run's own configuration with overrides, for a command that samples its policies; one that disturbs nobody.
+  """Returns the run's configuration with overrides, for sampling its policies without disturbing its services.
 
   Args:
-    spec: a configuration that the command line names; there is to be none.
+    spec: the command line's --config; must be None.
   """
   if spec is not None:
     raise UserError(f"--config={spec}: the run's own configuration is used; --config.field=value changes it")
@@ -76,18 +76,18 @@ def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str,
   explorers = config.rollout.explorers
   if explorers is None or explorers.listen is None or any(key.startswith('rollout.explorers') for key in overrides):
     return config
-  # Explorers that wait for the run are the run's, and so is its port.
+  # Explorers that connect from outside belong to the run, and so does its port.
   own = dataclasses.replace(explorers, listen=None) if explorers.processes else None
   return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, explorers=own))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reopened:
-  """A run without its loop."""
+  """An existing run, without its training loop."""
 
   config: Config
   scratch: pathlib.Path
-  """A folder outside the run, removed at the end."""
+  """Temporary folder outside the run, removed at the end."""
   prepared: Prepared
   mesh: Mesh
   device: DeviceThread
@@ -96,11 +96,11 @@ class Reopened:
   checkpoints: Checkpoints
 
   async def state(self, step: int) -> LoopState:
-    """What was committed at `step`; 0: what the run began with."""
+    """Loads the state committed at `step`; 0: the initial state."""
     return await self.device.run(self._state, step)
 
   async def policy(self, step: int) -> Params:
-    """Of that commit, and nothing else of it."""
+    """Loads only the policy's parameters committed at `step`, with the base below its adapters."""
     return await self.device.run(self._policy, step)
 
   def _state(self, step: int) -> LoopState:
@@ -113,7 +113,7 @@ class Reopened:
 
 @contextlib.asynccontextmanager
 async def reopen(config: Config, run: pathlib.Path) -> AsyncIterator[Reopened]:
-  """What is needed of the run in the directory `run`; with another configuration than its own where that serves."""
+  """Opens the run in directory `run`; `config` may differ from the run's own, where compatible."""
   with disk.scratch('jaxrl_llm-') as scratch, contextlib.ExitStack() as opened:
     prepared = await asyncio.to_thread(_prepared, config, run, scratch)
     mesh, device = build_mesh(config.learner.mesh), DeviceThread()
@@ -131,7 +131,7 @@ async def reopen(config: Config, run: pathlib.Path) -> AsyncIterator[Reopened]:
 
 
 def _prepared(config: Config, run: pathlib.Path, scratch: pathlib.Path) -> Prepared:
-  """With the run's own tokenizer and static rows, in a folder that may be written to."""
+  """Prepares `config` in the writable folder `scratch`, with the run's tokenizer and static rows."""
   if (run / TOKENIZER).is_dir():
     shutil.copytree(run / TOKENIZER, scratch / TOKENIZER)
   (scratch / DATA).mkdir()
@@ -142,7 +142,7 @@ def _prepared(config: Config, run: pathlib.Path, scratch: pathlib.Path) -> Prepa
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Serving:
-  """An engine and the run's scorers."""
+  """A started engine, with the run's workflow and scorers."""
 
   past: Reopened
   engine: Engine
@@ -151,14 +151,14 @@ class Serving:
   publisher: Publisher
 
   async def serve(self, step: int) -> None:
-    """The policy of that commit is sampled from now on."""
+    """Publishes the policy committed at `step` to the engine."""
     params = await self.past.policy(step)
     await self.publisher.publish(params, Version(0, step), moved=step)
 
 
 @contextlib.asynccontextmanager
 async def serving(past: Reopened) -> AsyncIterator[Serving]:
-  """Starts both, and ends them with the block; they serve nothing before `serve`."""
+  """Starts engine, scorers and workflow, and stops them at the end of the block; call `serve` before sampling."""
   config = past.config
   async with contextlib.AsyncExitStack() as opened:
     scorers = ScorerPool(build_scorers(config.rewards), config.rewards)

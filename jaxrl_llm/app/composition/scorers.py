@@ -1,4 +1,4 @@
-"""The scorers that a configuration names. Without JAX, so that scoring by hand starts fast."""
+"""Builds the scorers that a configuration names. Imports no JAX, so that scoring by hand starts fast."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SCORERS: Mapping[str, Callable[..., AnyScorer]] = {
 
 
 def build_scorer(scorer: ScorerConfig, where: str = 'rewards.scorers') -> AnyScorer:
-  """Of the catalogue or a user's own: a function of the options that gives a scorer."""
+  """Builds a scorer of the catalogue or a user's own, which is a function from the options to a scorer."""
   name = scorer.implementation
   if ':' not in name and name not in SCORERS:
     raise UserError(f"{where}: no scorer {name!r}; {nearest(name, SCORERS)}; one of your own is 'module:attribute'")
@@ -53,21 +53,21 @@ def build_scorer(scorer: ScorerConfig, where: str = 'rewards.scorers') -> AnySco
 
 
 def build_scorers(config: RewardsConfig) -> dict[str, AnyScorer]:
-  """All that the configuration has, by name."""
+  """Builds all configured scorers, by name."""
   return {scorer.name: build_scorer(scorer) for scorer in config.scorers}
 
 
 CHOOSERS = {'answer': choose_options}
-"""Functions from the given options and all truths to further options and the reason, by implementation."""
+"""Functions from the given options and all truths to the chosen options and the reason, by implementation."""
 CHOSEN = ('mode', 'extraction', 'units')
-"""Names of the options that may be chosen."""
+"""Names of the options that can be chosen."""
 
 
 class ChosenScorer(NamedTuple):
   scorer: ScorerConfig
   """The scorer with its open options filled in."""
   why: str
-  """Empty where nothing was open."""
+  """Reason for the choice; empty if no option was open."""
 
   def line(self) -> str:
     options = {name: self.scorer.options[name] for name in CHOSEN if name in self.scorer.options}
@@ -76,7 +76,7 @@ class ChosenScorer(NamedTuple):
 
 
 def choose(scorer: ScorerConfig, truths: Callable[[], Iterable[str | None]]) -> ChosenScorer:
-  """The scorer, with the options that its configuration leaves open chosen from the truths.
+  """Returns the scorer with its open options chosen from the truths.
 
   Args:
     truths: returns the truths of all tasks that the scorer judges; called only if an option is open.

@@ -1,4 +1,4 @@
-"""From the configuration's stages to the stages that every process runs, with their derived numbers."""
+"""Builds the stages that every process runs, with their derived numbers, from the configured ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from jaxrl_llm.rollout.vllm.replica import SPECULATION
 
 
 def build_algorithm(config: AlgorithmConfig, setting: Setting) -> Algorithm:
-  """One of the catalogue's, or a user's: a pair of an options dataclass and a function of it and the setting."""
+  """Builds an algorithm of the catalogue, or a user's: an (options dataclass, function of it and the setting) pair."""
   name = config.name
   if ':' not in name and name not in ALGORITHMS:
     raise UserError(f"algorithm {name!r}: unknown; {nearest(name, ALGORITHMS)}; one of your own is 'module:attribute'")
@@ -43,7 +43,7 @@ def build_algorithm(config: AlgorithmConfig, setting: Setting) -> Algorithm:
 
 
 def build_processors(configs: Sequence[ProcessorConfig]) -> tuple[tuple[str, Processor], ...]:
-  """By name; of the catalogue or a user's own: a pair of an options dataclass and a function of it."""
+  """Returns (name, processor) pairs, of the catalogue or a user's own: a pair (options dataclass, function of it)."""
   built = []
   for config in configs:
     kind = config.implementation
@@ -56,17 +56,17 @@ def build_processors(configs: Sequence[ProcessorConfig]) -> tuple[tuple[str, Pro
 
 
 def _is_pair(part: Any) -> bool:
-  """Whether it is an options dataclass and a function of it."""
+  """Whether `part` is a pair of an options dataclass and a function."""
   return isinstance(part, tuple) and len(part) == 2 and dataclasses.is_dataclass(part[0]) and callable(part[1])
 
 
 def build_stages(
   config: Config, mesh: Mesh, vocab_size: int, lengths: Mapping[str, Sequence[int]]
 ) -> tuple[Stage, ...]:
-  """The stages with their derived numbers.
+  """Builds the stages with their derived numbers.
 
   Args:
-    lengths: of sequences, by stage, where they are known before it begins.
+    lengths: sequence lengths in tokens by stage name, for stages where they are known in advance.
   """
   stages, start = [], 0
   for stage in config.stages:
@@ -101,7 +101,7 @@ def _stage(
   critic_updates = stage.steps * stage.minibatches * stage.epochs
   updates = critic_updates - algorithm.critic_warmup * stage.minibatches * stage.epochs
   critic = (stage.critic.optimizer or optimizer) if algorithm.critic_loss is not None else None
-  # Each kind of rows is dealt for itself, so that a minibatch may have one unit more of each than its share.
+  # Each kind of rows is split on its own, so a minibatch may hold one unit more of each than its share.
   usual = stage.groups * stage.group_size if stage.experts is not None else stage.sequences
   kinds = [usual, stage.sequences - usual]
   rows = sum(-(-kind // stage.unit // stage.minibatches) * stage.unit for kind in kinds)
@@ -143,7 +143,7 @@ def _stage(
 
 
 def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:
-  """Refuses what cannot learn, or would learn something else than it seems to."""
+  """Raises UserError for a stage that cannot learn, or would learn something other than it seems to."""
   where, name = f'stages.{stage.name}', stage.algorithm.name
   pairs = stage.unit == 2
   if name in PAIRWISE and not pairs:
@@ -206,7 +206,7 @@ def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> No
 
 
 def _check_processors(stage: StageConfig, config: Config) -> None:
-  """Builds them once, in every process and before anything is loaded, so that what is wrong is said by all."""
+  """Checks the processors by building them, in every process and before loading, so that all report an error."""
   build_processors(stage.processors)
   scorers = [scorer.name for scorer in config.rewards.scorers]
   for processor in stage.processors:
@@ -219,7 +219,7 @@ def _check_processors(stage: StageConfig, config: Config) -> None:
 
 
 def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:
-  """Refuses references that cannot differ from what they are compared with, or cannot move."""
+  """Raises UserError for a reference that cannot differ from the policy, or cannot move as configured."""
   where, rule = f'stages.{stage.name}', algorithm.reference
   if 'reference' not in algorithm.reads:
     return
@@ -242,11 +242,11 @@ def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -
     )
     if stage.algorithm.name != 'opmd':
       raise UserError(text)
-    logging.warning('%s', text)  # What is left of it, a policy gradient, still learns.
+    logging.warning('%s', text)  # Without the reference OPMD is a policy gradient, which still learns.
 
 
 def model_spec(config: Config, spec: ModelSpec) -> ModelSpec:
-  """Of the model that the stages train: a policy, or a reward model with its one output."""
+  """Returns the spec of the model that the stages train: a policy, or a reward model with one output."""
   setting = Setting(max_response_length=config.rollout.max_response_length)
   heads = {stage.name: build_algorithm(stage.algorithm, setting).head for stage in config.stages}
   if len(set(heads.values())) > 1:

@@ -1,4 +1,4 @@
-"""What a run begins with, a stage begins with, and a resumed run goes on with: parameters, optimizers, reference."""
+"""Initial, per-stage and restored state of a run: parameters, optimizers, reference."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from jaxrl_llm.weights.hf import load_params, read_spec
 
 
 def critic_model(model: Model) -> Model:
-  """PPO's critic beside that policy: of its shape with one output per token, and trained in full."""
+  """Builds PPO's critic: the policy's architecture with one output per token, trained in full."""
   return build_model(with_head(model.spec, 'value'), dataclasses.replace(model.options, lora=None), model.mesh)
 
 
 def begin_stage(stage: Stage, config: Config, state: LoopState, mesh: Mesh, critic: Model) -> LoopState:
-  """A stage starts from the policy before it, which is its reference; its optimizer is fresh, or keeps its moments."""
+  """Starts a stage from the previous policy, also its reference; the optimizer is fresh or keeps its moments."""
   params, before = state.learned.policy.params, state.learned.policy.opt_state
   reads, rule = 'reference' in stage.algorithm.reads, stage.algorithm.reference
   reference = copy_params(params) if reads and rule.every != 1 else None
@@ -58,14 +58,14 @@ def begin_stage(stage: Stage, config: Config, state: LoopState, mesh: Mesh, crit
     base=state.learned.base,
   )
   if before is not None and stage.keep_optimizer:
-    # The moments go on; the schedule is this stage's own, from its beginning.
+    # The moments carry over; the schedule starts afresh with this stage.
     kept = with_schedule(before, learned.policy.opt_state)
     learned = learned._replace(policy=learned.policy.replace(opt_state=kept))
   return dataclasses.replace(state, learned=learned)
 
 
 def _begin_critic(stage: Stage, config: Config, before: Learned, mesh: Mesh, critic: Model) -> TrainState:
-  """A trained reward model or critic, else that of the stage before, else the policy's body with a fresh output."""
+  """Starts from the configured reward model or critic, else the last stage's critic, else the policy's body."""
   source = next(s for s in config.stages if s.name == stage.name).critic.init_from
   offload = stage.critic_optimizer_config.offload
   if source is None and before.critic is not None:
@@ -95,9 +95,9 @@ def _begin_critic(stage: Stage, config: Config, before: Learned, mesh: Mesh, cri
 
 
 def initial_params(config: Config, model: Model, mesh: Mesh) -> tuple[Params, Params | None]:
-  """What is trained before the first stage, and what it stands on (`models.lora.split`).
+  """Returns the trained parameters before the first stage, and the frozen base below them (`models.lora.split`).
 
-  A checkpoint with another output gets a fresh one.
+  A checkpoint with another head gets a fresh one.
   """
   directory = checkpoint_directory(config)
   if directory is None:
@@ -116,7 +116,7 @@ def initial_params(config: Config, model: Model, mesh: Mesh) -> tuple[Params, Pa
 def committed_state(
   config: Config, step: int, stages: Sequence[Stage], checkpoints: Checkpoints, model: Model, mesh: Mesh
 ) -> tuple[LoopState, str | None]:
-  """What the commit at `step` holds (0: what a run begins with), and the digest of what its adapters stand on."""
+  """Returns the state committed at `step` (0: the initial state), and the digest of the base below its adapters."""
   params, base, found = None, None, None
   if step == 0 or model.options.lora is not None:
     params, base = initial_params(config, model, mesh)
@@ -132,7 +132,7 @@ def committed_state(
 
 
 def base_digest(base: Params, mesh: Mesh) -> str:
-  """Of all names and bits of what adapters stand on; every process takes part."""
+  """Digest of all names and bits of the base parameters; collective: every process must call it."""
   hasher = xxhash.xxh3_128()
   for name, array in Gatherer(mesh).leaves(base):
     hasher.update(f'{name} {array.dtype} {array.shape} {digest(array)}\n'.encode())
@@ -140,7 +140,7 @@ def base_digest(base: Params, mesh: Mesh) -> str:
 
 
 def check_base(found: str | None, committed: Mapping[str, Any], config: Config) -> None:
-  """Refuses to go on with adapters on other weights than those that they were trained on."""
+  """Raises UserError if the base weights differ from those that the committed adapters were trained on."""
   if found != committed.get('base'):
     source = config.policy.init_from or f'random weights of seed {config.seed}'
     raise UserError(
@@ -153,7 +153,7 @@ def check_base(found: str | None, committed: Mapping[str, Any], config: Config) 
 def restore_state(
   stage: Stage, step: int, checkpoints: Checkpoints, model: Model, mesh: Mesh, base: Params | None = None
 ) -> LoopState:
-  """The state that was committed at `step`, inside or at the end of `stage`; `base` is what its adapters stand on."""
+  """Restores the state committed at `step`, inside or at the end of `stage`; `base` lies below its adapters."""
   algorithm = stage.algorithm
   like = {'train': abstract_state(model, stage.optimizer, mesh, offload=stage.optimizer_config.offload)}
   if 'reference' in algorithm.reads and algorithm.reference.every != 1:

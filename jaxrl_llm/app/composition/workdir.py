@@ -1,4 +1,4 @@
-"""The run directory: one live run at a time, one configuration for good."""
+"""The run directory: at most one live run, and a configuration that is fixed once a step is committed."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ MAY_CHANGE = (
     )
   ),
 )
-"""What a resumed run may have otherwise: how many there are of what serves it, where, and how long they are waited for,
-not what they compute."""
+"""Prefixes of the keys that a resumed run may change: number, place and deadlines of its services, not what they
+compute."""
 ATTEMPT = 'attempt'
 """File with the number of the last start."""
 _MAX_DIGITS = 20
-"""Longest content of that file; longer content is no number."""
+"""Length in bytes at which the content of the attempt file is no longer accepted as a number."""
 TOKENIZER, DATA = 'tokenizer', 'data'
-"""Where a start keeps what it makes from the configuration: the tokenizer, the static rows of offline stages."""
+"""Folders of what a start makes from the configuration: the tokenizer, and the static rows of offline stages."""
 
 
 class WorkdirInUse(UserError):
@@ -46,7 +46,7 @@ class WorkdirInUse(UserError):
 
 
 class Workdir:
-  """Holds the directory's lock until the process ends, however it ends."""
+  """Creates and locks the run directory; the lock lasts until the process ends, however it ends."""
 
   def __init__(self, path: pathlib.Path):
     self.path = path.absolute()
@@ -72,9 +72,10 @@ class Workdir:
     self._lock.flush()
 
   def adopt(self, config: Config) -> None:
-    """Writes the configuration down at the first start, and refuses another one once something was committed.
+    """Writes config.json, or raises UserError for a changed configuration once a step is committed.
 
-    Until then a start leaves nothing to go on from: a mistake in the first command must not spoil the directory.
+    Before the first commit a changed configuration replaces the old one: a mistake in the first command must not spoil
+    the directory.
     """
     file = self.path / 'config.json'
     if not file.exists() and has_commits(self.path):
@@ -105,14 +106,14 @@ class Workdir:
     write_durably(file, json.dumps(to_json(config), indent=1))
 
   def check(self, commit: Mapping[str, Any]) -> None:
-    """Refuses to go on from a commit where something that it names is gone; nothing is written.
+    """Checks that everything a commit names still exists; writes nothing.
 
     Args:
-      commit: what the keeper committed beside the arrays. Commits of earlier versions name no store, no attempt and no
-        files; of their store the index, its plans and its segments have to be there.
+      commit: the keeper's host state beside the arrays. Commits of earlier versions name no store, no attempt and no
+        files; of their store the index, its plans and its segments must exist.
 
     Raises:
-      UserError: names all that is missing.
+      UserError: names everything that is missing.
     """
     gone = [name for name in (ATTEMPT, METRICS_FILE) if not (self.path / name).is_file()]
     there = made_files(self.path)
@@ -127,13 +128,13 @@ class Workdir:
       )
 
   def next_attempt(self, *, least: int = 0) -> int:
-    """The number of this start, on the disk before anything is named by it.
+    """Returns the number of this start, after writing it to disk durably.
 
     Args:
-      least: number of the last start that is known otherwise.
+      least: smallest valid number of the last start, as known from the commit.
 
     Raises:
-      UserError: the file holds no number, or an earlier one.
+      UserError: the file holds no number, or one below `least`.
     """
     file = self.path / ATTEMPT
     attempt = 0
@@ -156,6 +157,6 @@ def has_commits(path: pathlib.Path) -> bool:
 
 
 def made_files(path: pathlib.Path) -> dict[str, int]:
-  """Size in bytes of what starts made in the run directory from its configuration, by path relative to it."""
+  """Sizes in bytes of the tokenizer and data files in the run directory, by path relative to it."""
   files = sorted(file for made in (TOKENIZER, DATA) for file in (path / made).rglob('*') if file.is_file())
   return {file.relative_to(path).as_posix(): file.stat().st_size for file in files}

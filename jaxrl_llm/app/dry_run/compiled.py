@@ -1,4 +1,4 @@
-"""Compiled programs and what roles hold, as a person reads them: bytes against the chip, traffic, operations, time."""
+"""Readable reports of compiled programs and memory by role: bytes against the chip, traffic, FLOPs, time."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from jaxrl_llm.parallel.collectives import traffic
 from jaxrl_llm.parallel.topology import CHIPS
 
 UTILISATION = 0.4
-"""Of the chip's peak, in the expected time: what a well-kept training step reaches."""
+"""Share of the chip's peak FLOP/s assumed for the expected time, as a well-tuned training step reaches."""
 _READABLE = {'tpu': {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}}
-"""Without it TPU programs hide their gathers in products, as chains of permutations that nobody can count."""
+"""Compiler options by platform. Without it TPU programs fuse gathers into products as chains of permutes, which cannot
+be counted."""
 _TOO_MUCH = re.compile(r'Used ([\d.]+\w) of ([\d.]+\w) hbm. Exceeded[^.]* by ([\d.]+\w)')
 
 
 def held_table(mesh: Mesh, roles: Sequence[Held]) -> Group:
-  """The mesh's axes, and by role the bytes of the whole and on each device."""
+  """Table of the mesh axes and, by role, megabytes in total and on each device."""
   device = mesh.devices.flat[0]
   axes = ' '.join(f'{axis}={size}' for axis, size in mesh.shape.items())
   table = Table()
@@ -36,7 +37,7 @@ def held_table(mesh: Mesh, roles: Sequence[Held]) -> Group:
 
 
 def compiled_line(program: Program, mesh: Mesh, chip: str | None) -> tuple[str, bool]:
-  """What the compiler says of a program, and whether it fits the chip (None: nobody knows)."""
+  """Compiles a program; returns a line with its statistics, and whether it fits `chip` (None: not checked, True)."""
   lowered, began = program.lower(), time.perf_counter()
   options = _READABLE.get(CHIPS[chip].platform) if chip else None
   try:
@@ -76,6 +77,6 @@ def compiled_line(program: Program, mesh: Mesh, chip: str | None) -> tuple[str, 
 
 
 def _excess(message: str) -> str:
-  """The compiler's own figures, or its first line."""
+  """Extracts the compiler's memory figures from its error message, or else the first line."""
   found = _TOO_MUCH.search(message)
   return f'wants {found[1]} of {found[2]}, {found[3]} too much' if found else message.splitlines()[0]

@@ -1,4 +1,4 @@
-"""What a person can know before the first step: `--dry_run` and `--list`."""
+"""The `--dry_run` and `--list` output: what can be known before the first step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from jaxrl_llm.tasks.taskset import taskset_loader
 
 
 def print_list() -> None:
-  """Everything a configuration can name, a line each."""
+  """Prints everything a configuration can name, one per line."""
   console = Console(markup=False, highlight=False, soft_wrap=True)
   first = lambda value: (value.__doc__ or '').strip().splitlines()[0]
   lines = [('family', name, family.description) for name, family in FAMILIES.items()]
@@ -58,13 +58,15 @@ def print_list() -> None:
 
 
 def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = None) -> None:
-  """Resolved configuration, derived numbers, parameters, memory by role, compiled programs. Trains and leaves nothing.
+  """Prints the resolved configuration, derived numbers, parameters, memory by role and compiled programs.
+
+  Trains nothing and writes nothing to the run directory.
 
   Args:
-    topology: compile for these devices ('v5e:4x4'), which need not be here; None: for those that are.
+    topology: target devices of the compilation ('v5e:4x4'), which may be absent; None: the devices of this process.
 
   Raises:
-    UserError: for a program that does not fit the topology's devices, after all of them have been printed.
+    UserError: a program does not fit the topology's devices; raised after all programs have been printed.
   """
   console = Console(markup=False, highlight=False, soft_wrap=True)
   devices = jax.devices() if topology is None else topology_devices(topology)
@@ -119,14 +121,14 @@ def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = Non
 
 
 def _options(config: Config, chip: str | None) -> ModelOptions:
-  """As trained with, but for GPUs' fused attention, which compiles only where there is a GPU."""
+  """Returns the training options, without fused GPU attention, which compiles only on a machine with a GPU."""
   options = policy_options(config)
   absent = chip is not None and CHIPS[chip].platform == 'cuda'
   return dataclasses.replace(options, attention='blockwise') if absent and options.attention == 'auto' else options
 
 
 def _engine_programs(config: Config, spec: ModelSpec, device: jax.Device) -> Iterator[tuple[str, jax.stages.Lowered]]:
-  """Of the embedded engine, which samples on one device."""
+  """Yields the programs of the embedded engine, which samples on one device."""
   if config.rollout.engine != 'embedded' or not config.generates:
     return
   options = ModelOptions(dtype=config.policy.dtype, param_dtype=config.policy.param_dtype)
@@ -138,7 +140,7 @@ def _engine_programs(config: Config, spec: ModelSpec, device: jax.Device) -> Ite
 
 
 def _print_servers(config: Config, console: Console, workdir: pathlib.Path) -> None:
-  """The command line of each server that the trainer would start."""
+  """Prints the command line of each server that the trainer would start."""
   if config.rollout.engine != 'vllm' or config.rollout.vllm.addresses:
     return
   for i, command in enumerate(owned_commands(config, workdir)):

@@ -1,4 +1,4 @@
-"""What a run's stages compile and keep on the devices, as values: compiled and counted without being run."""
+"""Programs that a run's stages compile and arrays that they keep on the devices, measured without running anything."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Program(NamedTuple):
   name: str
   lower: Callable[[], jax.stages.Lowered]
   flops: int
-  """The model's own, over all devices, of one micro-batch whose chunks each hold one sequence of full length."""
+  """Model FLOPs, over all devices, of one micro-batch whose chunks each hold one sequence of full length."""
 
 
 class Held(NamedTuple):
-  """What a role keeps on the devices from step to step."""
+  """Memory that a role keeps on the devices between steps."""
 
   role: str
   whole: int
@@ -39,7 +39,7 @@ class Held(NamedTuple):
 
 
 def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Iterator[Program]:
-  """The update of each role that the stage trains, and the passes of its annotation."""
+  """Yields the update of each role that the stage trains, and its scoring passes (logprobs, values)."""
   algorithm, shape = stage.algorithm, stage.shape
   tokens = shape.ranks * shape.chunks * shape.chunk_len
   pairs = causal_pairs([shape.chunk_len] * shape.ranks * shape.chunks)
@@ -69,7 +69,7 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
 
 
 def batch_shapes(stage: Stage, mesh: Mesh) -> Chunks:
-  """The arrays of an optimizer step, as the row loader places them."""
+  """Shapes and shardings of an optimizer step's arrays, as the row loader places them."""
   shape = stage.shape
   rows = (shape.micro_batches, shape.ranks * shape.chunks)
   kinds = dict.fromkeys(('tokens', 'positions', 'segment_ids'), np.int32)
@@ -82,7 +82,7 @@ def batch_shapes(stage: Stage, mesh: Mesh) -> Chunks:
 
 
 def held(stages: Sequence[Stage], model: Model, critic: Model, mesh: Mesh) -> list[Held]:
-  """By role, the most that any stage keeps; gradients live as long as an update."""
+  """Largest memory that any stage keeps, by role; gradients live only during an update."""
   found: dict[str, Held] = {}
 
   def add(role: str, tree: Any) -> None:
@@ -107,7 +107,7 @@ def held(stages: Sequence[Stage], model: Model, critic: Model, mesh: Mesh) -> li
 
 
 def held_bytes(tree: Any) -> tuple[int, int]:
-  """Bytes of a tree of sharded shapes: counted once, and on each device."""
+  """Returns the bytes of a tree of sharded shapes: in total, counting copies once, and on each device."""
   size = lambda shape, leaf: math.prod(shape) * np.dtype(leaf.dtype).itemsize
   leaves = jax.tree.leaves(tree)
   whole = sum(size(leaf.shape, leaf) for leaf in leaves)
