@@ -1,11 +1,11 @@
-"""Looks into a run's replay store, also while the run writes to it.
+"""Inspects a run's replay store, even while the run writes to it.
 
-jaxrl buffer --workdir=runs/quickstart                     # what is there
-jaxrl buffer --workdir=runs/quickstart --state=dropped     # samples, those that changed last first
-jaxrl buffer --workdir=runs/quickstart --task=ID
-jaxrl buffer --workdir=runs/quickstart --uid=UID           # what became of one
-jaxrl buffer --workdir=runs/quickstart --audit             # does everything add up? exit 1 where it does not
-jaxrl buffer --workdir=runs/quickstart --clear_quarantine  # removes what nothing claims
+jaxrl buffer --workdir=runs/quickstart                     # summary
+jaxrl buffer --workdir=runs/quickstart --state=dropped     # samples, most recently changed first
+jaxrl buffer --workdir=runs/quickstart --task=ID           # samples of one task
+jaxrl buffer --workdir=runs/quickstart --uid=UID           # history of one sample
+jaxrl buffer --workdir=runs/quickstart --audit             # consistency check; exit code 1 if it fails
+jaxrl buffer --workdir=runs/quickstart --clear_quarantine  # removes unclaimed files
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ from jaxrl_llm.replay.tables import QUARANTINE
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
 flags.DEFINE_bool(
-  'audit', False, 'Recompute from the files that every sample is accounted for exactly once.', flag_values=FLAGS
+  'audit', False, 'Check against the files that every sample is accounted for exactly once.', flag_values=FLAGS
 )
-flags.DEFINE_string('state', None, 'Lists samples in this state.', flag_values=FLAGS)
-flags.DEFINE_string('task', None, 'Lists samples of the task with this id.', flag_values=FLAGS)
-flags.DEFINE_integer('limit', 20, 'Longest list of samples.', lower_bound=1, flag_values=FLAGS)
-flags.DEFINE_bool(
-  'clear_quarantine', False, 'Remove the files in replay/quarantine, which nothing claims.', flag_values=FLAGS
-)
-flags.DEFINE_string('uid', None, 'Prints the history of the sample with this uid.', flag_values=FLAGS)
+flags.DEFINE_string('state', None, 'List samples in this state.', flag_values=FLAGS)
+flags.DEFINE_string('task', None, 'List samples of the task with this id.', flag_values=FLAGS)
+flags.DEFINE_integer('limit', 20, 'Most samples to list.', lower_bound=1, flag_values=FLAGS)
+flags.DEFINE_bool('clear_quarantine', False, 'Remove the unclaimed files in replay/quarantine.', flag_values=FLAGS)
+flags.DEFINE_string('uid', None, 'Print the history of the sample with this uid.', flag_values=FLAGS)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,15 +1,15 @@
 """Commands by name: `jaxrl NAME --flag=value ...`. `launch/NAME.py` runs the same command from a checkout.
 
   jaxrl train       trains a configuration; the same command resumes
-  jaxrl serve       rollout servers, explorers, reward models, sandboxes for runs on other machines
-  jaxrl evaluate    measures the commits of a run
+  jaxrl serve       serves rollouts, explorers, reward models or sandboxes to runs on other machines
+  jaxrl evaluate    evaluates the commits of a run
   jaxrl report      rebuilds a run's report.html
   jaxrl score       scores a file of completions with one scorer
-  jaxrl curate      keeps the tasks that are worth training on
-  jaxrl buffer      looks into a run's replay store
+  jaxrl curate      selects the tasks that are worth training on
+  jaxrl buffer      inspects a run's replay store
   jaxrl replay      repeats one update of a run and compares it bit for bit
   jaxrl convert     reads and writes Hugging Face model directories
-  jaxrl tokenizer   makes a tokenizer from the text of a taskset
+  jaxrl tokenizer   builds a tokenizer from the text of a taskset
 
 `jaxrl NAME --help` describes a command.
 """
@@ -24,11 +24,11 @@ from collections.abc import Sequence
 
 COMMANDS = (*('train', 'serve', 'evaluate', 'report', 'score', 'curate', 'buffer', 'replay', 'convert', 'tokenizer'),)
 _HANDLE_SIGNALS = ('train', 'score')
-"""Commands that handle Ctrl-C themselves once they work."""
+"""Commands that install their own Ctrl-C handler once they run."""
 
 
 def launch(name: str, argv: Sequence[str]) -> int:
-  """Runs a command and returns its exit code. Only its module is imported: scorer workers import this one too."""
+  """Runs a command and returns its exit code. Imports only that command: scorer workers import this module too."""
   if name in _HANDLE_SIGNALS:
     # Until the command takes over, Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -36,7 +36,7 @@ def launch(name: str, argv: Sequence[str]) -> int:
 
 
 def main() -> int:
-  """The console command `jaxrl`."""
+  """Runs the console command `jaxrl` and returns its exit code."""
   name, *rest = sys.argv[1:] or ['--help']
   if name in ('--help', '-h', 'help'):
     print(__doc__.strip())

@@ -1,9 +1,9 @@
-"""Reads a Hugging Face model, lays it out as ours, and writes it as a Hugging Face model again.
+"""Reads a Hugging Face model into this package's layout and writes it as a Hugging Face model again.
 
   jaxrl convert --source=Qwen/Qwen3-0.6B --target=/tmp/model --dtype=bfloat16
 
-Checks a checkpoint (every name and shape, every setting), changes its dtype, brings config.json to its newest form,
-or gives it another tokenizer. The source is a directory or a hub id.
+Use it to check a checkpoint (every name and shape, every setting), change its dtype, update config.json to its newest
+form, or replace the tokenizer. The source is a directory or a hub id.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ flags.DEFINE_string('source', None, 'Model directory or hub id.', flag_values=FL
 flags.DEFINE_string('target', None, 'Directory to write.', flag_values=FLAGS)
 flags.DEFINE_enum('dtype', 'float32', list(DTYPES), 'Data type of the written weights.', flag_values=FLAGS)
 flags.DEFINE_string(
-  'tokenizer', None, "Directory whose tokenizer is copied; by default the source's.", flag_values=FLAGS
+  'tokenizer', None, "Directory of the tokenizer to copy; by default the source's.", flag_values=FLAGS
 )
 
 
@@ -61,7 +61,7 @@ def _main(argv: Sequence[str]) -> int:
     bos_id=tokens.bos_id,
   )
   if (source / 'generation_config.json').exists():
-    # Sampling settings in it belong to the model, and none of them depends on what was converted.
+    # Its sampling settings belong to the model and do not depend on the conversion.
     shutil.copyfile(source / 'generation_config.json', target / 'generation_config.json')
   size = sum(path.stat().st_size for path in files)
   print(

@@ -1,11 +1,11 @@
-"""Measures the tasks of a taskset with a run's policy and keeps those that are worth training on.
+"""Measures the tasks of a taskset with a run's policy and selects those that are worth training on.
 
 jaxrl curate --workdir=RUN --taskset=NAME --out=FILE.jsonl [--low=0.1 --high=0.9] [--guess_tries=8]
 
-Each task is attempted --samples times at --temperature with the newest commit (or --step), and kept if its share of
-correct attempts is in [--low, --high]; of those, tasks that are answered correctly in --guess_tries tries without
-reasoning are dropped. FILE gets the rows that are kept, with `pass_rate`, `hardness` (1 − pass_rate) and `guessed`: the
-same taskset with source=FILE and no options reads them. Nothing in the run directory changes.
+The policy of the newest commit (or --step) attempts each task --samples times at --temperature. A task is kept if its
+share of correct attempts is in [--low, --high], and if none of --guess_tries tries without reasoning is correct. FILE
+gets the kept rows, with `pass_rate`, `hardness` (1 − pass_rate) and `guessed`; the same taskset with source=FILE and no
+options reads them. Nothing in the run directory changes.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from jaxrl_llm.runtime.writers import write_rows
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
-flags.DEFINE_string('taskset', None, "One of the run's tasksets.", flag_values=FLAGS)
-flags.DEFINE_string('out', None, 'File that gets the kept rows.', flag_values=FLAGS)
+flags.DEFINE_string('taskset', None, "Name of one of the run's tasksets.", flag_values=FLAGS)
+flags.DEFINE_string('out', None, 'File to write the kept rows to.', flag_values=FLAGS)
 flags.DEFINE_integer(
-  'step', None, 'Commit whose policy is asked, 0 for what the run began with; the newest by default.', flag_values=FLAGS
+  'step', None, 'Step of the commit to sample, 0 for the initial policy; the newest by default.', flag_values=FLAGS
 )
 _HELP = {
   'samples': 'Attempts at each task.',
-  'temperature': 'Of attempts and guesses.',
-  'low': 'Least share of correct attempts of a kept task.',
+  'temperature': 'Sampling temperature of attempts and guesses.',
+  'low': 'Smallest share of correct attempts of a kept task.',
   'high': 'Largest share of correct attempts of a kept task.',
-  'guess_tries': 'Tries without reasoning, of which one that is correct drops a task; 0: none are made.',
-  'guess_tokens': 'Tokens that a guess may have.',
-  'guess_instruction': 'Follows the prompt of a guess; empty: a guess is only short.',
+  'guess_tries': 'Guesses (attempts without reasoning), of which one correct drops the task; 0: no guesses.',
+  'guess_tokens': 'Longest guess in tokens.',
+  'guess_instruction': 'Text appended to the prompt of a guess; empty: a guess is limited by length alone.',
 }
 _DEFINE = {int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string}
 for _field in dataclasses.fields(CurateConfig):
@@ -75,7 +75,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _check_out(out: pathlib.Path, sources: Sequence[str]) -> None:
-  """Before anything is sampled."""
+  """Raises UserError, before sampling, if `out` cannot be written or is the source of a taskset."""
   if out.suffix != '.jsonl':
     raise UserError(f'--out={out}: wanted a name ending .jsonl, which tasksets read')
   if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):

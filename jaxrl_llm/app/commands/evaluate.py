@@ -1,7 +1,7 @@
-"""Measures what a run committed: `jaxrl evaluate --workdir=runs/quickstart [--steps=500,780] [--out=FILE]`.
+"""Evaluates the commits of a run: `jaxrl evaluate --workdir=runs/quickstart [--steps=500,780] [--out=FILE]`.
 
-Every commit that is kept, or the steps that are named (0: what the run began with), on the suites of the run's own
-configuration, which `--config.field=value` changes: more tasks, samples for pass@k, another engine. Nothing in the run
+Measures every kept commit, or those at the given steps (0: the initial policy), on the suites of the run's
+configuration. `--config.field=value` changes it: more tasks, samples for pass@k, another engine. Nothing in the run
 directory changes. FILE gets a JSON line for each completion.
 """
 
@@ -24,8 +24,8 @@ from jaxrl_llm.core.errors import UserError
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
-flags.DEFINE_list('steps', None, 'Steps of commits, 0 for what the run began with; all by default.', flag_values=FLAGS)
-flags.DEFINE_string('out', None, 'File that gets a JSON line for each completion.', flag_values=FLAGS)
+flags.DEFINE_list('steps', None, 'Steps of commits, 0 for the initial policy; all by default.', flag_values=FLAGS)
+flags.DEFINE_string('out', None, 'File to write a JSON line per completion to.', flag_values=FLAGS)
 
 
 def main(argv: Sequence[str]) -> int:

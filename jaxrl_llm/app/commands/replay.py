@@ -1,9 +1,9 @@
-"""Makes one update of a run again and compares it bit for bit: `jaxrl replay --workdir=DIR [--step=N]`.
+"""Repeats one update of a run and compares it bit for bit: `jaxrl replay --workdir=DIR [--step=N]`.
 
-N is the step of a row of metrics.jsonl (by default the last). From the newest commit before it, or from what the run
-began with, the recorded plans are gone through; for each step on the way a line says its loss, its gradient's norm, and
-'equal' or what differs from what the run recorded: metrics, and parameters and optimizer where a commit of step N is
-kept. Exit code 0: all of it is equal. Nothing in the run directory changes.
+N is the step of a row of metrics.jsonl (by default the last). The replay follows the recorded plans from the newest
+commit before N, or from the initial state. For each step it prints a line with loss, gradient norm, and 'equal' or the
+differences from the run's records: metrics, and also parameters and optimizer if a commit of step N is kept. Exit code
+0: everything is equal. Nothing in the run directory changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxrl_llm.runtime.machine import use_compilation_cache
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
 flags.DEFINE_integer(
-  'step', None, 'The update that completed this many batches; by default the last recorded one.', flag_values=FLAGS
+  'step', None, 'Update that completed this many batches; by default the last recorded one.', flag_values=FLAGS
 )
 _MEASURES = {
   'loss': 'actor/loss',
@@ -34,7 +34,7 @@ _MEASURES = {
   'critic grad norm': 'critic/grad_norm',
 }
 _TOLD = 3
-"""Differences of a step that its line names."""
+"""Number of differences that the line of a step names."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,7 +53,7 @@ def _main(argv: Sequence[str]) -> int:
 
 async def _replay(run: pathlib.Path, step: int | None) -> int:
   config = config_of_run(run)
-  if config.compilation_cache:  # On some devices what is compiled anew may choose otherwise in the last bit.
+  if config.compilation_cache:  # On some devices a program compiled anew may differ in the last bit.
     use_compilation_cache(config.compilation_cache)
   way = course(config, run, step)
   equal = True
@@ -65,7 +65,7 @@ async def _replay(run: pathlib.Path, step: int | None) -> int:
 
 
 def line(compared: Compared) -> str:
-  """What came out of a step, and whether it is what the run recorded."""
+  """Formats the results of a replayed step and its differences from the run's records."""
   measures = [f'{name} {compared.metrics[key]}' for name, key in _MEASURES.items() if key in compared.metrics]
   head = ', '.join([f'step {compared.step} ({compared.stage})', *measures])
   found = compared.differences

@@ -1,4 +1,4 @@
-"""Rebuilds a run's report.html from its logs, and on demand a trace of its messages for ui.perfetto.dev.
+"""Rebuilds a run's report.html from its logs, and optionally writes a trace of its messages for ui.perfetto.dev.
 
 jaxrl report --workdir=runs/quickstart [--target=FILE] [--perfetto[=FILE]]
 """
@@ -21,7 +21,7 @@ flags.DEFINE_string('target', None, 'File to write; by default <workdir>/report.
 
 
 class _FileOrDefault(flags.Flag):
-  """A flag that may stand without a value, as a boolean flag may; its value is then 'true'."""
+  """A flag whose value may be omitted, as with a boolean flag; its value is then 'true'."""
 
   def __init__(self, name: str, text: str):
     super().__init__(flags.ArgumentParser(), flags.ArgumentSerializer(), name, None, text)

@@ -1,14 +1,14 @@
-"""Scores a file of completions with one scorer: how to try it before a run.
+"""Scores a file of completions with one scorer, to try it before a run.
 
 jaxrl score --scorer=answer --rows=FILE.jsonl --out=SCORES.jsonl    # mode chosen from the rows' truths
 jaxrl score --scorer=answer --options.mode=numeric --rows=FILE.jsonl --out=SCORES.jsonl
 jaxrl score --scorer=verl --options.function=my_reward.py:compute_score --rows=FILE.jsonl --out=SCORES.jsonl
 
 A row is {"prompt", "completion", "reward_model": {"style", "ground_truth"}}, as verl has it, or for code {"prompt"?,
-"completion", "tests", "entry_point"?}. NAME is one that jaxrl train --list prints, or 'module:attribute' for one
-of your own (the current directory is searched too). SCORES.jsonl gets a score for each row, in their order, and is not
-written where a row cannot be read. Options: --options='{"mode": "numeric"}' or --options.mode=numeric, whose values are
-JSON, or else text.
+"completion", "tests", "entry_point"?}. NAME is a scorer that jaxrl train --list prints, or 'module:attribute' for your
+own (the current directory is searched too). SCORES.jsonl gets one score per row, in row order, and is not written if a
+row cannot be read. Options: --options='{"mode": "numeric"}' or --options.mode=numeric; values are parsed as JSON, or
+else taken as text.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
 from jaxrl_llm.rewards.scorers.verifier.scorer import check_verifiers
 
 FLAGS = flags.FlagValues()
-flags.DEFINE_string('scorer', None, "One that launch/train.py --list prints, or 'module:attribute'.", flag_values=FLAGS)
-flags.DEFINE_string('rows', None, 'File with the rows, .jsonl or .parquet.', flag_values=FLAGS)
-flags.DEFINE_string('out', None, 'File that gets the scores.', flag_values=FLAGS)
-flags.DEFINE_string('options', '{}', "The scorer's, a JSON object; or --options.KEY=VALUE.", flag_values=FLAGS)
+flags.DEFINE_string('scorer', None, "Name from launch/train.py --list, or 'module:attribute'.", flag_values=FLAGS)
+flags.DEFINE_string('rows', None, 'File of rows, .jsonl or .parquet.', flag_values=FLAGS)
+flags.DEFINE_string('out', None, 'File to write the scores to.', flag_values=FLAGS)
+flags.DEFINE_string('options', '{}', 'Scorer options, a JSON object; or --options.KEY=VALUE.', flag_values=FLAGS)
 flags.DEFINE_integer('workers', RewardsConfig.workers, 'Worker processes.', flag_values=FLAGS)
-flags.DEFINE_float('deadline_s', ScorerConfig.deadline_s, 'Seconds that one call may take.', flag_values=FLAGS)
+flags.DEFINE_float('deadline_s', ScorerConfig.deadline_s, 'Longest duration of a call in seconds.', flag_values=FLAGS)
 flags.DEFINE_integer(
-  'memory_limit_mib', RewardsConfig.memory_limit_mib, 'Address space of one worker; 0: no limit.', flag_values=FLAGS
+  'memory_limit_mib', RewardsConfig.memory_limit_mib, 'Address space per worker, MiB; 0: no limit.', flag_values=FLAGS
 )
 USAGE = 'usage: jaxrl score --scorer=NAME --rows=FILE.jsonl --out=FILE.jsonl'
 
 _OPTION = re.compile(r'--?options\.(?P<key>[^=]+)(?:=(?P<text>.*))?', re.DOTALL)
 _INTERVAL_S = 10.0
-"""Seconds between lines where there is no terminal."""
+"""Seconds between progress lines without a terminal."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -102,7 +102,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 async def _stoppable(work: Callable[[], Awaitable[Summary]]) -> tuple[Summary | None, int]:
-  """What `work` gives; None and the signal's number where Ctrl-C or SIGTERM came before, and it has cleaned up."""
+  """Returns `work`'s result and 0; after Ctrl-C or SIGTERM, None and the signal number once `work` has cleaned up."""
   loop = asyncio.get_running_loop()
   stop = loop.create_future()
   for number in (signal.SIGINT, signal.SIGTERM):
@@ -112,7 +112,7 @@ async def _stoppable(work: Callable[[], Awaitable[Summary]]) -> tuple[Summary | 
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-  """What absl parses, and the --options.KEY=TEXT."""
+  """Splits `argv` into the arguments for absl and the --options.KEY=TEXT overrides."""
   rest, overrides = [], {}
   for argument in argv:
     match = _OPTION.fullmatch(argument)
@@ -144,7 +144,7 @@ def _options(text: str, overrides: dict[str, str]) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-  """JSON where it is some; else the text itself."""
+  """Parses JSON; returns other text as it is."""
   try:
     return parse_json(text)
   except ValueError:
@@ -152,7 +152,7 @@ def _value(text: str) -> Any:
 
 
 def _check_out(out: pathlib.Path, rows: pathlib.Path) -> None:
-  """Before anything is scored."""
+  """Raises UserError, before scoring, if `out` cannot be written or is the rows file."""
   if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
     raise UserError(f'--out={out}: {out.parent} is no directory that can be written to; make it, or choose another')
   if out.exists() and not out.is_file():
@@ -162,7 +162,7 @@ def _check_out(out: pathlib.Path, rows: pathlib.Path) -> None:
 
 
 class _Progress:
-  """A bar on a terminal, a line now and then anywhere else."""
+  """A progress bar on a terminal; elsewhere a line every _INTERVAL_S seconds."""
 
   def __init__(self, total: int):
     self._total, self._told = total, time.monotonic()

@@ -1,4 +1,4 @@
-"""Serves a run from another place, until Ctrl-C: rollouts, its workflow, or scores.
+"""Serves rollouts, the workflow, or scores to a run from another process or machine, until Ctrl-C.
 
   jaxrl serve --model=DIR [--servers=2] [-- --max-num-seqs 64 ...]                  (--role=vllm)
   jaxrl serve --model=DIR --host=10.0.0.5 --port=8400 --token_file=FILE --tls_cert=FILE --tls_key=FILE
@@ -6,16 +6,16 @@
   jaxrl serve --role=reward --model=DIR [--host=10.0.0.6 --port=8500 --token_file=FILE ...]
   jaxrl serve --role=sandbox [--programs=8] [--host=10.0.0.7 --port=8500 --token_file=FILE ...]
 
-vllm: servers that a trainer attaches to. DIR holds the policy's config.json (its tokenizer too, if requests are to be
-text); the weights come from the trainer. The addresses are printed, for
-`--config.rollout.vllm.addresses='["unix:...", ...]'`. What follows `--` are vLLM's own options.
-explorer: runs the workflow of the run whose `rollout.explorers.listen` it comes to; any number may come and go.
+vllm: servers that a trainer attaches to. DIR holds the policy's config.json (and its tokenizer, for text requests);
+the trainer sends the weights. Prints the addresses for `--config.rollout.vllm.addresses='["unix:...", ...]'`.
+Arguments after `--` are vLLM's own options.
+explorer: runs the workflow of the run that listens at `rollout.explorers.listen`; any number may join and leave.
 reward: a reward model on this machine's devices, for scorers of kind `http`.
-sandbox: untrusted programs, so many at once; its address is for the option `addresses` of the scorer `code`, whose
-`key_file` names a file with the same token.
+sandbox: runs up to --programs untrusted programs at once. Give its address to the option `addresses` of the scorer
+`code`, whose `key_file` names a file with the same token.
 
-Services listen on unix sockets that only this user can reach. With --host a front listens there (vllm: one a server, on
-ports PORT, PORT + 1, ...): it lets nobody in without the token of --token_file, whatever the path.
+Services listen on unix sockets that only this user can reach. With --host a front listens there (vllm: one per server,
+on ports PORT, PORT + 1, ...) and rejects every request, whatever the path, without the token of --token_file.
 `--role=ROLE --help` lists a role's flags.
 """
 
@@ -31,7 +31,7 @@ ROLES = {
   'reward': 'jaxrl_llm.app.serve.reward',
   'sandbox': 'jaxrl_llm.app.serve.sandbox',
 }
-"""Modules, of which only the one that is asked for is imported: hosts that serve need not have what the others want."""
+"""Module of each role. Only the requested one is imported: a host needs only the dependencies of its role."""
 
 
 def main(argv: Sequence[str]) -> int:

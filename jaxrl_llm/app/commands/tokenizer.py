@@ -1,4 +1,4 @@
-"""Makes a tokenizer directory from the text of a taskset.
+"""Builds a tokenizer directory from the text of a taskset.
 
   jaxrl tokenizer --source=reasoning_gym:spell_backward --options='{"min_word_len": 3, "max_word_len": 5}' \
     --size=20000 --prompt='{word}>' --match='[a-z]+>' --target=/tmp/tokenizer
@@ -21,15 +21,15 @@ FLAGS = flags.FlagValues()
 _DEFINITIONS = (
   (flags.DEFINE_string, 'source', None, 'Taskset source, as in TasksetConfig.source.'),
   (flags.DEFINE_string, 'target', None, 'Directory to write.'),
-  (flags.DEFINE_string, 'options', '{}', "The source's own parameters, a JSON object."),
-  (flags.DEFINE_integer, 'size', None, 'Items drawn from a procedural source; the most rows read from others.'),
+  (flags.DEFINE_string, 'options', '{}', 'Parameters of the source, a JSON object.'),
+  (flags.DEFINE_integer, 'size', None, 'Items drawn from a procedural source, or most rows read from others.'),
   (flags.DEFINE_integer, 'seed', 0, 'Seed of a procedural source.'),
   (flags.DEFINE_string, 'prompt', None, "Template of the prompt; default: the source's."),
   (flags.DEFINE_string, 'truth', None, "Template of the reference answer; default: the source's."),
   (flags.DEFINE_string, 'system', None, 'System message.'),
-  (flags.DEFINE_string, 'match', None, 'Regular expression; prompts that it does not match in full are skipped.'),
+  (flags.DEFINE_string, 'match', None, 'Regular expression; prompts without a full match are skipped.'),
   (flags.DEFINE_bool, 'skip_corrupt', False, 'Skip and count corrupt rows instead of stopping at the first.'),
-  (flags.DEFINE_integer, 'vocab_size', 1024, 'Tokens of a bpe vocabulary, special tokens included.'),
+  (flags.DEFINE_integer, 'vocab_size', 1024, 'Size of a bpe vocabulary in tokens, special tokens included.'),
 )
 for _define, *_definition in _DEFINITIONS:
   _define(*_definition, flag_values=FLAGS)

@@ -1,7 +1,7 @@
-"""Trains: `jaxrl train --config=configs/quickstart.py [--workdir=DIR] [--config.field=value ...]`.
+"""Trains a configuration: `jaxrl train --config=configs/quickstart.py [--workdir=DIR] [--config.field=value ...]`.
 
-Starting the same command again resumes from the newest commit. Exit code 0 means finished; 130 and 143 mean stopped by
-Ctrl-C and SIGTERM after a commit; 1 and 2 mean a run or an input that cannot go on, in one line.
+The same command resumes from the newest commit. Exit code 0: finished; 130 and 143: stopped by Ctrl-C and SIGTERM after
+a commit; 1 and 2: the run or the input failed, with a one-line error.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ flags.DEFINE_bool(
   flag_values=FLAGS,
 )  # fmt: skip
 flags.DEFINE_string(
-  'topology', None, 'With --dry_run: compile for these devices, such as v5e:4x4 or h100:8, which need not be here.',
+  'topology', None, 'With --dry_run: compile for these devices, such as v5e:4x4 or h100:8, which may be absent.',
   flag_values=FLAGS,
 )  # fmt: skip
-flags.DEFINE_bool('list', False, 'Print what a configuration can name, and leave.', flag_values=FLAGS)
+flags.DEFINE_bool('list', False, 'Print what a configuration can name, and exit.', flag_values=FLAGS)
 flags.DEFINE_integer('verbosity', 0, 'absl log level: -1 warning, 0 info, 1 debug.', flag_values=FLAGS)
 
 AOT_ENVIRONMENT = '.venv-aot'
-"""Directory of the environment with compilers for other devices, which launch/install_aot.sh makes."""
+"""Directory of the environment with compilers for other devices, made by launch/install_aot.sh."""
 _JOIN_DEADLINE_S = 300.0
-"""Longest that the processes of a job wait for each other to come."""
+"""Longest wait in seconds for all processes of a job to join."""
 _LEAVE_DEADLINE_S = 30.0
-"""Longest that process 0 waits at the end for the others to leave."""
+"""Longest wait in seconds of process 0 for the other processes to leave at the end."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,7 +84,7 @@ def _main(argv: Sequence[str]) -> int:
   faulthandler.enable()
   _join_job()
   available_devices()  # Fails here, before anything is written.
-  if config.compilation_cache and not FLAGS.topology:  # Programs for devices that are not here cannot be read back.
+  if config.compilation_cache and not FLAGS.topology:  # Programs for absent devices cannot be read back.
     use_compilation_cache(config.compilation_cache)
   if FLAGS.dry_run:
     print_plan(config, workdir, FLAGS.topology)
@@ -95,7 +95,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
-  """Goes on in the environment that has the compiler, where this one has not: the same command, in another Python."""
+  """Re-executes the command with the Python that has the chip's compiler, if this one lacks it."""
   chip, _ = parse_topology(topology)
   if not dry_run:
     raise UserError('--topology: compiles and trains nothing, so it wants --dry_run beside it')
@@ -103,7 +103,7 @@ def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
   if has_compiler(chip):
     return
   prefix = pathlib.Path(sys.prefix).resolve()
-  # In the current directory, or beside this process's own environment.
+  # Search the current directory, then beside this process's environment.
   environments = [folder / AOT_ENVIRONMENT for folder in (pathlib.Path.cwd(), prefix.parent)]
   python = next((path for path in (env / 'bin' / 'python' for env in environments) if path.exists()), None)
   if python is None or prefix == python.parents[1].resolve():
@@ -111,21 +111,21 @@ def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
       f"--topology={topology}: wants the compilers of {AOT_ENVIRONMENT}, which is not there; make it with 'bash "
       "launch/install_aot.sh'"
     )
-  # libtpu asks the machine for its place in a slice, and lets one process in at a time, unless it is told.
+  # By default libtpu queries the machine for its place in a slice and admits one process at a time.
   told = {'TPU_SKIP_MDS_QUERY': '1', 'TPU_WORKER_HOSTNAMES': 'localhost', 'ALLOW_MULTIPLE_LIBTPU_LOAD': 'true'}
   os.execve(python, [str(python), *sys.orig_argv[1:]], {**os.environ, **told, 'JAX_PLATFORMS': 'cpu'})
 
 
 def _join_job() -> None:
-  """Makes this process one of a `jax.distributed` job where the environment says so (launch/cluster sets it)."""
+  """Joins the `jax.distributed` job that the environment describes, if any (launch/cluster sets the variables)."""
   address = os.environ.get('JAX_COORDINATOR_ADDRESS')
   if not address:
     return
-  # A peer's death then raises in the next collective instead of ending this process without a word.
+  # A peer's death then raises in the next collective instead of silently ending this process.
   jax.config.update('jax_enable_recoverability', True)
   process, count = int(os.environ['JAX_PROCESS_ID']), int(os.environ['JAX_NUM_PROCESSES'])
   waits_for = f'the {count} processes of the job to meet at {address} (JAX_COORDINATOR_ADDRESS)'
-  # JAX's own timeout, which is later, aborts with a stack of its internals.
+  # JAX's own timeout, set later, aborts with a stack of its internals.
   with watched(name='join', owner=f'process {process}', waits_for=waits_for, deadline_s=_JOIN_DEADLINE_S):
     jax.distributed.initialize(
       address,
@@ -137,7 +137,7 @@ def _join_job() -> None:
 
 
 def _leave_job(workdir: pathlib.Path) -> None:
-  """Ends this process's part in the job; process 0 last, for the others are aborted when their coordinator is gone."""
+  """Leaves the job, process 0 last: the other processes abort when the coordinator goes away."""
   count, index = jax.process_count(), jax.process_index()
   if count == 1:
     return

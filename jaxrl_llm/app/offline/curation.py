@@ -1,4 +1,4 @@
-"""Chooses tasks by what a run's policy makes of them: neither too easy nor too hard, and not to be guessed."""
+"""Selects tasks by a run's policy: neither too easy nor too hard, and not guessable."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from jaxrl_llm.tasks.processors import Outcomes, Passed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CurateConfig:
-  """Kimi k1.5's two measures of a prompt (arXiv:2501.12599, section 2.1)."""
+  """Kimi k1.5's two measures of a prompt (arXiv:2501.12599, section 2.1): pass rate and guessability."""
 
   samples: int = 10
   """Attempts at each task."""
   temperature: float = 1.0
-  """Of attempts and guesses."""
+  """Sampling temperature of attempts and guesses."""
   low: float = 0.0
+  """Smallest share of correct attempts of a kept task, inclusive."""
   high: float = 1.0
-  """Shares of correct attempts between which a task is kept, both included."""
+  """Largest share of correct attempts of a kept task, inclusive."""
   guess_tries: int = 8
-  """Tries without reasoning, of which one that is correct drops the task; 0: none are made."""
+  """Guesses (attempts without reasoning) per task, of which one correct drops the task; 0: no guesses."""
   guess_tokens: int = 16
-  """Tokens that a guess may have."""
+  """Longest guess in tokens."""
   guess_instruction: str = 'Give the final answer at once, without any reasoning.'
-  """Follows the prompt of a guess; empty: a guess is only short."""
+  """Text appended to the prompt of a guess; empty: a guess is limited by length alone."""
 
   def __post_init__(self):
     for name, least in (('samples', 1), ('guess_tries', 0), ('guess_tokens', 1)):
@@ -51,13 +52,13 @@ class CurateConfig:
 
 class Curated(NamedTuple):
   rows: list[dict[str, Json]]
-  """Of the tasks that are kept, as their source has them, with what was measured."""
+  """Source rows of the kept tasks, with the measurements added."""
   passed: list[Passed]
-  """By processor, in their order."""
+  """Counts of each processor, in order."""
 
 
 async def curate(config: Config, run: pathlib.Path, step: int, name: str, how: CurateConfig) -> Curated:
-  """The tasks of taskset `name` that the policy committed at `step` (0: what the run began with) says are worth it."""
+  """Returns the tasks of taskset `name` to keep, measured with the policy committed at `step` (0: the initial one)."""
   if name not in [taskset.name for taskset in config.tasksets]:
     raise UserError(f'--taskset={name}: no such taskset; configured are {sorted(one.name for one in config.tasksets)}')
   async with reopen(config, run) as past:
@@ -82,14 +83,14 @@ async def curate(config: Config, run: pathlib.Path, step: int, name: str, how: C
 
 
 def guess_of(task: Task, instruction: str) -> Task:
-  """The same task, to be answered without reasoning."""
+  """Returns the task with `instruction`, to answer without reasoning, appended to its last message."""
   *before, last = task.prompt
   content = f'{last["content"]}\n\n{instruction}' if instruction else last['content']
   return dataclasses.replace(task, prompt=(*before, {**last, 'content': content}))
 
 
 def _check_guesses(tasks: Sequence[Task], render, limit: int, how: CurateConfig) -> None:
-  """Before anything is sampled: the instruction makes prompts longer."""
+  """Raises UserError before sampling if the instruction makes a prompt longer than `limit` tokens."""
   longest = max(len(render(guess_of(task, how.guess_instruction).prompt)) for task in tasks)
   if longest > limit:
     raise UserError(
@@ -102,7 +103,7 @@ def _check_guesses(tasks: Sequence[Task], render, limit: int, how: CurateConfig)
 async def _outcomes(
   served: Serving, workflow: Workflow, tasks: dict[str, Task], samples: int, how: CurateConfig
 ) -> dict[str, Outcomes]:
-  """By the keys of `tasks`, what became of `samples` attempts at each."""
+  """Runs and scores `samples` attempts at each task; returns the outcomes by the keys of `tasks`."""
   stage = 'curate' if workflow is served.workflow else 'guess'
   rewards, sampling = served.past.config.rewards, Sampling(temperature=how.temperature)
 

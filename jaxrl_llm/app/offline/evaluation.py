@@ -1,4 +1,4 @@
-"""Measures what a run committed, afterwards: each commit on the suites of its configuration."""
+"""Offline evaluation of a run's commits on the suites of its configuration."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from jaxrl_llm.runtime.checkpoint import Checkpoints
 
 
 def chosen_steps(run: pathlib.Path, config: Config, wanted: Sequence[int] | None) -> list[int]:
-  """Commits to measure; 0 is what the run began with.
+  """Returns the sorted steps of the commits to measure; 0 is the initial policy.
 
   Args:
-    wanted: None: all that are kept.
+    wanted: requested steps; None: all kept commits.
+
+  Raises:
+    UserError: a requested commit does not exist, or none is kept.
   """
   kept = Checkpoints(run / 'checkpoints', config.checkpoint, leads=True).steps()
   if wanted is None and not kept:
@@ -31,7 +34,7 @@ def chosen_steps(run: pathlib.Path, config: Config, wanted: Sequence[int] | None
 
 
 async def evaluate(config: Config, run: pathlib.Path, steps: Sequence[int]) -> AsyncIterator[dict[str, Any]]:
-  """For each step and suite: `step`, `suite`, `metrics`, and `rows` as in `evals/`. The run is only read."""
+  """Yields `step`, `suite`, `metrics` and `rows` (as in `evals/`) for each step and suite. Only reads the run."""
   if not config.evaluation:
     raise UserError('evaluation: the configuration of the run has no suite, so there is nothing that could be measured')
   async with reopen(config, run) as past, serving(past) as served:

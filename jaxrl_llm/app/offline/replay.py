@@ -1,7 +1,7 @@
-"""Makes updates of a run again, from a commit and the recorded plans, and compares them with what the run recorded.
+"""Repeats updates of a run from a commit and the recorded plans, and compares them with the recorded results.
 
-On the machine that a run ran on, all of an update but its times is a function of the commit, the plans and the samples
-they name: what differs here has changed on the disk or in the program, or was never a function of them.
+On the machine of the run, everything in an update but its times is a function of the commit, the plans and the samples
+that they name: a difference means a change on disk or in the program, or a result that was never a function of them.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from jaxrl_llm.runtime.phases import PhaseManager
 from jaxrl_llm.runtime.writers import METRICS_FILE, STAGE, STEP, finite_row, read_jsonl
 
 _OF_A_STEP = 'perf/time_per_step'
-"""In the row of every step, and in no row of an evaluation."""
+"""Metric in the row of every training step, and in no row of an evaluation."""
 _NOT_OF_THE_PLAN = ('timing_s/', 'timing_per_token_ms/', 'perf/', 'run/clock_decisions', 'run/engine')
-"""How metrics begin that depend on time, or on what the host of the run counted."""
+"""Prefixes of metrics that depend on time or on counters of the run's host."""
 
 
 class Difference(NamedTuple):
-  """`got` is what came out now; None: nothing of that name."""
+  """A value that differs: `got` from the replay, `recorded` by the run; None: no value under that key."""
 
   key: str
   got: Json
@@ -54,34 +54,35 @@ class Difference(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compared:
-  """An update that was made again."""
+  """A replayed update, compared with the run's records."""
 
   step: int
-  """Completed batches after it."""
+  """Number of completed batches after the update."""
   stage: str
   metrics: Mapping[str, Json]
-  """As they came out now."""
+  """Metrics of the replayed update."""
   arrays: int
-  """How many of the commit after it were compared; 0 where none is kept."""
+  """Number of arrays compared with the commit at this step; 0 if no commit is kept."""
   differences: tuple[Difference, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Course:
-  """What is gone through to make a step again."""
+  """Path of a replay, from a commit to the replayed step."""
 
   commit: int
-  """Where it starts; 0: what the run began with."""
+  """Step of the commit to start from; 0: the initial state."""
   step: int
+  """Step to replay."""
   rows: Mapping[int, Mapping[str, Json]]
-  """What the run recorded of each step."""
+  """Recorded metrics of each step."""
 
 
 def course(config: Config, run: pathlib.Path, step: int | None) -> Course:
-  """From the newest commit before `step` (None: the last recorded one) to it.
+  """Plans the replay from the newest commit before `step` (None: the last recorded step).
 
   Raises:
-    UserError: the run has not recorded that step, or not on a machine like this one.
+    UserError: the run has not recorded that step, or recorded it on a machine unlike this one.
   """
   file = run / METRICS_FILE
   rows = {row[STEP]: row for row in (read_jsonl(file)[0] if file.exists() else []) if _OF_A_STEP in row}
@@ -94,7 +95,7 @@ def course(config: Config, run: pathlib.Path, step: int | None) -> Course:
   checkpoints = Checkpoints(run / 'checkpoints', config.checkpoint, leads=True)
   kept = checkpoints.steps()
   commit = max((committed for committed in kept if committed < step), default=0)
-  # Who committed before it and who committed next: steps in between may have been made by either.
+  # Check the commits before and after: the machine of either may have made the steps in between.
   after = min((committed for committed in kept if committed >= step), default=0)
   for near in {commit, after} - {0}:
     if told := changes(checkpoints.host(near)['machine']):
@@ -106,10 +107,10 @@ def course(config: Config, run: pathlib.Path, step: int | None) -> Course:
 
 
 async def replay(config: Config, run: pathlib.Path, way: Course) -> AsyncIterator[Compared]:
-  """Each step of the way, as soon as it is made and compared. The run is only read.
+  """Yields each replayed step as soon as it is compared. Only reads the run.
 
   Raises:
-    UserError: a plan, or what a plan names, is not there any more.
+    UserError: a plan, or a sample that it names, no longer exists.
   """
   async with reopen(config, run) as past:
     store = open_copy(run / 'replay', past.scratch / 'replay')
@@ -142,7 +143,7 @@ async def replay(config: Config, run: pathlib.Path, way: Course) -> AsyncIterato
 
 
 def _plans(store: ReplayStore, run: pathlib.Path, way: Course) -> dict[int, StepPlan]:
-  """By completed batches before each; all that the way needs, or a UserError."""
+  """Loads the plans of the course by number of completed batches before them; raises UserError if one is missing."""
   found = store.plans(way.commit)
   for step in range(way.commit, way.step):
     if step not in found:
@@ -157,7 +158,7 @@ def _plans(store: ReplayStore, run: pathlib.Path, way: Course) -> dict[int, Step
 def taken(
   store: ReplayStore, past: Reopened, plan: StepPlan, recorded: RecordedGroups | None = None
 ) -> dict[str, Scored]:
-  """What the loop knew of the rollouts in a plan; by uid, in the order of the plan's rows."""
+  """Returns the scored rollouts of a plan as the loop had them; by uid, in the order of the plan's rows."""
   if recorded is not None:
     return recorded.recall(plan.rows)
   uids = [*dict.fromkeys(row.uid for row in plan.rows if row.source.startswith(SEALED))]
@@ -171,7 +172,7 @@ def taken(
 
 
 def _metric_differences(row: Mapping[str, Json], recorded: Mapping[str, Json]) -> list[Difference]:
-  """Of what comes from the plan; a number is equal if all its bits are."""
+  """Compares the metrics that follow from the plan; numbers must agree in every bit."""
   of_plan = lambda key: not key.startswith(_NOT_OF_THE_PLAN) and key not in (STAGE, STEP)
   return [
     Difference(key, row.get(key), recorded.get(key))
@@ -181,9 +182,9 @@ def _metric_differences(row: Mapping[str, Json], recorded: Mapping[str, Json]) -
 
 
 def _commit_differences(learned: Learned, checkpoints: Checkpoints, step: int) -> tuple[int, list[Difference]]:
-  """How many arrays the commit has, and what differs from it; those of `learned` are deleted.
+  """Returns the number of arrays in the commit, and the differences from it; deletes the arrays of `learned`.
 
-  There is room for one of the two on the devices.
+  The devices have room for only one of the two states.
   """
   arrays, host = learned.committed(), checkpoints.host(step)
   like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
@@ -200,6 +201,6 @@ def _commit_differences(learned: Learned, checkpoints: Checkpoints, step: int) -
 
 
 def _digests(arrays: Any) -> dict[str, str]:
-  """Of all bits of each array, by its path."""
+  """Digests of all bits of each array, by its tree path."""
   leaves, _ = jax.tree_util.tree_flatten_with_path(arrays)
   return {jax.tree_util.keystr(path, simple=True, separator='/'): digest(np.asarray(leaf)) for path, leaf in leaves}

@@ -1,6 +1,6 @@
-"""Scores rows of a file with one scorer, through the same pool as a run.
+"""Scores the rows of a file with one scorer, through the same pool as a run.
 
-Invariant: the file of scores has one for each row, in their order, or is not written at all.
+Invariant: the score file has one score per row, in row order, or is not written at all.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from jaxrl_llm.tasks import sources
 from jaxrl_llm.tasks.taskset import own_messages, own_truth
 
 _SUMMED = ('reason', 'truth', 'answer')
-"""Evidence that a summary reads."""
+"""Evidence keys that a summary reads."""
 _AHEAD = 256
-"""Rows under way at once; what a scorer may do at a time is less."""
+"""Rows (or groups) in flight at once; a scorer's own concurrency limit is lower."""
 
 
 def read_attempts(path: pathlib.Path) -> list[Attempt]:
-  """The rows of a file as attempts. Raises UserError for the first that is none."""
+  """Reads the rows of a file as attempts. Raises UserError for the first invalid row."""
   attempts = []
   try:
     for row in sources.read_rows(str(path), options={}, size=None, seed=0):
@@ -51,7 +51,7 @@ def read_attempts(path: pathlib.Path) -> list[Attempt]:
 
 
 def _attempt(fields: Mapping[str, Json], taskset: str, uid: str) -> Attempt:
-  """Raises ValueError for a row that is none."""
+  """Converts a row to an attempt. Raises ValueError for an invalid row."""
   for name, kinds, wanted in (
     ('completion', (str,), 'text'),
     ('reward_model', (dict, type(None)), 'an object with ground_truth'),
@@ -78,7 +78,7 @@ def _attempt(fields: Mapping[str, Json], taskset: str, uid: str) -> Attempt:
     truth=own_truth(fields),
     fields=fields,
   )
-  task.digest.encode()  # A prompt with a lone surrogate has none.
+  task.digest.encode()  # Raises for a prompt with a lone surrogate.
   return Attempt(
     uid=fields.get('uid') or uid,
     task=task,
@@ -90,14 +90,15 @@ def _attempt(fields: Mapping[str, Json], taskset: str, uid: str) -> Attempt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-  """Statistics of the scores that were written."""
+  """Statistics of the written scores."""
 
   statuses: Mapping[str, int]
   mean: float | None
-  """Mean of the scores that have a value; None if none has one."""
+  """Mean of the scores that have a value; None if no score has one."""
   unscorable: int
+  """Number of scores without a value."""
   passed: int
-  """Values above 0."""
+  """Number of scores above 0."""
   evidence: Sequence[Mapping[str, Any]]
   """Evidence of each score, in the order of the rows."""
 
@@ -110,7 +111,7 @@ class Summary:
     return f'scorer {scorer}: {count} rows: {statuses}; {mean}, {self.unscorable} unscorable{why}'
 
   def warning(self, scorer: ScorerConfig, attempts: Sequence[Attempt]) -> str:
-    """Why nothing passes and what to do about it, in one line; empty where something does."""
+    """Explains in one line why no row passes and what to do about it; empty if some row passes."""
     if self.passed or scorer.implementation in _PENALTIES:
       return ''
     if scorer.implementation == 'answer' and set(self.statuses) == {Status.OK.value}:
@@ -121,7 +122,7 @@ class Summary:
 
 
 _REASONS = 3
-"""Most frequent reasons that a summary names."""
+"""Number of most frequent reasons that a summary names."""
 _PENALTIES = ('overlong', 'repetition')
 """Scorers whose best value is 0."""
 
@@ -136,9 +137,9 @@ async def score_file(
   """Scores the attempts and writes the scores.
 
   Args:
-    rewards: has this one scorer.
-    out: is replaced when all scores are there; nothing is written where they are not.
-    done: called after each row with the number of rows scored.
+    rewards: configuration with this scorer alone.
+    out: file replaced once all scores exist; left untouched otherwise.
+    done: called after each row with the number of rows scored so far.
   """
   (config,) = rewards.scorers
   statuses: collections.Counter[str] = collections.Counter()
@@ -149,7 +150,7 @@ async def score_file(
   try:
     await pool.start()
     with _writing(out):
-      # A lone surrogate, which JSON can write and UTF-8 cannot, stays the escape that it came as.
+      # A lone surrogate, valid in JSON but not in UTF-8, is written as an escape again.
       file = stack.enter_context(unfinished.open('w', encoding='utf-8', errors='backslashreplace'))
     async with contextlib.aclosing(_scores(pool, scorer, attempts)) as scores:
       async for score in scores:
@@ -164,7 +165,7 @@ async def score_file(
       os.fsync(file.fileno())
       unfinished.replace(out)
   finally:
-    with contextlib.suppress(OSError):  # What could not be written has been said.
+    with contextlib.suppress(OSError):  # The write error has been reported.
       stack.close()
     unfinished.unlink(missing_ok=True)
     await pool.close()
@@ -187,12 +188,12 @@ def _writing(out: pathlib.Path) -> Iterator[None]:
 
 
 def _row(score: Score) -> dict[str, Any]:
-  """JSON; numbers in evidence that are not finite become null."""
+  """Converts a score to JSON; non-finite numbers in evidence become null."""
   return json.loads(json.dumps(dataclasses.asdict(score)), parse_constant=lambda _: None)
 
 
 async def _scores(pool: ScorerPool, scorer: AnyScorer, attempts: Sequence[Attempt]) -> AsyncIterator[Score]:
-  """One for each attempt, in their order. Attempts at the same prompt are a group, for a scorer of whole groups."""
+  """Yields one score per attempt, in order. For group scorers, attempts at the same prompt form a group."""
   if not isinstance(scorer, PerGroup | AwaitedGroup):
     async for _, (score,) in _in_order((place, pool.score(attempt)) for place, attempt in enumerate(attempts)):
       yield score
@@ -213,7 +214,7 @@ ResultT = TypeVar('ResultT')
 
 
 async def _in_order(calls: Iterable[tuple[KeyT, Coroutine[Any, Any, ResultT]]]) -> AsyncIterator[tuple[KeyT, ResultT]]:
-  """What the calls give, in their order, so many of them under way at once."""
+  """Yields the results of the calls in order, with up to _AHEAD calls in flight."""
   calls, ahead = iter(calls), collections.deque()
   try:
     while True:
