@@ -151,8 +151,8 @@ async def run(config: Config, path: pathlib.Path, *, handles_signals: bool = Tru
 
 def _not_exact(machine: dict[str, Any]) -> str:
   """Note on why a resumed run may differ bit for bit; empty on an unchanged machine."""
-  told = changes(machine)
-  return f'; not bit for bit, for this machine is not the one it was committed on: {told}' if told else ''
+  differences = changes(machine)
+  return f'; not bit for bit, for this machine is not the one it was committed on: {differences}' if differences else ''
 
 
 def _handle_signals(coordinator: Coordinator, request_stop, begun: asyncio.Event) -> None:

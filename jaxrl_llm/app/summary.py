@@ -37,10 +37,10 @@ def print_summary(workdir: pathlib.Path, stages: Sequence[str], report: pathlib.
     before = next((f for f in reversed(same) if f.parent.name != stages[-1]), same[0])
     console.print(_answers(before, same[-1]))
   exports = [('report', report), ('checkpoint (Hugging Face)', workdir / 'hf'), ('adapter (PEFT)', workdir / 'adapter')]
-  for what, path in exports:
+  for label, path in exports:
     if not path.exists():
       continue
-    console.print(Text(f'{what}: {path}'), soft_wrap=True)
+    console.print(Text(f'{label}: {path}'), soft_wrap=True)
 
 
 def _evaluation_files(workdir: pathlib.Path, stages: Sequence[str]) -> list[pathlib.Path]:

@@ -53,19 +53,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-  own, spec, overrides = split_argv(argv)
-  parse_flags(own, FLAGS, __doc__)
+  flag_args, spec, overrides = split_argv(argv)
+  parse_flags(flag_args, FLAGS, __doc__)
   for name in ('workdir', 'taskset', 'out'):
     if FLAGS[name].value is None:
       raise UserError(f'--{name} is missing; {USAGE}')
   logging.set_verbosity(-1)
   run, out = pathlib.Path(FLAGS.workdir), pathlib.Path(FLAGS.out)
-  how = CurateConfig(**{name: FLAGS[name].value for name in _HELP})
+  criteria = CurateConfig(**{name: FLAGS[name].value for name in _HELP})
   config = config_to_serve(run, spec, overrides)
   _check_out(out, [taskset.source for taskset in config.tasksets])
   (step,) = chosen_steps(run, config, None if FLAGS.step is None else [FLAGS.step])[-1:]
-  rows, told = script.run_async(curate(config, run, step, FLAGS.taskset, how))
-  for passed in told:
+  rows, counts = script.run_async(curate(config, run, step, FLAGS.taskset, criteria))
+  for passed in counts:
     print(f'taskset {FLAGS.taskset}, step {step}, {passed}')
   if not rows:
     raise UserError(f'--taskset={FLAGS.taskset}: no task is left, so nothing was written; widen --low and --high')

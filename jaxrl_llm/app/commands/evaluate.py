@@ -34,8 +34,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-  own, spec, overrides = split_argv(argv)
-  parse_flags(own, FLAGS, __doc__)
+  flag_args, spec, overrides = split_argv(argv)
+  parse_flags(flag_args, FLAGS, __doc__)
   if FLAGS.workdir is None:
     raise UserError('--workdir is missing; usage: jaxrl evaluate --workdir=DIR [--steps=N,N] [--out=FILE]')
   logging.set_verbosity(-1)
@@ -57,11 +57,11 @@ async def _print(config: Config, run: pathlib.Path, steps: Sequence[int]) -> Non
   console = Console(markup=False, highlight=False, soft_wrap=True)
   mode = 'w'
   async with contextlib.aclosing(evaluate(config, run, steps)) as measured:
-    async for found in measured:
-      told = ', '.join(f'{name} {value:.4g}' for name, value in found['metrics'].items())
-      console.print(f'step {found["step"]}, {found["suite"]}: {told}')
+    async for measurement in measured:
+      metrics = ', '.join(f'{name} {value:.4g}' for name, value in measurement['metrics'].items())
+      console.print(f'step {measurement["step"]}, {measurement["suite"]}: {metrics}')
       if FLAGS.out:
-        lines = [json.dumps({'step': found['step'], **row}) + '\n' for row in found['rows']]
+        lines = [json.dumps({'step': measurement['step'], **row}) + '\n' for row in measurement['rows']]
         try:
           with open(FLAGS.out, mode) as out:
             out.writelines(lines)

@@ -68,13 +68,13 @@ def line(compared: Compared) -> str:
   """Formats the results of a replayed step and its differences from the run's records."""
   measures = [f'{name} {compared.metrics[key]}' for name, key in _MEASURES.items() if key in compared.metrics]
   head = ', '.join([f'step {compared.step} ({compared.stage})', *measures])
-  found = compared.differences
-  if not found:
-    what = f', and so are the {compared.arrays} arrays of its commit' if compared.arrays else ''
-    return f'{head}: equal{what}'
-  told = '; '.join(f'{d.key} {_value(d.got)}, recorded {_value(d.recorded)}' for d in found[:_TOLD])
-  more = f'; and {len(found) - _TOLD} more' if len(found) > _TOLD else ''
-  return f'{head}: {len(found)} differ: {told}{more}'
+  differences = compared.differences
+  if not differences:
+    arrays = f', and so are the {compared.arrays} arrays of its commit' if compared.arrays else ''
+    return f'{head}: equal{arrays}'
+  listed = '; '.join(f'{d.key} {_value(d.got)}, recorded {_value(d.recorded)}' for d in differences[:_TOLD])
+  more = f'; and {len(differences) - _TOLD} more' if len(differences) > _TOLD else ''
+  return f'{head}: {len(differences)} differ: {listed}{more}'
 
 
 def _value(value: Json) -> str:

@@ -62,11 +62,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-  own, overrides = _split(argv)
-  if {'--help', '-h', '-help', '--helpshort'} & set(own):
+  flag_args, overrides = _split(argv)
+  if {'--help', '-h', '-help', '--helpshort'} & set(flag_args):
     print(__doc__, FLAGS.get_help(), sep='\n')
     return 0
-  parse_flags(own, FLAGS, __doc__)
+  parse_flags(flag_args, FLAGS, __doc__)
   for name in ('scorer', 'rows', 'out'):
     if FLAGS[name].value is None:
       raise UserError(f'--{name} is missing; {USAGE}')

@@ -38,8 +38,8 @@ def main(argv: Sequence[str]) -> int:
   """Returns the exit code."""
   argv = list(argv)
   role, rest = 'vllm', []
-  own, others = (argv, []) if '--' not in argv else (argv[: argv.index('--')], argv[argv.index('--') :])
-  words = iter(own)
+  role_args, vllm_args = (argv, []) if '--' not in argv else (argv[: argv.index('--')], argv[argv.index('--') :])
+  words = iter(role_args)
   for word in words:
     if word in ('--role', '-role'):
       role = next(words, '')
@@ -50,4 +50,4 @@ def main(argv: Sequence[str]) -> int:
   if role not in ROLES:
     sys.stderr.write(f'error: --role={role}: wanted one of {", ".join(ROLES)}\n')
     return 2
-  return importlib.import_module(ROLES[role]).run([*rest, *others], __doc__)
+  return importlib.import_module(ROLES[role]).run([*rest, *vllm_args], __doc__)

@@ -67,8 +67,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-  own, config_spec, overrides = split_argv(argv)
-  parse_flags(own, FLAGS, __doc__)
+  flag_args, config_spec, overrides = split_argv(argv)
+  parse_flags(flag_args, FLAGS, __doc__)
   if FLAGS.list:
     print_list()
     return 0
@@ -112,8 +112,8 @@ def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
       "launch/install_aot.sh'"
     )
   # By default libtpu queries the machine for its place in a slice and admits one process at a time.
-  told = {'TPU_SKIP_MDS_QUERY': '1', 'TPU_WORKER_HOSTNAMES': 'localhost', 'ALLOW_MULTIPLE_LIBTPU_LOAD': 'true'}
-  os.execve(python, [str(python), *sys.orig_argv[1:]], {**os.environ, **told, 'JAX_PLATFORMS': 'cpu'})
+  libtpu = {'TPU_SKIP_MDS_QUERY': '1', 'TPU_WORKER_HOSTNAMES': 'localhost', 'ALLOW_MULTIPLE_LIBTPU_LOAD': 'true'}
+  os.execve(python, [str(python), *sys.orig_argv[1:]], {**os.environ, **libtpu, 'JAX_PLATFORMS': 'cpu'})
 
 
 def _join_job() -> None:

@@ -76,11 +76,11 @@ def build_engine(config: Config, workdir: pathlib.Path, prepared: Prepared, devi
   else:
     replicas = _owned(config, workdir, prepared, published)
   # Servers of other users may read a configured directory; shared memory is for this user's servers only.
-  how = dict(dtype=_dtype(config), private=vllm.publish_dir is None)
+  layout = dict(dtype=_dtype(config), private=vllm.publish_dir is None)
   if publishes_adapters(config):
-    folder = AdapterFolder(published, prepared.spec, lora=config.policy.lora, **how)
+    folder = AdapterFolder(published, prepared.spec, lora=config.policy.lora, **layout)
   else:
-    folder = PublicationFolder(published, prepared.spec, **how)
+    folder = PublicationFolder(published, prepared.spec, **layout)
   return Fleet(
     replicas,
     vllm,
@@ -170,9 +170,9 @@ async def _check_tokenizer(replica: Replica, prepared: Prepared) -> None:
   tokenizer: Tokenizer = prepared.tokenizer
   task = next(task for taskset in prepared.tasksets.values() for task in taskset.tasks)
   text = task.prompt[-1]['content']
-  found, wanted = await replica.client.tokenize(text), tokenizer.encode(text)
-  if found is not None and found != wanted:
+  served, wanted = await replica.client.tokenize(text), tokenizer.encode(text)
+  if served is not None and served != wanted:
     raise UserError(
-      f'engine {replica.name} ({replica.client.address}): reads {text[:40]!r} as tokens {found[:8]}, the policy as '
+      f'engine {replica.name} ({replica.client.address}): reads {text[:40]!r} as tokens {served[:8]}, the policy as '
       f"{wanted[:8]}; serve it with the policy's tokenizer"
     )

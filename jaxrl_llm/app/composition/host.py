@@ -186,7 +186,7 @@ def open_host(
     for stage_config, stage in zip(config.stages, stages, strict=True)
     if stage.end > step
   }
-  explorers = [one.explorer for one in batches.values() if isinstance(one, RolloutBatches | MixedBatches)]
+  explorers = [source.explorer for source in batches.values() if isinstance(source, RolloutBatches | MixedBatches)]
   logs = Logs(
     metrics=metrics,
     rollouts=rollouts,
@@ -259,7 +259,7 @@ def _batches(
     rewards=config.rewards,
     store=store,
     gate=gate,
-    earlier=[one.name for one in config.stages[: config.stages.index(stage_config)]],
+    earlier=[before.name for before in config.stages[: config.stages.index(stage_config)]],
     events=events,
   )
   past = None

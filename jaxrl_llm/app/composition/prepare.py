@@ -182,11 +182,11 @@ def _longest(config: Config) -> int:
 def _processed(config: Config, tasksets: Mapping[str, Taskset], length_of: Callable[[Task], int]) -> dict[str, Taskset]:
   """Runs each taskset's processors, evaluation tasksets first, so that tasks in both are dropped from training."""
   measured = {suite.taskset for suite in config.evaluation}
-  found, others = {}, []
-  for one in sorted(config.tasksets, key=lambda one: one.name not in measured):
-    found[one.name] = process(tasksets[one.name], one.processors, Setting(others, length_of))
-    others += found[one.name].tasks
-  return {name: found[name] for name in tasksets}
+  processed, kept = {}, []
+  for taskset in sorted(config.tasksets, key=lambda taskset: taskset.name not in measured):
+    processed[taskset.name] = process(tasksets[taskset.name], taskset.processors, Setting(kept, length_of))
+    kept += processed[taskset.name].tasks
+  return {name: processed[name] for name in tasksets}
 
 
 def _check_names(config: Config, tasksets: Mapping[str, Taskset]) -> None:
@@ -243,7 +243,7 @@ def _tokenizer(
     unfinished = workdir / f'{TOKENIZER}.tmp'
     shutil.rmtree(unfinished, ignore_errors=True)
     texts = [text for taskset in tasksets.values() for text in task_texts(taskset.tasks)]
-    for pair in (pair for one in preferences.values() for pair in one.pairs):
+    for pair in (pair for source in preferences.values() for pair in source.pairs):
       texts += [*task_texts([pair.task]), pair.chosen, pair.rejected]
     build_tokenizer(config.policy.tokenizer, texts, unfinished)
     unfinished.rename(directory)
@@ -257,7 +257,7 @@ def demonstrations_file(stage: str) -> str:
 
 def _write_demonstrations(
   names: Sequence[str],
-  how: DemonstrationsConfig,
+  config: DemonstrationsConfig,
   file: str,
   batch: int,
   tasksets: Mapping[str, Taskset],
@@ -269,7 +269,7 @@ def _write_demonstrations(
   path = workdir / file
   if path.exists():
     return
-  pairs = [pair for name in names for pair in demonstrations(tasksets[name], how)]
+  pairs = [pair for name in names for pair in demonstrations(tasksets[name], config)]
   samples = [demonstration_sample(task, answer, tokenizer, number=i) for i, (task, answer) in enumerate(pairs)]
   fitting = [sample for sample in samples if len(sample.tokens) <= longest]
   logging.info('%s: %d demonstrations, %d too long', file, len(fitting), len(samples) - len(fitting))
@@ -384,7 +384,7 @@ def _preferences(source: PreferenceSource, config: Config, tasksets: Mapping[str
   name = source.source.removeprefix('taskset:')
   if name not in tasksets:
     raise UserError(f'preferences.{source.name}.source: no taskset {name!r}; configured are {sorted(tasksets)}')
-  if next(one for one in config.tasksets if one.name == name).processors:
+  if next(taskset for taskset in config.tasksets if taskset.name == name).processors:
     raise UserError(
       f'preferences.{source.name}.source: taskset {name} has processors, and they do not drop pairs; make the pairs of '
       'a taskset without'
@@ -407,9 +407,9 @@ def _write_pairs(
   if path.exists():
     return
   samples = [preference_samples(pair, tokenizer) for pair in preferences.pairs]
-  fitting = [both for both in samples if max(len(one.tokens) for one in both) <= longest]
+  fitting = [both for both in samples if max(len(sample.tokens) for sample in both) <= longest]
   logging.info('preferences %s: %d pairs, %d too long', source.name, len(fitting), len(samples) - len(fitting))
   if not fitting:
     raise UserError(f'preferences.{source.name}: no pair has at most {longest} tokens a side; raise the lengths')
   path.parent.mkdir(parents=True, exist_ok=True)
-  write_segment(path.parent, path.name, [encode(one) for both in fitting for one in both])
+  write_segment(path.parent, path.name, [encode(sample) for both in fitting for sample in both])

@@ -77,8 +77,8 @@ def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str,
   if explorers is None or explorers.listen is None or any(key.startswith('rollout.explorers') for key in overrides):
     return config
   # Explorers that connect from outside belong to the run, and so does its port.
-  own = dataclasses.replace(explorers, listen=None) if explorers.processes else None
-  return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, explorers=own))
+  local = dataclasses.replace(explorers, listen=None) if explorers.processes else None
+  return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, explorers=local))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

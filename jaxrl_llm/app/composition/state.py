@@ -75,15 +75,15 @@ def _begin_critic(stage: Stage, config: Config, before: Learned, mesh: Mesh, cri
     return state
   if source is not None:
     directory = model_directory(source)
-    found = read_spec(directory)
-    length = found.max_position_embeddings
-    wanted = dataclasses.replace(critic.spec, head=found.head, max_position_embeddings=length)
-    if found.head == 'lm' or found != wanted:
+    spec = read_spec(directory)
+    length = spec.max_position_embeddings
+    wanted = dataclasses.replace(critic.spec, head=spec.head, max_position_embeddings=length)
+    if spec.head == 'lm' or spec != wanted:
       raise UserError(
-        f'stages.{stage.name}.critic.init_from: {source} is a {found.family} model with head {found.head!r}; wanted a '
+        f'stages.{stage.name}.critic.init_from: {source} is a {spec.family} model with head {spec.head!r}; wanted a '
         "reward model or critic of the policy's own shape, as launch/train.py exports them"
       )
-    host = load_params(directory, found, scan_layers=config.policy.scan_layers, dtype=config.policy.param_dtype)
+    host = load_params(directory, spec, scan_layers=config.policy.scan_layers, dtype=config.policy.param_dtype)
     params = place_params(critic, mesh, host)
   else:
     dtype = config.policy.param_dtype
@@ -102,9 +102,9 @@ def initial_params(config: Config, model: Model, mesh: Mesh) -> tuple[Params, Pa
   directory = checkpoint_directory(config)
   if directory is None:
     return lora.split(init_params(model, mesh, seed=config.seed), model.spec, model.options)
-  found = read_spec(directory)
-  host = load_params(directory, found, scan_layers=config.policy.scan_layers, dtype=config.policy.param_dtype)
-  if found.head != model.spec.head:
+  spec = read_spec(directory)
+  host = load_params(directory, spec, scan_layers=config.policy.scan_layers, dtype=config.policy.param_dtype)
+  if spec.head != model.spec.head:
     kernel = fresh_head(model.spec, jax.random.key(config.seed), dtype=config.policy.param_dtype)
     host = replace_head(host, model.spec, np.asarray(kernel))
   placed = place_params(model, mesh, host)
@@ -117,18 +117,18 @@ def committed_state(
   config: Config, step: int, stages: Sequence[Stage], checkpoints: Checkpoints, model: Model, mesh: Mesh
 ) -> tuple[LoopState, str | None]:
   """Returns the state committed at `step` (0: the initial state), and the digest of the base below its adapters."""
-  params, base, found = None, None, None
+  params, base, base_hash = None, None, None
   if step == 0 or model.options.lora is not None:
     params, base = initial_params(config, model, mesh)
   if base is not None:
-    found = base_digest(base, mesh)
+    base_hash = base_digest(base, mesh)
   if step == 0:
     policy = TrainState(params=params, opt_state=None, updates=None, skipped=None)
-    return LoopState(Learned(policy, base=base), 0), found
+    return LoopState(Learned(policy, base=base), 0), base_hash
   host = checkpoints.host(step)
-  check_base(found, host, config)
+  check_base(base_hash, host, config)
   stage = next(s for s in stages if s.name == host['stage'])
-  return restore_state(stage, step, checkpoints, model, mesh, base), found
+  return restore_state(stage, step, checkpoints, model, mesh, base), base_hash
 
 
 def base_digest(base: Params, mesh: Mesh) -> str:

@@ -95,10 +95,10 @@ class Workdir:
       if not changes:
         return
       if has_commits(self.path):
-        told = '; '.join(f'{key}: {before!r} in the run, {after!r} now' for key, before, after in changes[:5])
+        listed = '; '.join(f'{key}: {before!r} in the run, {after!r} now' for key, before, after in changes[:5])
         more = f' and {len(changes) - 5} more' if len(changes) > 5 else ''
         raise UserError(
-          f'{self.path}: holds a run with another configuration ({told}{more}); resume with the same command, '
+          f'{self.path}: holds a run with another configuration ({listed}{more}); resume with the same command, '
           f'or branch from it with --init_from={self.path} and another --workdir'
         )
       for made in (TOKENIZER, DATA):

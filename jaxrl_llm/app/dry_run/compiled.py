@@ -78,5 +78,5 @@ def compiled_line(program: Program, mesh: Mesh, chip: str | None) -> tuple[str, 
 
 def _excess(message: str) -> str:
   """Extracts the compiler's memory figures from its error message, or else the first line."""
-  found = _TOO_MUCH.search(message)
-  return f'wants {found[1]} of {found[2]}, {found[3]} too much' if found else message.splitlines()[0]
+  match = _TOO_MUCH.search(message)
+  return f'wants {match[1]} of {match[2]}, {match[3]} too much' if match else message.splitlines()[0]

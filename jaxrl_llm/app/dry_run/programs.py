@@ -55,15 +55,15 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
     return lambda: built.lower(lora.join(state.params, abstract_base(of, mesh)), *arrays)
 
   flops = lambda of, backward: model_flops(of.spec, tokens, pairs=pairs, backward=backward)
-  own = update(model, algorithm.loss, stage.optimizer, stage.optimizer_config, stage.updates)
-  yield Program('update', own, flops(model, True))
+  policy_update = update(model, algorithm.loss, stage.optimizer, stage.optimizer_config, stage.updates)
+  yield Program('update', policy_update, flops(model, True))
   if algorithm.reads & {'proximal', 'reference'}:
     built = build_score(model, mesh, token_chunk=stage.token_chunk)
     yield Program('logprobs', score(built, model, abstract_state(model, stage.optimizer, mesh)), flops(model, False))
   if algorithm.critic_loss is not None:
     optimizer, config = stage.critic_optimizer, stage.critic_optimizer_config
-    own = update(critic, algorithm.critic_loss, optimizer, config, stage.critic_updates)
-    yield Program('critic update', own, flops(critic, True))
+    critic_update = update(critic, algorithm.critic_loss, optimizer, config, stage.critic_updates)
+    yield Program('critic update', critic_update, flops(critic, True))
     built = value_pass(stage, critic, mesh)
     yield Program('values', score(built, critic, abstract_state(critic, optimizer, mesh)), flops(critic, False))
 
@@ -83,11 +83,11 @@ def batch_shapes(stage: Stage, mesh: Mesh) -> Chunks:
 
 def held(stages: Sequence[Stage], model: Model, critic: Model, mesh: Mesh) -> list[Held]:
   """Largest memory that any stage keeps, by role; gradients live only during an update."""
-  found: dict[str, Held] = {}
+  largest: dict[str, Held] = {}
 
   def add(role: str, tree: Any) -> None:
     size = Held(role, *held_bytes(tree))
-    found[role] = max(found.get(role, size), size, key=lambda held: held.whole)
+    largest[role] = max(largest.get(role, size), size, key=lambda held: held.whole)
 
   if model.options.lora is not None:
     add('base', abstract_base(model, mesh))
@@ -103,7 +103,7 @@ def held(stages: Sequence[Stage], model: Model, critic: Model, mesh: Mesh) -> li
       state = abstract_state(critic, stage.critic_optimizer, mesh)
       add('critic', state.params)
       add('critic optimizer', state.opt_state)
-  return list(found.values())
+  return list(largest.values())
 
 
 def held_bytes(tree: Any) -> tuple[int, int]:

@@ -60,7 +60,9 @@ class Curated(NamedTuple):
 async def curate(config: Config, run: pathlib.Path, step: int, name: str, how: CurateConfig) -> Curated:
   """Returns the tasks of taskset `name` to keep, measured with the policy committed at `step` (0: the initial one)."""
   if name not in [taskset.name for taskset in config.tasksets]:
-    raise UserError(f'--taskset={name}: no such taskset; configured are {sorted(one.name for one in config.tasksets)}')
+    raise UserError(
+      f'--taskset={name}: no such taskset; configured are {sorted(taskset.name for taskset in config.tasksets)}'
+    )
   async with reopen(config, run) as past:
     taskset = past.prepared.tasksets[name]
     check_judged(taskset, config.rewards)
@@ -71,15 +73,15 @@ async def curate(config: Config, run: pathlib.Path, step: int, name: str, how: C
       attempts = await _outcomes(served, served.workflow, {task.uid: task for task in taskset.tasks}, how.samples, how)
       rate = processors.pass_rate(attempts, low=how.low, high=how.high)
       tasks, passed = processors.run(f'pass_rate in [{how.low:g}, {how.high:g}]', rate, taskset.tasks)
-      told, guesses = [passed], {}
+      counts, guesses = [passed], {}
       if how.guess_tries:
         tokens = min(how.guess_tokens, config.rollout.max_response_length)
         workflow = SingleTurn(served.engine, past.prepared.tokenizer, max_tokens=tokens)
         asked = {task.uid: guess_of(task, how.guess_instruction) for task in tasks}
         guesses = await _outcomes(served, workflow, asked, how.guess_tries, how)
         tasks, passed = processors.run(f'guessable in {how.guess_tries} tries', processors.guessable(guesses), tasks)
-        told.append(passed)
-  return Curated([_row(task, attempts, guesses) for task in tasks], told)
+        counts.append(passed)
+  return Curated([_row(task, attempts, guesses) for task in tasks], counts)
 
 
 def guess_of(task: Task, instruction: str) -> Task:
@@ -89,9 +91,9 @@ def guess_of(task: Task, instruction: str) -> Task:
   return dataclasses.replace(task, prompt=(*before, {**last, 'content': content}))
 
 
-def _check_guesses(tasks: Sequence[Task], render, limit: int, how: CurateConfig) -> None:
+def _check_guesses(tasks: Sequence[Task], render, limit: int, config: CurateConfig) -> None:
   """Raises UserError before sampling if the instruction makes a prompt longer than `limit` tokens."""
-  longest = max(len(render(guess_of(task, how.guess_instruction).prompt)) for task in tasks)
+  longest = max(len(render(guess_of(task, config.guess_instruction).prompt)) for task in tasks)
   if longest > limit:
     raise UserError(
       f'--guess_instruction: makes prompts of up to {longest} tokens, and rollout.max_prompt_length is {limit}; raise '
@@ -101,16 +103,16 @@ def _check_guesses(tasks: Sequence[Task], render, limit: int, how: CurateConfig)
 
 
 async def _outcomes(
-  served: Serving, workflow: Workflow, tasks: dict[str, Task], samples: int, how: CurateConfig
+  served: Serving, workflow: Workflow, tasks: dict[str, Task], samples: int, config: CurateConfig
 ) -> dict[str, Outcomes]:
   """Runs and scores `samples` attempts at each task; returns the outcomes by the keys of `tasks`."""
   stage = 'curate' if workflow is served.workflow else 'guess'
-  rewards, sampling = served.past.config.rewards, Sampling(temperature=how.temperature)
+  rewards, sampling = served.past.config.rewards, Sampling(temperature=config.temperature)
 
   async def attempt(task: Task) -> Outcomes:
     runs = checked_run(workflow, task, 0, stage=stage, samples=samples, sampling=sampling)
-    said = [one.reward.correct for one in await judged(runs, task, served.scorers, rewards)]
-    return Outcomes(correct=said.count(True), attempts=len(said) - said.count(None))
+    verdicts = [scored.reward.correct for scored in await judged(runs, task, served.scorers, rewards)]
+    return Outcomes(correct=verdicts.count(True), attempts=len(verdicts) - verdicts.count(None))
 
   outcomes = await gathered(
     map(attempt, tasks.values()),

@@ -98,9 +98,9 @@ def course(config: Config, run: pathlib.Path, step: int | None) -> Course:
   # Check the commits before and after: the machine of either may have made the steps in between.
   after = min((committed for committed in kept if committed >= step), default=0)
   for near in {commit, after} - {0}:
-    if told := changes(checkpoints.host(near)['machine']):
+    if changed := changes(checkpoints.host(near)['machine']):
       raise UserError(
-        f'--step={step}: not bit for bit here, for this machine is not the one that committed step {near}: {told}; '
+        f'--step={step}: not bit for bit here, for this machine is not the one that committed step {near}: {changed}; '
         'replay it where all of that is as it was'
       )
   return Course(commit=commit, step=step, rows=rows)
@@ -132,27 +132,29 @@ async def replay(config: Config, run: pathlib.Path, way: Course) -> AsyncIterato
             state, batch, updated = pass_over(state, plan)
           known = taken(store, past, plan, recorded.get(stage.name))
           row = finite_row(step_metrics(batch, updated, known, config.rollout.mismatch)[0])
-          found = _metric_differences(row, way.rows.get(state.step, {}))
+          differences = _metric_differences(row, way.rows.get(state.step, {}))
           arrays = 0
           if state.step == way.step and way.step in past.checkpoints.steps():
             arrays, more = await past.device.run(_commit_differences, state.learned, past.checkpoints, way.step)
-            found += more
-          yield Compared(step=plan.step + 1, stage=stage.name, metrics=row, arrays=arrays, differences=tuple(found))
+            differences += more
+          yield Compared(
+            step=plan.step + 1, stage=stage.name, metrics=row, arrays=arrays, differences=tuple(differences)
+          )
     finally:
       store.close()
 
 
 def _plans(store: ReplayStore, run: pathlib.Path, way: Course) -> dict[int, StepPlan]:
   """Loads the plans of the course by number of completed batches before them; raises UserError if one is missing."""
-  found = store.plans(way.commit)
+  recorded = store.plans(way.commit)
   for step in range(way.commit, way.step):
-    if step not in found:
+    if step not in recorded:
       origin = f'the commit at step {way.commit}' if way.commit else 'the beginning'
       raise UserError(
         f'--step={way.step}: the plan of step {step + 1}, which lies on the way from {origin}, is not recorded in '
         f'{run / "replay" / INDEX}; choose a step that a later commit leads to'
       )
-  return {step: StepPlan.from_json(found[step]) for step in range(way.commit, way.step)}
+  return {step: StepPlan.from_json(recorded[step]) for step in range(way.commit, way.step)}
 
 
 def taken(

@@ -201,12 +201,12 @@ async def _scores(pool: ScorerPool, scorer: AnyScorer, attempts: Sequence[Attemp
   groups: dict[str, list[int]] = {}
   for place, attempt in enumerate(attempts):
     groups.setdefault(attempt.task.uid, []).append(place)
-  found: dict[int, Score] = {}
+  by_place: dict[int, Score] = {}
   judged = lambda places: pool.score_group([attempts[place] for place in places], [()] * len(places))
   async for places, scores in _in_order((places, judged(places)) for places in groups.values()):
-    found.update((place, score) for place, (score,) in zip(places, scores, strict=True))
+    by_place.update((place, score) for place, (score,) in zip(places, scores, strict=True))
   for place in range(len(attempts)):
-    yield found[place]
+    yield by_place[place]
 
 
 KeyT = TypeVar('KeyT')

@@ -112,16 +112,16 @@ def _read(data: bytes) -> tuple[tuple[dict[str, str], ...], str]:
     body = json.loads(data)
     prompt, completion = body['prompt'], body['completion']
     messages = [{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else prompt
-    found = tuple({'role': str(m['role']), 'content': str(m['content'])} for m in messages)
+    turns = tuple({'role': str(m['role']), 'content': str(m['content'])} for m in messages)
   except (ValueError, KeyError, TypeError, RecursionError):
     raise UserError(f'got {data[:80]!r}, wanted JSON with prompt (a text or messages) and completion') from None
-  if not isinstance(completion, str) or not found:
+  if not isinstance(completion, str) or not turns:
     raise UserError('got no completion as text, or an empty prompt')
   try:
-    ''.join([*(message['content'] for message in found), completion]).encode()
+    ''.join([*(message['content'] for message in turns), completion]).encode()
   except UnicodeEncodeError as error:
     raise UserError(f'got text that UTF-8 cannot write ({error.reason}), which no tokenizer takes') from None
-  return found, completion
+  return turns, completion
 
 
 async def serve(model: RewardModel, tokenizer: Tokenizer, front: Any, say: Callable[[str], None]) -> None:
@@ -158,8 +158,8 @@ def _run(argv: Sequence[str], document: str | None) -> int:
     raise UserError('--model is missing; wanted a reward model: a directory, a hub id, or a run that trained it')
   front = read_front(FLAGS)
   logging.set_verbosity(-1)
-  how = {name: FLAGS[name].value for name in ('dtype', 'max_length', 'sequences', 'tensor')}
-  model, tokenizer = load(FLAGS.model, **how)
+  settings = {name: FLAGS[name].value for name in ('dtype', 'max_length', 'sequences', 'tensor')}
+  model, tokenizer = load(FLAGS.model, **settings)
 
   def say(address: str) -> None:
     options = {'addresses': [address if address.startswith('unix:') else f'{address}/']}
