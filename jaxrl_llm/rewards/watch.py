@@ -1,6 +1,6 @@
-"""Watches a verifier that should only compare text: what else it does is refused, and its process can be discarded.
+"""Watches a verifier that should only compare text: refuses anything else, so that its process can be discarded.
 
-The watch is an audit hook of the interpreter: it sees an operation before it happens, and cannot be removed.
+The watch is an audit hook of the interpreter: it sees each operation before it happens, and cannot be removed.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 class BadSign(RuntimeError):
-  """A verifier did what none should: its process is not to be used again."""
+  """A verifier attempted a forbidden operation: its process must not be used again."""
 
 
 class _Watch:
-  """One thread of this process at a time."""
+  """State of the watch, which covers one thread of the process at a time."""
 
   installed = False
   thread: int | None = None
   sign = ''
-  """The first operation that was refused."""
+  """First operation that was refused."""
   literal: str | None = None
-  """Text that may be compiled."""
+  """Text that may be compiled nevertheless."""
 
 
 def _is_suspicious(event: str, args: tuple[Any, ...]) -> bool:
   match event:
-    case 'compile':  # Of text, as eval, exec and ast.literal_eval do; an import names a file.
+    case 'compile':  # Compiling text, as eval, exec and ast.literal_eval do; an import names a file.
       source = args[0].decode(errors='replace') if isinstance(args[0], bytes) else args[0]
       return source != _Watch.literal and (not isinstance(args[1], str) or args[1].startswith('<'))
     case 'import':
@@ -53,12 +53,12 @@ def _is_suspicious(event: str, args: tuple[Any, ...]) -> bool:
 
 
 def _exposes_processes(path: Any) -> bool:
-  """Whether a file may hold a process's environment or memory, or lead to one."""
+  """Whether a path may expose a process's environment or memory, or lead to a file that does."""
   if isinstance(path, int):
     return False
   if not isinstance(path, str | bytes):
     return True
-  # A directory's descriptor opens files by names that an audit event does not resolve.
+  # With a directory descriptor, files are opened by relative names that the audit event does not resolve.
   return os.path.isdir(path) or os.fsdecode(os.path.realpath(path)).startswith('/proc/')
 
 
@@ -70,14 +70,14 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def watched(name: str, literal: str | None = None) -> Iterator[None]:
-  """In the block, this thread compiles no text, imports no new library, writes no file, reads nothing in /proc and
-  starts no process.
+  """Forbids this thread, inside the block, to compile text, import new libraries, write files, read /proc or start
+  processes.
 
   Args:
-    literal: a harmless text that may be compiled nevertheless.
+    literal: harmless text that may be compiled nevertheless.
 
   Raises:
-    BadSign: it tried to, also where the block itself handled that.
+    BadSign: the block attempted one of these, even if it caught the refusal itself.
   """
   if not _Watch.installed:
     sys.addaudithook(_hook)

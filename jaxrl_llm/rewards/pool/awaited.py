@@ -1,6 +1,6 @@
-"""Scorers that wait for another process, on the event loop: opened once, so many calls at a time, each to its deadline.
+"""Scorers that wait for another process, on the event loop: opened once, with limited concurrency and call deadlines.
 
-Invariant: a call ends at its deadline, whatever the scorer does with its cancellation, and what it raises is data.
+Invariants: a call ends at its deadline even if the scorer ignores its cancellation; exceptions are returned as data.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from jaxrl_llm.rewards.api import Addressed, Attempt, Awaited, AwaitedGroup
 from jaxrl_llm.rewards.pool.outcome import Outcome, checked, failed, timed_out
 
 OPEN_DEADLINE_S = 120.0
-"""Of opening one: a session, a first word from its server."""
+"""Time limit for opening a scorer: its session, the first reply of its server."""
 CLOSE_DEADLINE_S = 10.0
-"""Of closing one; a run does not wait longer for it."""
+"""Time limit for closing a scorer, after which the run goes on without waiting."""
 
 
 class AwaitedScorer:
-  """One of them, from `start` to `close`."""
+  """One awaited scorer, from `start` to `close`."""
 
   def __init__(self, name: str, scorer: Awaited | AwaitedGroup):
     if scorer.concurrency < 1:
@@ -38,7 +38,7 @@ class AwaitedScorer:
     self._under_way: set[asyncio.Task] = set()
 
   async def start(self) -> None:
-    """Opens it. Raises RunError where that fails, unless it raises a UserError of its own."""
+    """Opens the scorer. Raises RunError if that fails, or the scorer's own UserError."""
     ready: asyncio.Future = asyncio.get_running_loop().create_future()
     self._open = asyncio.create_task(self._hold(ready))
     try:
@@ -57,17 +57,17 @@ class AwaitedScorer:
       ) from error
 
   async def _hold(self, ready: asyncio.Future) -> None:
-    """Enters and leaves the scorer's context in one task, as scopes of cancellation want it."""
+    """Enters and leaves the scorer's context in the same task, as cancel scopes require."""
     try:
       async with self._scorer.open() as call:
-        if not ready.done():  # Else nobody waits for it any more.
+        if not ready.done():  # Done if `start` has given up.
           ready.set_result(call)
         await self._closing.wait()  # wait scorer_closed: none, it is open until it is closed
     except (KeyboardInterrupt, GeneratorExit):
       raise
     except BaseException as error:
       if not ready.done():
-        # A SystemExit would end the loop where it is awaited, a cancellation would look like that of who awaits.
+        # Awaiting a SystemExit would end the event loop; a cancellation would look like one of the awaiting task.
         told = RuntimeError(f'{type(error).__name__}: {error}')
         ready.set_exception(error if isinstance(error, Exception) else told)
       elif isinstance(error, asyncio.CancelledError):
@@ -76,7 +76,7 @@ class AwaitedScorer:
         logging.warning('Scorer %s did not close well: %s: %s', self._name, type(error).__name__, error)
 
   async def close(self) -> None:
-    """Ends it; a call that is still out raises RunError."""
+    """Closes the scorer; calls in flight raise RunError."""
     self._call = None
     self._closing.set()
     for task in self._under_way:
@@ -89,11 +89,11 @@ class AwaitedScorer:
 
   @property
   def addressed(self) -> bool:
-    """Whether its servers can change; known once it is open."""
+    """Whether the scorer's servers can change; known once it is open."""
     return isinstance(self._call, Addressed)
 
   def set_addresses(self, addresses: Sequence[str]) -> None:
-    """Raises UserError for one that the scorer refuses, or where it has none."""
+    """Sets the scorer's addresses. Raises UserError if it refuses one, or has no addresses."""
     if not isinstance(self._call, Addressed):
       raise UserError(f'scorer {self._name!r} has no addresses that could change')
     try:
@@ -106,7 +106,7 @@ class AwaitedScorer:
   async def call(
     self, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...], deadline_s: float
   ) -> Outcome:
-    """One call, of one attempt or of a group; its wait for a free place does not count."""
+    """Scores one attempt or one group; the wait for a free slot does not count towards the deadline."""
     async with self._free:
       if self._call is None:
         raise RunError('scorer pool: score() was called before start() or after close()')
@@ -118,7 +118,7 @@ class AwaitedScorer:
         await asyncio.wait({task}, timeout=deadline_s)
       finally:
         late = not task.done()
-        task.cancel()  # without effect on one that is done
+        task.cancel()  # No effect if it is done.
     if self._call is None:
       raise RunError(f'scorer {self._name}: was closed with a call under way')
     return timed_out(deadline_s) if late else task.result()
@@ -131,7 +131,7 @@ async def _judge(
   *,
   per_group: bool,
 ) -> Outcome:
-  """What the scorer raises is data: SystemExit too, which would end the loop, a cancellation of its own, a panic."""
+  """Calls the scorer; returns what it raises as data, also SystemExit (which would end the loop) or a cancellation."""
   start = time.perf_counter()
   try:
     said = await call(attempts, scores) if per_group else [await call(attempts[0])]

@@ -1,7 +1,7 @@
-"""`scorers.json`: how many scorer processes a run has and where its judges and sandbox hosts are, while it goes on.
+"""`scorers.json`: changes the number of scorer processes and the addresses of judges and sandbox hosts during a run.
 
-Invariant: a file that cannot be read, or asks for what is not there, changes nothing and is one line of the log; so is
-one of which a part was refused when another was in force already, and the line says which.
+Invariants: an unreadable or invalid file changes nothing and logs one line. If a part is refused after another was
+applied, the log line says which part is in force.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.files import parse_json, read_bytes
 
 FILE = 'scorers.json'
-"""In the run directory."""
+"""File name in the run directory."""
 CHECK_S = 1.0
-"""Seconds between two looks at it."""
+"""Polling interval in seconds."""
 _MAX_BYTES = 1 << 20
-"""Size of the largest such file."""
+"""Maximum file size."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Live:
-  """Content of the file."""
+  """Parsed content of the file."""
 
   workers: int | None = None
-  """Scorer processes; None: as many as there are."""
+  """Number of scorer processes; None: unchanged."""
   addresses: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-  """Addresses by scorer; those of other scorers stay."""
+  """New addresses by scorer name; other scorers keep theirs."""
 
 
 def parse(text: str) -> Live:
-  """Raises UserError for anything that is not such a file."""
+  """Parses the file's text. Raises UserError if it is malformed."""
   try:
     said = parse_json(text)
   except ValueError as error:
@@ -57,16 +57,16 @@ def _is_list_of_addresses(value: Any) -> bool:
 
 
 class Partly(UserError):
-  """A part of the file is in force, and the rest was refused; says which."""
+  """Part of the file was applied and the rest refused; the message says which."""
 
 
 class LiveFile:
-  """Looks at the file, and says what is new in it."""
+  """Polls the file and applies its changes."""
 
   def __init__(self, path: pathlib.Path, apply: Callable[[Live], Awaitable[None]]):
     """
     Args:
-      apply: raises UserError for what it does not do; Partly where it did something before.
+      apply: applies the content; raises UserError if nothing was applied, Partly if only a part was.
     """
     self._path, self._apply = path, apply
     self._seen: tuple[int, ...] | None = None
@@ -74,11 +74,11 @@ class LiveFile:
     self._following: asyncio.Task | None = None
 
   def start(self) -> None:
-    """From now on what changes is applied."""
+    """Starts polling the file."""
     self._following = asyncio.create_task(self._follow())
 
   async def close(self) -> None:
-    """Returns when a change that is under way has been made."""
+    """Stops polling, after the change in progress has been applied."""
     self._closing.set()
     if self._following is not None:
       await self._following  # wait live_file: `scorers_start` of a change that is under way
@@ -92,7 +92,7 @@ class LiveFile:
         await self.check()
 
   async def check(self) -> None:
-    """Applies the file if it is another one than at the last look."""
+    """Applies the file if it changed since the last check."""
     try:
       text = await asyncio.to_thread(self._changed)
       if text is not None:
@@ -100,7 +100,7 @@ class LiveFile:
         logging.info('%s: applied', self._path)
     except Partly as error:
       logging.warning('%s: %s', self._path, error)
-    except (UserError, OSError, ValueError) as error:  # ValueError: no text, no regular file, or too large.
+    except (UserError, OSError, ValueError) as error:  # ValueError: not text, not a regular file, or too large.
       logging.warning('%s: %s; nothing is changed', self._path, error)
 
   def _changed(self) -> str | None:

@@ -1,7 +1,7 @@
-"""Locks between scorer processes that have no name in the file system.
+"""Inter-process locks of scorer processes without a name in the file system.
 
-`multiprocessing` gives processes of a fork server semaphores with names in /dev/shm; where the whole process tree is
-killed, nobody removes them.
+With a fork server, `multiprocessing` uses semaphores with names in /dev/shm, which are leaked when the whole process
+tree is killed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import time
 
 
 class PipeLock:
-  """A reentrant lock between processes: the thread that has read the one byte of a pipe holds it.
+  """A reentrant lock between processes: the thread that has read the single byte of a pipe holds it.
 
-  It is sent to a process when that is started. As with `multiprocessing.RLock`, a holder that is killed never releases
-  it.
+  Pickled to a process when that starts. As with `multiprocessing.RLock`, a holder that is killed never releases it.
   """
 
   def __init__(self, context: multiprocessing.context.BaseContext):
@@ -31,15 +30,15 @@ class PipeLock:
   def __setstate__(self, ends) -> None:
     self._reader, self._writer = ends
     self._holder: int | None = None
-    """The thread of this process that holds it."""
+    """Thread of this process that holds the lock."""
     self._depth = 0
 
   def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
-    """Whether this thread holds the lock now.
+    """Acquires the lock; returns whether this thread holds it now.
 
     Args:
-      block: waits until it is released.
-      timeout: seconds, at most; None: any time.
+      block: wait until the lock is released.
+      timeout: maximum wait in seconds; None: unlimited.
     """
     if self._holder != threading.get_ident():
       deadline = None if timeout is None else time.monotonic() + timeout
@@ -55,7 +54,7 @@ class PipeLock:
     return True
 
   def release(self) -> None:
-    """Raises RuntimeError where this thread does not hold it."""
+    """Releases the lock. Raises RuntimeError if this thread does not hold it."""
     if self._holder != threading.get_ident():
       raise RuntimeError('release: the lock is not held by this thread')
     self._depth -= 1
@@ -71,7 +70,7 @@ class PipeLock:
 
 
 class NamelessLocks(multiprocessing.context.ForkServerContext):
-  """The fork server's context, whose reentrant locks are `PipeLock`s."""
+  """Fork-server context whose reentrant locks are `PipeLock`s."""
 
   def RLock(self) -> PipeLock:
     return PipeLock(self)

@@ -1,4 +1,4 @@
-"""What became of one call of a scorer: its verdicts, checked, or why there are none."""
+"""The outcome of one scorer call: validated verdicts, or the reason why there are none."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.rewards.api import Verdict
 
 MAX_SCORE = 1e9
-"""Largest size of a value, a part or a turn's value: its square and the sums over a batch are finite in float32."""
+"""Largest magnitude of a value, part or turn value: its square and sums over a batch stay finite in float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-  """Of one call, wherever it ran."""
+  """Outcome of one scorer call, in a worker or on the event loop."""
 
   status: Status = Status.OK
   verdicts: tuple[Verdict, ...] = ()
-  """One for each attempt; none where the call failed."""
+  """One per attempt; empty if the call failed."""
   evidence: Mapping[str, Json] = dataclasses.field(default_factory=dict)
-  """Why a call failed."""
+  """Why the call failed."""
   seconds: float = 0.0
   overran: bool = False
-  """Whether it ran out of time, memory or stack."""
+  """Whether the call ran out of time, memory or stack."""
 
 
 def checked(verdicts: Sequence[Verdict], count: int) -> tuple[Verdict, ...]:
-  """`count` verdicts as plain floats and JSON.
+  """Validates `count` verdicts and converts them to plain floats and JSON.
 
-  Raises TypeError or ValueError for anything else, for numbers beyond `MAX_SCORE` and for deeply nested evidence.
+  Raises TypeError or ValueError for other types or counts, numbers beyond `MAX_SCORE` and deeply nested evidence.
   """
   if not isinstance(verdicts, Sequence):
     raise TypeError(f'scorer returned {type(verdicts).__name__} for a group, wanted a tuple of Verdicts')
@@ -49,7 +49,7 @@ def _checked(verdict: Verdict) -> Verdict:
   parts = {name: float(part) for name, part in verdict.parts.items()}
   turns = tuple(float(turn) for turn in verdict.turn_values)
   numbers = (value or 0.0, *parts.values(), *turns)
-  if not all(abs(number) <= MAX_SCORE for number in numbers):  # Not so of NaN either.
+  if not all(abs(number) <= MAX_SCORE for number in numbers):  # Also false for NaN.
     raise ValueError(
       f'scorer returned value {value}, parts {parts} and turns {turns}, wanted finite numbers of at most {MAX_SCORE:g}'
     )
@@ -59,7 +59,7 @@ def _checked(verdict: Verdict) -> Verdict:
 
 
 def failed(raised: BaseException, seconds: float) -> Outcome:
-  """Of a scorer that raised."""
+  """Outcome of a scorer that raised."""
   *_, (frame, line) = traceback.walk_tb(raised.__traceback__)
   evidence = {'error': _text(raised), 'where': f'{frame.f_code.co_filename}:{line}'}
   overran = isinstance(raised, MemoryError | RecursionError)
@@ -69,11 +69,11 @@ def failed(raised: BaseException, seconds: float) -> Outcome:
 def _text(raised: BaseException) -> str:
   try:
     return f'{type(raised).__name__}: {raised}'[:500]
-  except Exception as error:  # Its `__str__` is the scorer's own too.
+  except Exception as error:  # `__str__` may be the scorer's own code too.
     return f'{type(raised).__name__}, whose text cannot be had ({type(error).__name__})'
 
 
 def timed_out(deadline_s: float) -> Outcome:
-  """Of a scorer that was still at it at its deadline."""
+  """Outcome of a scorer that missed its deadline."""
   evidence = {'error': f'ran past its deadline of {deadline_s:g} s'}
   return Outcome(status=Status.TIMEOUT, evidence=evidence, seconds=deadline_s, overran=True)

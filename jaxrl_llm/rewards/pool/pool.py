@@ -1,7 +1,7 @@
-"""Every attempt to its scores: each is judged the moment it ends, beside everything else.
+"""The scorer pool: scores attempts as soon as they finish, concurrently with the rest of the run.
 
-Invariants: every call ends in exactly one Score for each attempt; a scorer that hangs, raises or takes its process down
-costs its own scores and nothing else, what they are worth then is its stated policy, and all of it is counted.
+Invariants: every call ends in exactly one Score per attempt; a scorer that hangs, raises or crashes its process affects
+its own scores only, its `on_failure` policy says what they are worth, and every failure is counted.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from jaxrl_llm.rewards.pool.processes import Workers
 
 
 class ScorerPool:
-  """The scorers of a run: those that compute in worker processes, those that wait on the event loop.
+  """Runs all scorers of a run: CPU-bound ones in worker processes, awaited ones on the event loop.
 
   Attributes:
     counts: calls by status, in total (`ok`, `timeout`, `error`, `crashed`) and per scorer (`<scorer>/<status>`), and
-      what was made of those that failed: `<scorer>/retried`, `<scorer>/unscorable`, `<scorer>/zeroed`, and groups
+      how failures were handled: `<scorer>/retried`, `<scorer>/unscorable`, `<scorer>/zeroed`, and groups in
       `<scorer>/dropped_groups`. `unscorable` counts all values of None, `breaks` restarts of all workers.
   """
 
   def __init__(self, scorers: Mapping[str, AnyScorer], config: RewardsConfig, *, live: pathlib.Path | None = None):
     """
     Args:
-      scorers: by their names in `config`.
-      live: the file that may change the numbers while the pool is in use (`rewards.live`); None: there is none.
+      scorers: scorers by their names in `config`.
+      live: path of the file that reconfigures the pool during the run (`pool.live`); None: no such file.
     """
     missing = [s.name for s in config.scorers if s.name not in scorers]
     if missing:
@@ -69,7 +69,7 @@ class ScorerPool:
     self._live = None if live is None else LiveFile(live, self._apply)
 
   async def start(self) -> None:
-    """Starts the workers and opens the others, and returns when they answer."""
+    """Starts the workers and opens the awaited scorers; returns when all respond."""
     for awaited in self._awaited.values():
       await awaited.start()
     if self._live is not None:
@@ -79,24 +79,24 @@ class ScorerPool:
       self._live.start()
 
   async def close(self) -> None:
-    """Kills the workers and closes the others; a call that is still out raises RunError."""
+    """Kills the workers and closes the awaited scorers; calls in flight raise RunError."""
     if self._live is not None:
       await self._live.close()
     await asyncio.gather(self._workers.close(), *(awaited.close() for awaited in self._awaited.values()))
 
   @property
   def workers(self) -> int:
-    """Processes that scorers run in."""
+    """Number of worker processes."""
     return self._workers.count
 
   async def resize(self, workers: int) -> None:
-    """From the next call on there are so many processes; calls that are out end on those that they are on."""
+    """Changes the number of workers from the next call on; calls in flight finish in their current processes."""
     if workers < 1:
       raise UserError(f'scorer pool: {workers} workers, wanted at least 1')
     await self._workers.resize(workers)
 
   async def _apply(self, live: Live) -> None:
-    """Raises UserError, with nothing changed, or Partly."""
+    """Applies the live file. Raises UserError if nothing was changed, Partly if only a part was."""
     addressed = sorted(name for name, awaited in self._awaited.items() if awaited.addressed)
     for name in live.addresses:
       if name not in addressed:
@@ -116,21 +116,21 @@ class ScorerPool:
       raise Partly(f'{error}; only the addresses of {moved} are changed') from error
 
   async def score(self, attempt: Attempt) -> tuple[Score, ...]:
-    """One Score for each scorer of single attempts in force for its task, in the configuration's order."""
+    """Scores an attempt: one Score per per-sample scorer in force for its task, in configuration order."""
     chosen = self._in_force(attempt, per_group=False)
     return tuple([score for (score,) in await asyncio.gather(*(self._judge(one, (attempt,)) for one in chosen))])
 
   async def score_group(
     self, attempts: Sequence[Attempt], scores: Sequence[tuple[Score, ...]]
   ) -> list[tuple[Score, ...]]:
-    """All scores of each attempt, in the configuration's order: `scores`, and those of the scorers of whole groups.
+    """Runs the group scorers; returns all scores of each attempt (`scores` included) in configuration order.
 
-    These see all attempts, also those that others could not judge. They are not asked where the failure of another
-    scorer gives the group up.
+    Group scorers see all attempts, including those that other scorers could not judge. They are skipped if the failure
+    of another scorer drops the group.
 
     Args:
-      attempts: of one task.
-      scores: of each, by `score`.
+      attempts: the group's attempts, at one task.
+      scores: scores of each attempt from `score`.
     """
     attempts, scores = tuple(attempts), tuple(scores)
     if len({attempt.task.uid for attempt in attempts}) != 1:
@@ -146,7 +146,7 @@ class ScorerPool:
     return list(scores)
 
   def take_metrics(self) -> dict[str, float]:
-    """What failed since the last call, and what was made of it; nothing of what never did."""
+    """Returns failure counts since the last call as metrics; kinds that never occurred are left out."""
     taken, self._taken = self._taken, self.counts.copy()
     told = [key for key in self.counts if key == 'breaks' or ('/' in key and not key.endswith(f'/{Status.OK}'))]
     return {f'run/scorers/{key}': float(self.counts[key] - taken[key]) for key in sorted(told)}
@@ -158,7 +158,7 @@ class ScorerPool:
   async def _judge(
     self, config: ScorerConfig, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...] = ()
   ) -> tuple[Score, ...]:
-    """One Score for each attempt, after as many calls as the scorer's policy gives it."""
+    """Returns one Score per attempt, after as many calls as the scorer's policy allows."""
     calls = 1
     while (outcome := await self._call(config, attempts, scores)).status != Status.OK:
       blamed = outcome.overran and isinstance(self._scorers[config.name], OverrunIsZero)
@@ -188,7 +188,7 @@ class ScorerPool:
   def _failed(
     self, config: ScorerConfig, attempts: tuple[Attempt, ...], outcome: Outcome, calls: int, *, blamed: bool
   ) -> tuple[Score, ...]:
-    """What the attempts are worth, by the scorer's policy; 0 where the completion is to blame."""
+    """Returns the scores of a failed call by the scorer's policy; 0 if the completion is to blame."""
     value = 0.0 if blamed or config.on_failure == 'zero' else None
     evidence = {**outcome.evidence, 'caused_by': 'completion' if blamed else 'scorer', 'calls': calls}
     if value is None:
@@ -210,7 +210,7 @@ class ScorerPool:
   def _tell(
     self, config: ScorerConfig, attempts: tuple[Attempt, ...], outcome: Outcome, calls: int, *, last: bool
   ) -> None:
-    """Logs the 1st, 2nd, 4th, 8th, … failure of a scorer in one way: one that always fails does not flood the log."""
+    """Logs the 1st, 2nd, 4th, 8th, … failure per scorer and status, so a constant failure does not flood the log."""
     so_far = self.counts[f'{config.name}/{outcome.status.value}']
     if so_far & (so_far - 1) == 0:
       then = config.on_failure if last else f'trying again ({calls} of {config.retries + 1} calls made)'

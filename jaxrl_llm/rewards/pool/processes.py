@@ -1,12 +1,12 @@
-"""Worker processes for scorers: killable, replaced when they die, more or fewer of them at any time.
+"""Worker processes for scorers: killable, replaced when they die, resizable at any time.
 
-Invariants: every call ends in exactly one `Outcome`; a scorer that hangs, raises or takes its process down costs its
-own call and nothing else; no worker outlives the process that owns them.
+Invariants: every call ends in exactly one `Outcome`; a scorer that hangs, raises or crashes its process affects its
+own call only; no worker outlives the process that owns it.
 
-Start-up: a fork server imports the libraries of these scorers once and forks each worker from there, so a killed worker
-is replaced in milliseconds. A process has one fork server, with what its first pool asked for: what is missing there,
-workers import when they start, in no call's time. `multiprocessing` runs the main module's top level in every new
-worker: a script that uses them keeps its heavy imports under `if __name__ == '__main__':`.
+Start-up: a fork server imports the libraries of the scorers once and forks each worker, so a killed worker is replaced
+in milliseconds. A process has one fork server, with the imports that its first pool asked for; workers import the rest
+when they start, outside any call's deadline. `multiprocessing` runs the main module's top level in every new worker, so
+a launch script keeps its heavy imports under `if __name__ == '__main__':`.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from jaxrl_llm.rewards.pool.locks import NamelessLocks
 from jaxrl_llm.rewards.pool.outcome import Outcome, timed_out
 
 START_DEADLINE_S = 120.0
-"""Longest start, imports included, and longest end of the fork server and of a worker on a busy machine, in seconds."""
+"""Time limit in seconds, on a busy machine, to start (with imports) or to end the fork server and the workers."""
 _TO_START = 'scorer workers to start (do their modules import?)'
 
 CHECK_S = 1.0
-"""Seconds between looks at whether the pool still lives while a call is out."""
+"""Interval, in seconds, of the checks that the pool is alive while a call is in flight."""
 
 MAX_BREAKS = 5
-"""Breaks of the whole pool, without an outcome in between, after which the run stops."""
+"""Consecutive breaks of the whole pool, without an outcome in between, that are tolerated; one more stops the run."""
 
 
 class Workers:
-  """Calls scorers in `count` processes; none at all where there are no scorers.
+  """Calls scorers in `count` processes; starts none if there are no scorers.
 
   Attributes:
-    count: processes.
+    count: number of processes.
   """
 
   def __init__(
@@ -65,22 +65,22 @@ class Workers:
     """
     Args:
       environment: names of variables that workers keep although they look like secrets.
-      longest_s: the longest deadline of a call.
-      counts: its `breaks` are how often all processes had to be started again.
+      longest_s: longest call deadline of any scorer.
+      counts: counter whose `breaks` is incremented whenever all processes have to be restarted.
     """
     self._scorers, self._memory_limit_bytes, self._longest_s = dict(scorers), memory_limit_bytes, longest_s
     self._withheld = tuple(name for name in worker.secrets(os.environ) if name not in environment)
     self.count, self._counts = count, counts
-    # Twice the workers: each has its next call waiting while the event loop is busy elsewhere.
+    # Twice the workers: each has its next call queued while the event loop is busy elsewhere.
     self._slots = asyncio.Semaphore(2 * count)
     self._changing = asyncio.Lock()
     self._breaks_in_a_row = 0
     self._pool: pebble.ProcessPool | None = None
     self._old: dict[asyncio.Task, pebble.ProcessPool] = {}
-    """Pools that end their last calls, by the task that waits for it."""
+    """Pools finishing their last calls, by the task that waits for their end."""
 
   async def start(self) -> None:
-    """Starts them, and returns when they answer."""
+    """Starts the workers; returns when they respond."""
     if not self._scorers:
       return
     for name, scorer in self._scorers.items():
@@ -104,10 +104,10 @@ class Workers:
       )
 
   async def close(self) -> None:
-    """Kills them; a call that is still out raises RunError.
+    """Kills the workers; calls in flight raise RunError.
 
     Raises:
-      WaitExpired: the workers do not end, or the fork server does not report it.
+      WaitExpired: the workers do not end, or the fork server does not report their end.
     """
     for pool in self._old.values():
       pool.stop()
@@ -119,10 +119,10 @@ class Workers:
         await _stopped(pool)
 
   async def resize(self, count: int) -> None:
-    """From the next call on there are `count`; calls that are out end on the processes that they are on.
+    """Changes the number of workers from the next call on; calls in flight finish in their current processes.
 
     Raises:
-      RunError: they do not start; it stays with those that there are.
+      RunError: the new workers do not start; the current ones are kept.
     """
     async with self._changing:
       if count == self.count:
@@ -139,12 +139,12 @@ class Workers:
         self._old[ending] = old
         ending.add_done_callback(self._old.pop)
       full, self._slots, self.count = self._slots, asyncio.Semaphore(2 * count), count
-      full.release()  # One by one, those that wait for it go over to the new one.
+      full.release()  # Wakes the first waiter, which moves to the new semaphore and so releases the next one.
 
   async def call(
     self, config: ScorerConfig, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]
   ) -> Outcome:
-    """One call of scorer `config.name`; of a group where the scorer is `PerGroup`, with the scores of each."""
+    """Calls scorer `config.name` on one attempt or, for a `PerGroup` scorer, on a group with the scores of each."""
     outcome = None
     while outcome is None:
       slots = self._slots
@@ -155,7 +155,7 @@ class Workers:
     return outcome
 
   async def _try(self, config, attempts, scores) -> Outcome | None:
-    """None if the whole pool broke under the call: it has been replaced, and the call may be repeated."""
+    """Returns None if the whole pool broke during the call: the pool has been replaced, and the call can be repeated."""
     pool = self._pool
     if pool is None:
       raise RunError('scorer pool: score() was called before start() or after close()')
@@ -177,7 +177,7 @@ class Workers:
       return None
 
   async def _mend(self, broken: pebble.ProcessPool, error: BrokenProcessPool) -> None:
-    """Replaces a broken pool, once however many calls met the break."""
+    """Replaces a broken pool, once even if several calls failed on it."""
     async with self._changing:
       if self._pool is not broken:
         return
@@ -190,7 +190,7 @@ class Workers:
         )
       logging.warning('Scorer pool broke (%s): starting new workers', error)
       new = self._new_pool(self.count)
-      with contextlib.suppress(BrokenProcessPool):  # The next call meets it, and counts it.
+      with contextlib.suppress(BrokenProcessPool):  # The next call fails on it and counts the break.
         await _started(new)
       if self._pool is not broken:  # Closed meanwhile.
         await _stopped(new)
@@ -210,10 +210,10 @@ class Workers:
 
 
 def _check_travels(name: str, scorer: Scorer | PerGroup) -> None:
-  """Raises UserError for a scorer that cannot be sent to a process."""
+  """Raises UserError if the scorer cannot be pickled."""
   try:
     pickle.dumps(scorer)
-  except (AttributeError, TypeError, pickle.PicklingError) as error:  # All three are pickle's own words for it.
+  except (AttributeError, TypeError, pickle.PicklingError) as error:  # pickle raises any of the three.
     raise UserError(
       f'scorer {name!r}: cannot be pickled for its worker process ({error}); '
       'wanted a top-level function, or a functools.partial of one'
@@ -221,7 +221,7 @@ def _check_travels(name: str, scorer: Scorer | PerGroup) -> None:
 
 
 def _first_call(pool: pebble.ProcessPool) -> concurrent.futures.Future:
-  """Starts the pool; SIGINT is blocked in all its processes: Ctrl-C reaches the whole group, amid their imports too."""
+  """Starts the pool with SIGINT blocked: Ctrl-C reaches the whole process group, even while its processes import."""
   signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
   try:
     return pool.schedule(worker.heavy_modules)
@@ -237,12 +237,12 @@ def _schedule(
 ) -> concurrent.futures.Future:
   try:
     return pool.schedule(worker.call, args=(config.name, attempts, scores), timeout=config.deadline_s)
-  except RuntimeError as error:  # How pebble says that the pool is not running.
+  except RuntimeError as error:  # Raised by pebble if the pool is not running.
     raise BrokenProcessPool(str(error)) from error
 
 
 async def _started(pool: pebble.ProcessPool) -> list[str]:
-  """Starts its workers; heavy modules that they import. Raises BrokenProcessPool, and WaitExpired for a stuck one."""
+  """Starts the workers; returns the heavy modules they import. Raises BrokenProcessPool, or WaitExpired if stuck."""
 
   async def start() -> list[str]:
     return await _answer(pool, await asyncio.to_thread(_first_call, pool))
@@ -251,31 +251,31 @@ async def _started(pool: pebble.ProcessPool) -> list[str]:
   try:
     return await bounded(start(), name='scorers_start', **names, deadline_s=START_DEADLINE_S)
   except (WaitExpired, asyncio.CancelledError):
-    # The start may be delayed and succeed after all.
+    # The start may still succeed later.
     threading.Thread(target=_stop, args=(pool, 0.0), daemon=True).start()
     raise
 
 
 async def _answer(pool: pebble.ProcessPool, answer: concurrent.futures.Future) -> Any:
-  """Result of a call. Raises BrokenProcessPool if the pool died without an answer."""
+  """Returns the result of a call. Raises BrokenProcessPool if the pool died without an answer."""
   future = asyncio.wrap_future(answer)
   try:
     while True:
       await asyncio.wait({future}, timeout=CHECK_S)
       alive = pool.active
-      if answer.done():  # `future` may not be yet: it follows when the loop comes to it.
+      if answer.done():  # `future` may lag behind until the event loop runs its callback.
         return await future  # wait score: it is there
       if not alive:
         raise BrokenProcessPool('the pool ended without an answer')
   finally:
-    future.cancel()  # without effect on one that is done
+    future.cancel()  # No effect if it is done.
 
 
 async def _stopped(pool: pebble.ProcessPool, answers_s: float = 0.0) -> None:
-  """Ends its workers, after `answers_s` seconds at most in which it may answer what it was asked.
+  """Stops the workers, after at most `answers_s` seconds in which calls in flight may finish.
 
   Raises:
-    WaitExpired: they do not end.
+    WaitExpired: the workers do not end.
   """
   await bounded(
     asyncio.to_thread(_stop, pool, answers_s),

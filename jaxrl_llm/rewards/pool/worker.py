@@ -1,4 +1,4 @@
-"""A scorer process: its scorers, its limits, and its end with the process that owns the pool."""
+"""The code of a scorer worker process: its scorers, its resource limits, and its end with the pool's owner."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from jaxrl_llm.rewards.watch import BadSign
 HEAVY = ('jax', 'torch')
 
 DISCARDED = 70
-"""Exit code of a process in which a verifier did more than compare text."""
+"""Exit code of a worker in which a verifier did more than compare text."""
 
 _PACKAGE = 'jaxrl_llm.rewards.'
 _ADAPTERS = 'adapters'
-"""The module of scorers that call a user's function."""
+"""Module of the scorers that call a user's function."""
 
 _SECRET = re.compile(
   r'(?:^|_)(?:API_?KEYS?|KEYS?|TOKENS?|AUTH)(?:_|$)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL', re.IGNORECASE
@@ -42,17 +42,17 @@ _scorers: dict[str, Scorer | PerGroup] = {}
 
 
 def _die_with_owner() -> None:
-  """The kernel kills this worker when the pool's owner is gone, even if the owner was SIGKILLed.
+  """Makes the kernel kill this worker when the pool's owner is gone, even if the owner was SIGKILLed.
 
   The worker's parent is the fork server, so PR_SET_PDEATHSIG would watch the wrong process. The sentinel is a pipe
-  whose other end only the owner holds: its hang-up raises a signal, also under C code that never gives back the GIL.
+  whose other end only the owner holds: its hang-up raises a signal, even in C code that never releases the GIL.
   """
   parent = multiprocessing.parent_process()
   if sys.platform == 'linux':
     fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
-    if multiprocessing.connection.wait([parent.sentinel], timeout=0):  # Gone before the signal was set.
+    if multiprocessing.connection.wait([parent.sentinel], timeout=0):  # The owner ended before the signal was set.
       os._exit(1)
   else:
 
@@ -64,17 +64,17 @@ def _die_with_owner() -> None:
 
 
 def _libraries_of(module: str) -> tuple[str, ...]:
-  """A module's `LIBRARIES`: those that its functions import at their first call."""
+  """Returns a module's `LIBRARIES`: those that its functions import at their first call."""
   return getattr(sys.modules.get(module), 'LIBRARIES', ())
 
 
 def _known_libraries() -> set[str]:
-  """Libraries of all modules of this package that this process has imported."""
+  """Returns the libraries of all modules of this package that this process has imported."""
   return {library for name in [*sys.modules] if name.startswith(_PACKAGE) for library in _libraries_of(name)}
 
 
 def _built_in(scorer: Scorer | PerGroup) -> tuple[str, ...] | None:
-  """Modules that a built-in scorer needs: that of its function, and libraries. None for a user's scorer: any.
+  """Returns the modules that a built-in scorer needs (its own and libraries); None for a user's scorer: unknown.
 
   Options with an attribute `libraries` override the module's `LIBRARIES`.
   """
@@ -91,9 +91,9 @@ def _built_in(scorer: Scorer | PerGroup) -> tuple[str, ...] | None:
 
 
 def preload(scorers: Iterable[Scorer | PerGroup]) -> tuple[str, ...]:
-  """Modules that the fork server of workers with these scorers imports.
+  """Returns the modules that the fork server imports for workers with these scorers.
 
-  For a user's scorer these are the libraries that this process has: its module may have imported them.
+  A user's scorer adds the libraries that this process has imported: its module may have imported them.
   """
   modules = [__name__]
   for scorer in scorers:
@@ -105,30 +105,30 @@ def preload(scorers: Iterable[Scorer | PerGroup]) -> tuple[str, ...]:
 
 
 def _import_libraries(scorers: Iterable[Scorer | PerGroup]) -> None:
-  """Imports what the scorers' first calls would otherwise import within their deadlines.
+  """Imports the libraries that the scorers' first calls would otherwise import within their deadlines.
 
-  The fork server usually has it, but not if it was started for other scorers. Which built-in functions a user's scorer
-  calls is unknown: it gets the libraries of all modules that were imported with it.
+  The fork server usually has them, unless it was started for other scorers. Which built-in functions a user's scorer
+  calls is unknown, so the libraries of all modules imported with it are loaded.
   """
   libraries: set[str] = set()
   for scorer in scorers:
     needed = _built_in(scorer)
     libraries |= _known_libraries() if needed is None else set(needed)
   for name in sorted(libraries):
-    with contextlib.suppress(ImportError):  # The call reports what is missing.
+    with contextlib.suppress(ImportError):  # The call will report it.
       importlib.import_module(name)
 
 
 def secrets(environment: Iterable[str]) -> list[str]:
-  """Variables whose names suggest a secret, sorted."""
+  """Returns the variables whose names suggest a secret, sorted."""
   return sorted(name for name in environment if _SECRET.search(name))
 
 
 def initialise(scorers: Mapping[str, Scorer | PerGroup], memory_limit_bytes: int, withheld: Iterable[str] = ()) -> None:
-  """Makes this process a scorer process, without the environment variables in `withheld`."""
+  """Initialises a worker process, without the environment variables in `withheld`."""
   _die_with_owner()
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the owner decides.
-  # A Python handler would wait for C code to return, with all workers held up meanwhile.
+  # A Python handler would wait for C code to return, holding up all workers meanwhile.
   signal.signal(signal.SIGTERM, signal.SIG_DFL)
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   for name in withheld:
@@ -144,13 +144,13 @@ def heavy_modules() -> list[str]:
 
 
 def call(name: str, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]) -> Outcome:
-  """One call. What the scorer raises comes back as data: SystemExit too, which would end the owner.
+  """Calls scorer `name`. Exceptions are returned as data, even SystemExit, which would end the owner.
 
-  After a `BadSign` this process ends: nothing that it says is trusted any more.
+  After a `BadSign` this process exits: its results can no longer be trusted.
 
   Args:
-    attempts: a group where the scorer is `PerGroup`, else one.
-    scores: what else was said of each; of a group only.
+    attempts: a group for a `PerGroup` scorer, else one attempt.
+    scores: per-sample scores of each attempt; for groups only.
   """
   start, scorer = time.perf_counter(), _scorers[name]
   try:
@@ -162,7 +162,7 @@ def call(name: str, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ..
     sys.stderr.flush()
     os._exit(DISCARDED)
   except BaseException as raised:
-    # The frames hold what the memory is full of, and the answer needs some.
+    # The frames may hold what fills the memory, and the outcome needs some.
     raised.__cause__ = raised.__context__ = None
     traceback.clear_frames(raised.__traceback__)
     return failed(raised, time.perf_counter() - start)
