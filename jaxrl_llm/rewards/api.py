@@ -130,7 +130,7 @@ class ScorerConfig:
   retries: int = 0
   """Number of retries of a call that raised, missed its deadline, or lost its process."""
   on_failure: Literal['unscorable', 'drop_group', 'zero'] = 'unscorable'
-  """Result of an attempt whose last call failed: no value, no value and its whole group is dropped, or 0. Does not apply
+  """Result of an attempt whose last call failed: no value, no value and its whole group dropped, or 0. Does not apply
   to failures that the completion causes (`OverrunIsZero`): those have a value."""
 
   @property

@@ -155,7 +155,7 @@ class Workers:
     return outcome
 
   async def _try(self, config, attempts, scores) -> Outcome | None:
-    """Returns None if the whole pool broke during the call: the pool has been replaced, and the call can be repeated."""
+    """Returns None if the whole pool broke during the call: it has been replaced, and the call can be repeated."""
     pool = self._pool
     if pool is None:
       raise RunError('scorer pool: score() was called before start() or after close()')

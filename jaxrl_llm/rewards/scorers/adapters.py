@@ -1,8 +1,8 @@
-"""Users' reward functions, unchanged: verl's `compute_score`, TRL's `reward_func`, a plain Python function.
+"""Adapters for unchanged user reward functions: verl's `compute_score`, TRL's `reward_func`, a plain Python function.
 
-Invariant: a function gets what its own framework would give it for the attempt, under the same names (docs/rewards.md
-says what cannot be had here); what it returns becomes the Verdict, and what it returns or raises otherwise is an error
-of the scorer, never a value.
+Invariant: a function gets the arguments that its own framework would pass, under the same names (docs/rewards.md lists
+what is not available here); its result becomes the Verdict. Exceptions and results of another form are errors of the
+scorer, never a value.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class TrlOptions:
   function: str
   """`module:attribute`, or `path/to/file.py:attribute`."""
   form: Literal['row', 'plain', 'conversational'] = 'row'
-  """How prompts and completions look: text, messages, or (`row`) as the row's own prompt does."""
+  """Form of prompts and completions: text, messages, or (`row`) that of the row's own prompt."""
   truth_column: str = 'ground_truth'
-  """Column under which the truth is given where the row has none of that name."""
+  """Column that holds the truth, unless the row has a column of that name."""
   per_group: bool = False
-  """One call for all attempts of a group instead of one for each: for functions that compare completions."""
+  """One call per group instead of one per attempt, for functions that compare completions."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,10 +60,10 @@ class PythonOptions:
 
 
 class UserFunction:
-  """A user's function. Pickled as its name: a worker loads it when it starts, not in the time of a first call."""
+  """A user's function. Pickled by name: a worker loads it at start-up, outside the deadline of its first call."""
 
   def __init__(self, name: str, scorer: str):
-    """Raises UserError where there is no such function."""
+    """Loads the function. Raises UserError if it does not exist."""
     place, _, attribute = name.rpartition(':')
     if not place or not attribute:
       wanted = "'module:attribute' or 'path/to/file.py:attribute'"
@@ -86,7 +86,7 @@ class UserFunction:
     return UserFunction, (self.name, self._scorer)
 
   def __call__(self, *arguments: Any, **named: Any) -> Any:
-    """What the function returns; an `async def` is run to its end."""
+    """Returns the function's result; an `async def` is run to completion."""
     result = self.call(*arguments, **named)
     return asyncio.run(_result(result)) if inspect.isawaitable(result) else result
 
@@ -96,7 +96,7 @@ async def _result(awaitable: Awaitable[Any]) -> Any:
 
 
 def _file_module(path: pathlib.Path, where: str) -> ModuleType:
-  """The file as a module, run once in a process; what lies beside it can be imported, as Python does for a script."""
+  """Imports the file as a module, once per process; it can import its siblings, as a Python script can."""
   if not path.is_file():
     raise UserError(f'{where}: {path}: no such file')
   name = f'jaxrl_llm_own_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}'
@@ -106,7 +106,7 @@ def _file_module(path: pathlib.Path, where: str) -> ModuleType:
     sys.path.append(str(path.parent))
   spec = importlib.util.spec_from_file_location(name, path)
   module = importlib.util.module_from_spec(spec)
-  sys.modules[name] = module  # Dataclasses of the file find their annotations through it.
+  sys.modules[name] = module  # Dataclasses in the file resolve their annotations through it.
   try:
     spec.loader.exec_module(module)
   except (Exception, SystemExit) as error:
@@ -119,7 +119,7 @@ def _file_module(path: pathlib.Path, where: str) -> ModuleType:
 
 
 def ground_truth(task: Task) -> Json:
-  """The truth in the type that the row has it in; the taskset's text where it made one of its own."""
+  """Returns the truth with the type that it has in the row; the taskset's text if the taskset made its own."""
   judge = task.fields.get('reward_model')
   owns = [judge.get('ground_truth') if isinstance(judge, Mapping) else None, task.fields.get('answer')]
   for own in owns:
@@ -129,13 +129,13 @@ def ground_truth(task: Task) -> Json:
 
 
 def data_source(task: Task) -> str:
-  """The row's `data_source`; else the taskset."""
+  """Returns the row's `data_source`, else the taskset's name."""
   named = task.fields.get('data_source')
   return named if isinstance(named, str) else task.taskset
 
 
 def prompt_text(task: Task) -> str:
-  """The prompt as one text: the row's own where it is one, else the messages' contents, a blank line between them."""
+  """Returns the prompt as one text: the row's if it is text, else the message contents joined by blank lines."""
   own = task.fields.get('prompt')
   return own if isinstance(own, str) else '\n\n'.join(message['content'] for message in task.prompt)
 
@@ -149,7 +149,7 @@ def _number(value: Any, where: str) -> float:
 def _json(value: Any) -> Json:
   try:
     return json.loads(json.dumps(value, default=repr), parse_constant=str)
-  except (TypeError, ValueError, RecursionError):  # Keys that JSON has not; a value that holds itself.
+  except (TypeError, ValueError, RecursionError):  # Keys that JSON lacks; a value that contains itself.
     return repr(value)
 
 
@@ -158,12 +158,12 @@ def _is_part(value: Any) -> bool:
     return False
   try:
     return math.isfinite(float(value))
-  except (TypeError, ValueError, OverflowError):  # An array of several numbers; an integer without end.
+  except (TypeError, ValueError, OverflowError):  # An array of several numbers; an integer too large for a float.
     return False
 
 
 def _verdict(result: Any, keys: Sequence[str]) -> Verdict:
-  """Of a number, or of a dict with one of `keys`, whose other numbers become parts and other values evidence."""
+  """Converts a number, or a dict with one of `keys`; other numbers in the dict become parts, other values evidence."""
   if not isinstance(result, Mapping):
     return Verdict(value=_number(result, 'what the function returned'))
   key = next((key for key in keys if key in result), None)
@@ -183,7 +183,7 @@ def _none_said() -> Verdict:
 
 
 def score_verl(attempt: Attempt, *, function: UserFunction, arguments: Mapping[str, Any]) -> Verdict:
-  """What verl's reward manager would make of the function's answer: a number, or a dict with `score`."""
+  """Scores as verl's reward manager does: the function returns a number, or a dict with `score`."""
   task = attempt.task
   result = function(
     data_source=data_source(task),
@@ -202,7 +202,7 @@ def verl_scorer(**options: Any) -> Scorer:
 
 
 def score_python(attempt: Attempt, *, function: UserFunction, arguments: Mapping[str, Any]) -> Verdict:
-  """A number, True or False, a dict with `score` or `value`, or None: not to be judged."""
+  """Scores by a function that returns a number, a bool, a dict with `score` or `value`, or None for unscorable."""
   result = function(prompt_text(attempt.task), attempt.completion, ground_truth(attempt.task), **arguments)
   return _none_said() if result is None else _verdict(result, ('score', 'value'))
 
@@ -214,7 +214,7 @@ def python_scorer(**options: Any) -> Scorer:
 
 
 class UnknownTokens(Sequence):
-  """Stands for the ids of a completion's tokens: their number is known here, they themselves are not."""
+  """Placeholder for the token ids of a completion: scorers get their number, not the ids."""
 
   def __init__(self, count: int):
     self._count = count
@@ -227,7 +227,7 @@ class UnknownTokens(Sequence):
 
 
 def _columns(attempts: Sequence[Attempt], truth_column: str) -> dict[str, list[Json]]:
-  """The rows' fields as TRL gives a dataset's columns: a list each, an element per completion."""
+  """Returns the rows' fields as TRL passes dataset columns: one list per field, one element per completion."""
   names = dict.fromkeys(name for attempt in attempts for name in attempt.task.fields)
   own = [name for name in names if name not in ('prompt', 'completion', 'completion_ids')]
   columns = {name: [attempt.task.fields.get(name) for attempt in attempts] for name in own}
@@ -238,7 +238,7 @@ def _columns(attempts: Sequence[Attempt], truth_column: str) -> dict[str, list[J
 
 
 def _taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-  """Of what is given, what the function has parameters for."""
+  """Returns the arguments in `given` that the function has parameters for."""
   parameters = inspect.signature(function).parameters
   if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
     return dict(given)
@@ -246,7 +246,7 @@ def _taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, 
 
 
 def trl_verdicts(attempts: Sequence[Attempt], function: UserFunction, options: TrlOptions) -> tuple[Verdict, ...]:
-  """One call as `GRPOTrainer` makes it, and the verdict on each attempt."""
+  """Calls the function once, as `GRPOTrainer` does; returns one verdict per attempt."""
   extras: dict[str, list[Any]] = {}
   metrics: dict[str, float] = {}
   own = [attempt.task.fields.get('prompt') for attempt in attempts]
@@ -268,7 +268,7 @@ def trl_verdicts(attempts: Sequence[Attempt], function: UserFunction, options: T
   for index, reward in enumerate(rewards):
     evidence = {name: _json(values[index]) for name, values in extras.items() if index < len(values)}
     value = None if reward is None else _number(reward, f'reward {index} of what the function returned')
-    if value is None or math.isnan(value):  # TRL's two words for the same.
+    if value is None or math.isnan(value):  # TRL uses both for "no reward".
       verdicts.append(Verdict(value=None, evidence={**_none_said().evidence, **evidence}))
     else:
       verdicts.append(Verdict(value=value, parts=metrics, evidence=evidence))
@@ -276,7 +276,7 @@ def trl_verdicts(attempts: Sequence[Attempt], function: UserFunction, options: T
 
 
 def score_trl(attempt: Attempt, *, function: UserFunction, options: TrlOptions) -> Verdict:
-  """The function's reward for a batch of this one completion."""
+  """Scores the completion as a batch of one."""
   (verdict,) = trl_verdicts((attempt,), function, options)
   return verdict
 
@@ -284,7 +284,7 @@ def score_trl(attempt: Attempt, *, function: UserFunction, options: TrlOptions) 
 def score_trl_group(
   attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...], *, function: UserFunction, options: TrlOptions
 ) -> tuple[Verdict, ...]:
-  """The function's rewards for a batch that is the group."""
+  """Scores the group as one batch."""
   return trl_verdicts(attempts, function, options)
 
 

@@ -1,8 +1,8 @@
-"""Checks that a completion has the form of a template, from its first character to its last.
+"""Checks that a whole completion has the form of a template.
 
-A template is literal text with named fields, `<think>{think}</think><answer>{answer}</answer>`. Each literal piece (a
-tag, or the text between tags) occurs exactly as often as in the template, in its order, and no field is blank. White
-space is free at both ends and round literal pieces, in the template and in the completion.
+A template is literal text with named fields, such as `<think>{think}</think><answer>{answer}</answer>`. Each literal
+piece (a tag, or text between tags) must occur exactly as often and in the same order as in the template, and no field
+may be blank. White space at both ends and around literal pieces is ignored, in the template and in the completion.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _PIECES = re.compile(r'<[^<>]*>|[^<>]+|[<>]')
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FormatOptions:
   template: str = '<think>{think}</think><answer>{answer}</answer>'
-  """Literal braces are doubled, as in str.format."""
+  """Template; literal braces are doubled, as in str.format."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
   text: str
-  """A literal, or a field's name."""
+  """Literal text, or the name of a field."""
   field: bool
 
 
 def read_template(template: str, scorer: str = 'format') -> tuple[Piece, ...]:
-  """The template's pieces in order. Raises UserError for one that no completion could be told apart by."""
+  """Splits a template into its pieces, in order. Raises UserError if the template is malformed or ambiguous."""
 
   def wrong(what: str) -> UserError:
     example = '<answer>{answer}</answer>'
@@ -67,7 +67,7 @@ def read_template(template: str, scorer: str = 'format') -> tuple[Piece, ...]:
 
 
 def read_fields(completion: str, pieces: tuple[Piece, ...]) -> tuple[dict[str, str], str]:
-  """What the template's fields hold, and nothing; or no fields, and what is wrong with the completion's form."""
+  """Returns the contents of the template's fields and '', or no fields and what is wrong with the completion's form."""
   literals = [piece.text for piece in pieces if not piece.field]
   for literal in literals:
     wanted, got = sum(other.count(literal) for other in literals), completion.count(literal)
@@ -94,7 +94,7 @@ def read_fields(completion: str, pieces: tuple[Piece, ...]) -> tuple[dict[str, s
 
 
 def score_format(attempt: Attempt, *, pieces: tuple[Piece, ...]) -> Verdict:
-  """1.0 if the completion has the template's form, else 0.0."""
+  """Scores 1.0 if the completion has the template's form, else 0.0."""
   _, wrong = read_fields(attempt.completion, pieces)
   return Verdict(value=0.0 if wrong else 1.0, evidence={'reason': wrong} if wrong else {})
 

@@ -1,7 +1,7 @@
-"""A scorer behind HTTP: each attempt is posted as JSON, and the answer is its verdict.
+"""A scorer behind HTTP: posts each attempt as JSON and reads the verdict from the response.
 
 Request: `{uid, prompt, completion, ground_truth, data_source, extra_info}`, where `prompt` is a list of chat messages.
-Answer: `{value | score, parts?, evidence?}`; a value of null says that the attempt cannot be judged. Any other answer
+Response: `{value | score, parts?, evidence?}`; a null value means that the attempt cannot be judged. Any other response
 is an error of the scorer, never a value.
 """
 
@@ -22,7 +22,7 @@ from jaxrl_llm.rewards.scorers.adapters import data_source, ground_truth
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EndpointOptions(RemoteOptions):
-  """Addresses are whole: `http://host:port/path`."""
+  """Options of the scorer; addresses are full URLs: `http://host:port/path`."""
 
 
 def request_body(attempt: Attempt) -> dict[str, Json]:
@@ -42,7 +42,7 @@ def is_number(value: Any) -> bool:
 
 
 def read_verdict(answer: Json) -> Verdict:
-  """Raises RemoteError for what is no verdict."""
+  """Parses a response. Raises RemoteError if it is not a verdict."""
   fields = read_object(answer, 'the answer')
   named = [key for key in ('value', 'score') if key in fields]
   if len(named) != 1:
@@ -60,7 +60,7 @@ def read_verdict(answer: Json) -> Verdict:
 
 
 class Endpoint(Remote):
-  """The scorer that asks it."""
+  """Scorer that posts attempts to the endpoint."""
 
   def __init__(self, options: EndpointOptions):
     super().__init__(options, "scorer 'http'")
@@ -70,7 +70,7 @@ class Endpoint(Remote):
 
 
 def http_scorer(**options: Any) -> Awaited:
-  """An HTTP endpoint that is posted each attempt and answers with its value; options: `EndpointOptions`."""
+  """An HTTP endpoint that receives each attempt and responds with its value; options: `EndpointOptions`."""
   read = from_json(dict(options), EndpointOptions, "options of scorer 'http'")
   read.check("scorer 'http'")
   return Awaited(functools.partial(Endpoint, read), concurrency=read.concurrency)

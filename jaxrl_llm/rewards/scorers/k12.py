@@ -1,4 +1,4 @@
-"""School questions: each graded against its reference answer by its kind, with the functions of `answer`."""
+"""Scorer for school questions: grades each by its kind against the reference answer, with the functions of `answer`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from jaxrl_llm.rewards.scorers.answer.scorer import AnswerOptions, field_of, sco
 from jaxrl_llm.rewards.scorers.answer.units import Units
 
 LIBRARIES = ('math_verify',)
-"""Libraries that functions of this module import at their first call."""
+"""Libraries that the functions of this module import at their first call."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class K12Options(AnswerOptions):
   mode: Mode | None = None
-  """Of tasks that state no kind; None: such a task cannot be scored."""
+  """Mode for tasks that state no kind; None: such tasks cannot be scored."""
   kind_field: str = 'kind'
-  """The field of the task's row, or of its `extra_info`, that states the kind: one of `answer`'s modes."""
+  """Field of the task's row, or of its `extra_info`, that states the kind: one of `answer`'s modes."""
   extraction: Methods = ANYWHERE
   units: Units = 'stated'
 
@@ -32,7 +32,7 @@ class K12Options(AnswerOptions):
 
 
 def score_k12(attempt: Attempt, *, options: K12Options, by_kind: dict[str, AnswerOptions]) -> Verdict:
-  """1.0 if the answer agrees with the reference as the question's kind has it, else 0.0; None without a known kind."""
+  """Scores 1.0 if the answer agrees with the reference by the rules of its kind, else 0.0; None for an unknown kind."""
   kind = field_of(attempt.task, options.kind_field) or options.mode
   if not isinstance(kind, str) or kind not in by_kind:
     return Verdict(value=None, evidence={'reason': f'kind is {kind!r}, wanted one of {", ".join(by_kind)}'})

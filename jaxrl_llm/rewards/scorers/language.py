@@ -1,18 +1,18 @@
-"""Language consistency: the share of a text's words that are of the wanted language.
+"""Language-consistency scorer: the share of a text's words that are in the target language.
 
 Source: DeepSeek-R1 (arXiv:2501.12948, section 2.3.2), a reward for the proportion of target-language words in the
-reasoning. The paper has no rule for what a word is; this is ours, the same on every machine and without a model:
+reasoning. The paper does not define a word; these rules are ours, deterministic and without a model:
 
 1. Code (fenced blocks, `code`), LaTeX (`$…$`, `$$…$$`, `\\(…\\)`, `\\[…\\]`, `\\begin{…}…\\end{…}`, commands), tags and
-   addresses are removed. A fence that is never closed runs to the end.
-2. A word is a run of letters of one script; each Han character, Hiragana or Katakana is one. A single letter of another
-   script is none (`x`, `A`: names of formulas and options); digits and signs are none.
-3. A word is of the language if it is of its script. Within a script that several of our languages write, the sentence
-   decides (a line, or up to a full stop): of Latin ones it is of the language with the most of its own function words,
-   of the wanted one where it has as many as any; Han characters are Japanese in a sentence with kana and Chinese in one
-   without, and either where fewer than five stand without kana.
+   URLs are removed. A fence that is never closed runs to the end.
+2. A word is a run of letters of one script; each Han, Hiragana or Katakana character is a word. A single letter of any
+   other script is not (`x`, `A`: variables and option labels), nor are digits and signs.
+3. A word belongs to the language if it has its script. If several of our languages share the script, the sentence (a
+   line, or up to a full stop) decides: Latin words belong to the language whose function words are most frequent, with
+   ties in favour of the target; Han characters are Japanese in a sentence with kana and Chinese in one without, and
+   count as either if there are fewer than five and no kana.
 
-0 for a text without words: silence is no consistency.
+A text without words scores 0.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Language = Literal[
   'ar', 'bn', 'de', 'el', 'en', 'es', 'fr', 'he', 'hi', 'it', 'ja', 'ko', 'nl', 'pl', 'pt', 'ru', 'ta', 'tr', 'vi',
   'zh',
 ]  # fmt: skip
-"""ISO 639-1. Any text of a script counts for the only language here that writes it: Persian as `ar`."""
+"""ISO 639-1 codes. All text in a script counts for the only language listed here that uses it: Persian as `ar`."""
 
 SCRIPTS: dict[str, frozenset[str]] = {
   'ar': frozenset({'ARABIC'}), 'bn': frozenset({'BENGALI'}), 'el': frozenset({'GREEK'}), 'he': frozenset({'HEBREW'}),
   'hi': frozenset({'DEVANAGARI'}), 'ja': frozenset({'HAN', 'KANA'}), 'ko': frozenset({'HANGUL'}),
   'ru': frozenset({'CYRILLIC'}), 'ta': frozenset({'TAMIL'}), 'zh': frozenset({'HAN'}),
 }  # fmt: skip
-"""By language; any other is of Latin script."""
+"""Scripts by language; languages not listed use Latin script."""
 
 FUNCTION_WORDS: dict[str, frozenset[str]] = {
   language: frozenset(words.split())
@@ -59,7 +59,7 @@ FUNCTION_WORDS: dict[str, frozenset[str]] = {
     'vi': 'là và của có không được một cho các trong với này đó khi để ta thì từ số vậy nên bằng',
   }.items()
 }
-"""Frequent words without meaning of their own, of the languages written in Latin letters."""
+"""Frequent function words of the languages in Latin script."""
 
 _FEW_HAN = 5
 _SINGLE = ('HAN', 'KANA')
@@ -73,12 +73,12 @@ _CLOSING = {'```': '```', '~~~': '~~~', '`': '`', '$$': '$$', r'\(': r'\)', r'\[
 class LanguageOptions:
   language: Language = 'en'
   field: str = 'think'
-  """Which field of the template is judged; a completion without the template's form scores 0. Empty: all of it."""
+  """Template field to score; a completion without the template's form scores 0. Empty: the whole completion."""
   template: str = '<think>{think}</think><answer>{answer}</answer>'
 
 
 def _closing(text: str, opening: re.Match) -> tuple[str, int, int]:
-  """The mark that would close what is opened, and where it may stand: a sign of money or a quote ends with its line."""
+  """Returns the closing mark and the range to search for it; `$` and a backtick must close on the same line."""
   mark = opening.group()
   start = opening.end()
   if opening['name']:
@@ -90,7 +90,7 @@ def _closing(text: str, opening: re.Match) -> tuple[str, int, int]:
 
 
 def prose(text: str) -> str:
-  """The text without code, LaTeX, tags and addresses, in linear time."""
+  """Returns the text without code, LaTeX, tags and URLs, in linear time."""
   kept, position, unclosed = [], 0, set()
   while opening := _OPENING.search(text, position):
     mark, start, limit = _closing(text, opening)
@@ -100,7 +100,7 @@ def prose(text: str) -> str:
       position = len(text)
       break
     if end < 0:
-      # What is missing up to the end of the text is missing for every later opening too.
+      # A mark missing up to the end of the text is missing for every later opening too.
       unclosed |= {mark} if limit == len(text) else set()
       kept.append(text[position:start])
       position = start
@@ -112,7 +112,7 @@ def prose(text: str) -> str:
 
 @functools.lru_cache(maxsize=8192)
 def script(letter: str) -> str:
-  """By the character's name in Unicode (`LATIN`, `HAN`, `KANA`, …); `MARK` of a mark, empty for what is no letter."""
+  """Returns the script by Unicode name (`LATIN`, `HAN`, `KANA`, …); `MARK` for a mark, empty for other non-letters."""
   category = unicodedata.category(letter)
   if category[0] != 'L':
     return 'MARK' if category[0] == 'M' else ''
@@ -121,7 +121,7 @@ def script(letter: str) -> str:
 
 
 def words(sentence: str) -> list[tuple[str, str]]:
-  """Every word with its script, in order."""
+  """Returns (word, script) for each word, in order."""
   found: list[tuple[str, str]] = []
   word, of = '', ''
   for letter in f'{sentence} ':
@@ -136,14 +136,14 @@ def words(sentence: str) -> list[tuple[str, str]]:
 
 
 def _latin(sentence: list[str], language: str) -> bool:
-  """Whether the sentence's Latin words are of the language."""
+  """Whether the sentence's Latin words belong to the language."""
   said = collections.Counter(word.casefold() for word in sentence)
   own = {name: sum(said[word] for word in function) for name, function in FUNCTION_WORDS.items()}
   return own[language] == max(own.values())
 
 
 def share(text: str, language: Language) -> tuple[float, int]:
-  """The share of the language's words among all, and how many there are; 0 of 0 for none."""
+  """Returns the share of words in the language, and the number of words; (0, 0) for a text without words."""
   scripts = SCRIPTS.get(language, frozenset({'LATIN'}))
   right = total = 0
   for sentence in _SENTENCE.findall(prose(unicodedata.normalize('NFC', text))):
@@ -161,7 +161,7 @@ def share(text: str, language: Language) -> tuple[float, int]:
 
 
 def score_language(attempt: Attempt, *, options: LanguageOptions, pieces: tuple[Piece, ...]) -> Verdict:
-  """The share of the language's words in the field, in [0, 1]; 0 for no words, or without the template's form."""
+  """Scores the share of words in the language, in [0, 1]; 0 for no words, or without the template's form."""
   text = attempt.completion
   if options.field:
     fields, wrong = read_fields(text, pieces)
@@ -173,7 +173,7 @@ def score_language(attempt: Attempt, *, options: LanguageOptions, pieces: tuple[
 
 
 def language_scorer(**options: Any) -> Scorer:
-  """Share of the wanted language's words in the reasoning (R1's language consistency); options: `LanguageOptions`."""
+  """Share of target-language words in the reasoning (R1's language consistency); options: `LanguageOptions`."""
   read = read_options(LanguageOptions, options, 'language')
   pieces = read_template(read.template, 'language') if read.field else ()
   names = [piece.text for piece in pieces if piece.field]

@@ -1,8 +1,8 @@
-"""The length rewards of the objectives as scorers: DAPO's overlong penalty per sample, Kimi's length reward per group.
+"""Length rewards as scorers: DAPO's overlong penalty per sample, Kimi's length reward per group.
 
 The formulas are those of `advantages.shaping`. An algorithm with the same option (`overlong_buffer_len`,
-`length_reward_weight`) adds them too: use one or the other. Kimi's warm-up counts steps, which a scorer does not know:
-it is the algorithm's option only.
+`length_reward_weight`) adds them too: use one or the other. Kimi's warm-up counts steps, which a scorer does not know,
+so it is available in the algorithm only.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from jaxrl_llm.rewards.api import Attempt, PerGroup, Scorer, Verdict, read_optio
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OverlongOptions:
   max_length: int
-  """Tokens of the response at which the whole penalty is reached."""
+  """Response length in tokens at which the full penalty is reached."""
   buffer: int
-  """Tokens before that over which it grows."""
+  """Number of tokens before `max_length` over which the penalty grows."""
   factor: float = 1.0
-  """Size of the whole penalty."""
+  """Magnitude of the full penalty."""
 
 
 def score_overlong(attempt: Attempt, *, options: OverlongOptions) -> Verdict:
-  """The penalty of one response, in [−factor, 0]."""
+  """Returns the penalty of one response, in [−factor, 0]."""
   penalty = overlong_penalty(
     [attempt.response_len], max_length=options.max_length, buffer=options.buffer, factor=options.factor
   )
@@ -45,13 +45,13 @@ def overlong_scorer(**options: Any) -> Scorer:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LengthOptions:
   correct_by: str = ''
-  """Scorer whose value of at least 1 says that an answer is right; empty: the first one that judges the sample."""
+  """Scorer that decides correctness (value of at least 1); empty: the first in force for the sample."""
 
 
 def score_length(
   attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...], *, options: LengthOptions
 ) -> tuple[Verdict, ...]:
-  """Each member's reward, in [−0.5, 0.5]; None for one of which nobody could say whether it is right."""
+  """Returns each attempt's reward, in [−0.5, 0.5]; None if its correctness is unknown."""
   correct = [_correct(own, options.correct_by) for own in scores]
   lengths = [attempt.response_len for attempt in attempts]
   rewards = length_rewards(lengths, correct, ['group'] * len(attempts))
@@ -74,5 +74,5 @@ def _correct(scores: tuple[Score, ...], by: str) -> bool | None:
 
 
 def length_scorer(**options: Any) -> PerGroup:
-  """Kimi's length reward: shorter right answers of a group gain, longer ones lose; options: `LengthOptions`."""
+  """Kimi's length reward: in a group, shorter correct answers gain, longer ones lose; options: `LengthOptions`."""
   return PerGroup(functools.partial(score_length, options=read_options(LengthOptions, options, 'length')))

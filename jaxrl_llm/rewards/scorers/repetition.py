@@ -1,9 +1,9 @@
-"""A penalty for repeating oneself.
+"""Repetition penalty.
 
-penalty = −max · (1 − distinct n-grams / n-grams), over the completion's words in small letters.
+penalty = −max · (1 − distinct n-grams / n-grams), over the completion's case-folded words; 0 for fewer than n words.
 
 Source: "Demystifying Long Chain-of-Thought Reasoning in LLMs" (arXiv:2502.03373) penalises repeated n-grams; the
-formula for a whole answer is that of Open-R1's `get_repetition_penalty_reward`. 0 for fewer words than n. Linear time.
+formula for a whole answer is that of Open-R1's `get_repetition_penalty_reward`. Linear time.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _WORD = re.compile(rf'[{_SINGLE}]|[^\s{_SINGLE}]+')
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RepetitionOptions:
   ngram: int = 3
-  """Words; a Han character or a kana is one, as these are written without spaces."""
+  """N-gram size in words; a Han or kana character counts as a word, since these scripts have no spaces."""
   max_penalty: float = 1.0
-  """What a completion of one n-gram over and over comes near to."""
+  """Limit of the penalty, approached by a completion that repeats one n-gram over and over."""
 
   def __post_init__(self):
     if self.ngram < 1:
@@ -34,7 +34,7 @@ class RepetitionOptions:
 
 
 def repeated(text: str, ngram: int) -> float:
-  """1 − distinct / all n-grams of the text's words; 0 where it has none."""
+  """Returns 1 − distinct / all n-grams of the text's words; 0 if it has none."""
   words = _WORD.findall(text.casefold())
   count = len(words) - ngram + 1
   if count < 1:
@@ -43,7 +43,7 @@ def repeated(text: str, ngram: int) -> float:
 
 
 def score_repetition(attempt: Attempt, *, options: RepetitionOptions) -> Verdict:
-  """The penalty, in (−max, 0]."""
+  """Returns the penalty, in (−max, 0]."""
   rate = repeated(attempt.completion, options.ngram)
   return Verdict(value=-options.max_penalty * rate if rate else 0.0, evidence={'repeated': rate})
 

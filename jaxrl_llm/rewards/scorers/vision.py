@@ -1,7 +1,7 @@
-"""Places in pictures: a box against the true one, a point in the true region.
+"""Scorers for visual grounding: the IoU of a box with the true box, a point in the true region.
 
-Coordinates are compared as they are: the task says whether they are pixels or parts of a thousand. All arithmetic is
-exact. Questions about pictures whose answer is a number, a letter or words are for `answer` and `k12`.
+Coordinates are compared as written; the task defines their unit (pixels or thousandths). All arithmetic is exact.
+Questions about images whose answer is a number, a letter or words are for `answer` and `k12`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _XML = re.compile(rf'<point\s+x="({_NUMBER})"\s+y="({_NUMBER})"', re.ASCII)
 
 
 def parse_box(text: str, form: str = 'xyxy') -> Box | None:
-  """The one box in the text: `[x1, y1, x2, y2]` or `(x1, y1), (x2, y2)`; None for none, for two that differ, and for
-  one without area (its corners are top left and bottom right)."""
+  """Returns the only box in the text: `[x1, y1, x2, y2]` or `(x1, y1), (x2, y2)`, top left and bottom right; None if
+  there is no box, if two differ, or if the box has no area."""
   found = {tuple(map(Fraction, numbers)) for pattern in (_FOUR, _CORNERS) for numbers in pattern.findall(text)}
   if len(found) != 1:
     return None
@@ -52,13 +52,13 @@ def parse_box(text: str, form: str = 'xyxy') -> Box | None:
 
 
 def parse_point(text: str) -> Point | None:
-  """The one point in the text: `(x, y)`, `[x, y]` or `<point x="…" y="…"`; None for none and for two that differ."""
+  """Returns the only point in the text, `(x, y)`, `[x, y]` or `<point x="…" y="…"`; None if none, or if two differ."""
   found = {tuple(map(Fraction, numbers)) for pattern in (_TWO, _XML) for numbers in pattern.findall(text)}
   return Point(*found.pop()) if len(found) == 1 else None
 
 
 def iou(a: Box, b: Box) -> Fraction:
-  """Area of what both cover over area of what either covers."""
+  """Intersection over union: area of the intersection divided by the area of the union."""
   width = min(a.x2, b.x2) - max(a.x1, b.x1)
   height = min(a.y2, b.y2) - max(a.y1, b.y1)
   both = max(width, Fraction(0)) * max(height, Fraction(0))
@@ -67,7 +67,7 @@ def iou(a: Box, b: Box) -> Fraction:
 
 
 def parse_region(text: str) -> tuple[Point, ...] | None:
-  """The corners of `[x1, y1, x2, y2]` or of a polygon `[[x, y], …]`, in order; None for anything without area."""
+  """Returns the corners, in order, of `[x1, y1, x2, y2]` or a polygon `[[x, y], …]`; None if malformed or flat."""
   try:
     value = json.loads(text, parse_float=Fraction, parse_int=Fraction)
   except (ValueError, RecursionError):
@@ -87,7 +87,7 @@ def parse_region(text: str) -> tuple[Point, ...] | None:
 
 
 def contains(region: Sequence[Point], point: Point) -> bool:
-  """Whether the point is in the polygon or on its edge; of one that crosses itself, by the even-odd rule."""
+  """Whether the point is inside the polygon or on its edge; even-odd rule for self-intersecting polygons."""
   inside = False
   for a, b in zip(region, [*region[1:], *region[:1]]):
     side = (b.x - a.x) * (point.y - a.y) - (b.y - a.y) * (point.x - a.x)
@@ -102,9 +102,9 @@ def contains(region: Sequence[Point], point: Point) -> bool:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BoxOptions:
   threshold: float = 0.0
-  """0: the value is the IoU itself; above: 1.0 from this IoU on, else 0.0."""
+  """0: the value is the IoU; above 0: the value is 1.0 from this IoU on, else 0.0."""
   form: Literal['xyxy', 'xywh'] = 'xyxy'
-  """Of truth and answer: two corners, or a corner with width and height."""
+  """Form of truth and answer: two corners, or a corner with width and height."""
   extraction: Methods = ANYWHERE
   tag: str = 'answer'
 
@@ -125,7 +125,7 @@ def _answer(attempt: Attempt, extraction: Methods, tag: str) -> str:
 
 
 def score_box_iou(attempt: Attempt, *, options: BoxOptions) -> Verdict:
-  """IoU of the answer's box with the true one, in [0, 1]; 0 without one box that has an area."""
+  """Scores the IoU of the answer's box with the true box, in [0, 1]; 0 if the answer is not a single box with area."""
   truth = parse_box(attempt.task.truth or '', options.form)
   if truth is None:
     return Verdict(value=None, evidence={'reason': 'the truth is not one box with an area'})
@@ -133,13 +133,13 @@ def score_box_iou(attempt: Attempt, *, options: BoxOptions) -> Verdict:
   if box is None:
     return Verdict(value=0.0, evidence={'reason': 'the answer is not one box with an area'})
   found = iou(truth, box)
-  # The threshold as it is written: Fraction(0.7) is a little less than 7/10.
+  # The threshold as written: Fraction(0.7) is slightly less than 7/10.
   value = float(found >= Fraction(str(options.threshold))) if options.threshold else float(found)
   return Verdict(value=value, parts={'iou': float(found)}, evidence={'box': [float(number) for number in box]})
 
 
 def score_point(attempt: Attempt, *, options: PointOptions) -> Verdict:
-  """1.0 if the answer's point is in the true region or on its edge, else 0.0."""
+  """Scores 1.0 if the answer's point is in the true region or on its edge, else 0.0."""
   region = parse_region(attempt.task.truth or '')
   if region is None:
     return Verdict(value=None, evidence={'reason': 'the truth is no box and no polygon with an area'})

@@ -1,6 +1,6 @@
-"""What judges answered, so that the same question is paid for once.
+"""Cache of judge answers, so that the same question is paid for once.
 
-Invariant: what `get` gives was put whole, by this run or by another one with the same file.
+Invariant: `get` only returns answers that were written completely, by this run or another one with the same file.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
 
 _CACHE_ENTRIES = 100_000
-"""Answers in memory, about a kilobyte each; the oldest go first."""
+"""Maximum number of answers in memory, about a kilobyte each; the oldest are evicted first."""
 
 
 class Cache:
-  """Answers by the digest of their request; with a file, one JSON line for each, which other runs read too."""
+  """Answers keyed by request digest; with a file, one JSON line per answer, shared with other runs."""
 
   def __init__(self, file: str | None):
     self._path = None if file is None else pathlib.Path(file)
@@ -27,7 +27,7 @@ class Cache:
     self._file = None
 
   def open(self) -> None:
-    """Reads what the file has; a line that was cut off is left out. Raises UserError."""
+    """Loads the file, skipping truncated lines. Raises UserError if it cannot be used."""
     if self._path is None:
       return
     try:

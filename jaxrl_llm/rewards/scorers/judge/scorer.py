@@ -1,8 +1,8 @@
-"""A language model as judge, over any OpenAI-compatible server (`/v1/chat/completions`).
+"""LLM-as-a-judge scorer over any OpenAI-compatible server (`/v1/chat/completions`).
 
-Invariant: a score is what the judge said in one JSON object of the wanted form, and nothing else; a judge that cannot
-be brought to one is an error of the scorer. The same question is paid for once: answers are kept by the digest of the
-whole request, and whoever asks while it is under way waits for that one.
+Invariants: a score comes from a single JSON object of the required form; if the judge gives none, even after retries,
+that is an error of the scorer. The same question is paid for once: answers are cached by the digest of the whole
+request, and identical requests in flight share one answer.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from jaxrl_llm.rewards.scorers.judge.texts import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JudgeOptions(RemoteOptions):
-  """Addresses are those of servers, `http://host:port` or with `/v1` behind it, or `unix:/path/to.sock`."""
+  """Options of the judge; addresses are `http://host:port`, optionally with `/v1`, or `unix:/path/to.sock`."""
 
   model: str
-  """As the server calls it."""
+  """Model name on the server."""
   mode: Literal['score', 'pairwise'] = 'score'
-  """A number for each answer, or which of two of the same group is better."""
+  """score: a number for each answer; pairwise: which of two answers of the same group is better."""
   against: Literal['all', 'next', 'first'] = 'all'
-  """Mode `pairwise`: each against all others, against its two neighbours in a ring, or all against the first."""
+  """Mode `pairwise`: compare each with all others, with its two neighbours in a ring, or all with the first."""
   template: str | None = None
-  """With {question} and {completion} (pairwise: {first} and {second}), and {truth} if it is to be seen; literal braces
-  are doubled. None: one of `texts`, with the truth where the task has one."""
+  """Prompt with {question} and {completion} (pairwise: {first} and {second}), and {truth} to show it; literal braces
+  are doubled. None: a template of `texts`, with the truth if the task has one."""
   max_tokens: int = 1024
-  """Of an answer, reasoning included."""
+  """Maximum tokens of an answer, reasoning included."""
   request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Fields of requests besides, such as `response_format`, or in place of ours."""
+  """Additional or overriding request fields, such as `response_format`."""
   malformed_retries: int = 2
-  """Times that a judge is told what was wrong with its answer and asked again."""
+  """How often the judge is asked again after a malformed answer, with the reason."""
   cache_file: str | None = None
-  """JSONL file in which answers are kept beyond the run; None: they are kept in memory."""
+  """JSONL file that keeps answers beyond the run; None: in memory only."""
 
   def check(self, where: str) -> None:
     super().check(where)
@@ -81,15 +81,15 @@ def _question(task: Task) -> str:
 
 
 class Said(NamedTuple):
-  """A judge's answer to a prompt."""
+  """A judge's parsed answer to a prompt."""
 
   answer: dict[str, Json]
-  """As `read` gave it."""
+  """Result of `read`."""
   cached: bool
 
 
 class Judge(Remote):
-  """Asks a model for verdicts."""
+  """Client that asks a model for verdicts."""
 
   def __init__(self, options: JudgeOptions):
     super().__init__(options, "scorer 'judge'", CHAT_PATH)
@@ -110,10 +110,10 @@ class Judge(Remote):
     self._cache.close()
 
   async def ask(self, prompt: str, read: Callable[[str], dict[str, Json]]) -> Said:
-    """The judge's answer to a prompt. Raises RemoteError where there is none, or none that `read` takes.
+    """Returns the judge's answer to a prompt. Raises RemoteError if there is none that `read` accepts.
 
     Args:
-      read: the verdict in a text; raises Malformed.
+      read: parses the verdict in a text; raises Malformed.
     """
     options = self.options
     body = {'model': options.model, 'max_tokens': options.max_tokens, 'temperature': 0, **options.request}
@@ -126,13 +126,13 @@ class Judge(Remote):
     if task is None:
       task = self._pending[key] = asyncio.create_task(self._answer(key, body, read))
       task.add_done_callback(functools.partial(self._answered, key))
-    # One who asks and gives up does not take the answer from the others, or from the cache.
+    # A caller that is cancelled does not cancel the request for other callers or the cache.
     return Said(await asyncio.shield(task), cached=not new)
 
   def _answered(self, key: str, task: asyncio.Task) -> None:
     del self._pending[key]
     if not task.cancelled():
-      task.exception()  # Everybody who asked may have given up, and asyncio would complain.
+      task.exception()  # If every caller has given up, asyncio would report it as never retrieved.
 
   async def _answer(self, key: str, body: dict[str, Json], read: Callable[[str], dict[str, Json]]) -> dict[str, Json]:
     messages = list(body['messages'])
@@ -158,7 +158,7 @@ class Judge(Remote):
 
 
 def _content(answer: Json) -> tuple[str, bool]:
-  """A chat completion's text, and whether it was cut at its length."""
+  """Returns the text of a chat completion, and whether it was cut off at the length limit."""
   try:
     choice = read_object(answer, 'the answer')['choices'][0]
     return choice['message'].get('content') or '', choice.get('finish_reason') == 'length'
@@ -167,7 +167,7 @@ def _content(answer: Json) -> tuple[str, bool]:
 
 
 def _texts(task: Task, template: str) -> dict[str, str] | None:
-  """What the template shows of the task; None where it shows a truth that the task has not."""
+  """Returns the task's texts for the template; None if the template shows the truth and the task has none."""
   if 'truth' not in fields_of(template):
     return {'question': _question(task)}
   return None if task.truth is None else {'question': _question(task), 'truth': task.truth}
@@ -177,7 +177,7 @@ _NO_TRUTH = Verdict(value=None, evidence={'reason': 'the task has no reference a
 
 
 class ScoringJudge(Judge):
-  """A number from 0 to 1 for each attempt."""
+  """Judge that gives each attempt a number from 0 to 1."""
 
   async def __call__(self, attempt: Attempt) -> Verdict:
     template = self.options.template or (GRADE if attempt.task.truth is None else GRADE_BY_TRUTH)
@@ -190,7 +190,7 @@ class ScoringJudge(Judge):
 
 
 def pairs(count: int, against: str) -> list[tuple[int, int]]:
-  """Which of `count` attempts are compared, each pair once."""
+  """Returns the pairs of attempts (indices below `count`) to compare, each pair once."""
   if against == 'first':
     return [(0, other) for other in range(1, count)]
   if against == 'next' and count > 2:
@@ -199,7 +199,7 @@ def pairs(count: int, against: str) -> list[tuple[int, int]]:
 
 
 class ComparingJudge(Judge):
-  """Each attempt's mean over its comparisons with others of its group, every pair in both orders."""
+  """Judge that compares attempts of a group, each pair in both orders; values are means over the comparisons."""
 
   async def __call__(self, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]) -> tuple[Verdict, ...]:
     task, count = attempts[0].task, len(attempts)
@@ -221,7 +221,7 @@ class ComparingJudge(Judge):
     return tuple(_standing(index, games, results, self.options.model) for index in range(count))
 
   async def _compare(self, template: str, texts: Mapping[str, str], one: str, other: str) -> tuple[float, bool]:
-    """What `one` gets against `other` (1, 0 or, for a tie, 0.5), and whether both orders say so."""
+    """Returns the result of `one` against `other` (1, 0 or, for a tie, 0.5), and whether both orders agree."""
     if one == other:
       return 0.5, True
     orders = [{**texts, 'first': one, 'second': other}, {**texts, 'first': other, 'second': one}]
@@ -232,7 +232,7 @@ class ComparingJudge(Judge):
 
 
 def _standing(index: int, games: list[tuple[int, int]], results: list[tuple[float, bool]], model: str) -> Verdict:
-  """The mean of what an attempt got in its comparisons."""
+  """Returns the mean result of an attempt over its comparisons."""
   values, disagree = [], 0
   for (one, other), (value, agreed) in zip(games, results, strict=True):
     if index in (one, other):
@@ -249,7 +249,7 @@ def _standing(index: int, games: list[tuple[int, int]], results: list[tuple[floa
 
 
 def judge_scorer(**options: Any) -> Awaited | AwaitedGroup:
-  """A language model's verdict, over an OpenAI-compatible server, by number or in pairs; options: `JudgeOptions`."""
+  """LLM judge on an OpenAI-compatible server, by score or by pairwise comparison; options: `JudgeOptions`."""
   read = from_json(dict(options), JudgeOptions, "options of scorer 'judge'")
   read.check("scorer 'judge'")
   if read.mode == 'pairwise':

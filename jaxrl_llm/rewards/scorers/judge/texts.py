@@ -1,10 +1,10 @@
-"""What a judge is asked, and what it may answer.
+"""Prompts for judges, and the parsing of their answers.
 
-Invariant: each text that is to be judged stands between markers with a key that no text has, and an answer is a verdict
-only if one JSON object of the wanted form is in it.
+Invariants: each text to be judged stands between markers with a key that occurs in no text; an answer is a verdict only
+if it contains exactly one JSON object of the required form.
 
-The key is a digest over all the texts, so what a policy wrote can neither close its marker nor foresee it. That keeps
-the texts apart; it does not make a judge immune to what they say (docs/rewards.md).
+The key is a digest of all the texts, so a completion can neither close its marker nor predict it. That keeps the texts
+apart; it does not make a judge immune to what they say (docs/rewards.md).
 """
 
 from __future__ import annotations
@@ -89,20 +89,20 @@ _FORMS = {
 _FIELDS = {'score': {'question', 'completion', 'truth'}, 'pairwise': {'question', 'first', 'second', 'truth'}}
 _OBJECT = re.compile(r'\{\s*"')
 _MAX_TEXT = 100_000
-"""Characters of an answer that are looked at."""
+"""Number of characters of an answer that are parsed."""
 _MAX_BROKEN = 64
-"""What looks like an object and is none; each may be read to the end of the text."""
+"""Maximum number of malformed objects in an answer; each may be scanned to the end of the text."""
 _MAX_REASONING = 1000
-"""Characters that are kept."""
+"""Number of characters of the reasoning that are kept."""
 
 
 def fields_of(template: str) -> set[str]:
-  """Names in braces."""
+  """Returns the field names in braces."""
   return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
 
 
 def check_template(template: str, mode: str, where: str) -> None:
-  """Raises UserError for one that shows not what is to be judged, or what there is not."""
+  """Raises UserError if the template lacks a required field or has an unknown one."""
   fields = _FIELDS[mode]
   try:
     found = fields_of(template)
@@ -116,34 +116,34 @@ def check_template(template: str, mode: str, where: str) -> None:
 
 
 def marker_key(texts: Iterable[str], seed: str, size: int = 8) -> str:
-  """2·`size` hexadecimal digits that no text has, a function of `seed`."""
+  """Returns 2·`size` hexadecimal digits that occur in no text, a function of `seed`."""
   keys = (hashlib.blake2b(f'{number}{seed}'.encode(), digest_size=size).hexdigest() for number in itertools.count())
   return next(key for key in keys if not any(key in text for text in texts))
 
 
 def fill(template: str, mode: str, texts: Mapping[str, str]) -> str:
-  """The judge's prompt: the template with its texts between markers, the rules, the form of the answer."""
+  """Builds the judge's prompt: the template with its texts between markers, the rules, the form of the answer."""
   key = marker_key(list(texts.values()), json.dumps([template, mode, dict(sorted(texts.items()))]))
   marked = {name: f'<text-{key}>\n{text}\n</text-{key}>' for name, text in texts.items()}
   return template.format(**marked) + _RULES.format(key=key, form=_FORMS[mode])
 
 
 class Malformed(Exception):
-  """A judge's answer that is no verdict; says why, in words for the judge."""
+  """A judge's answer is not a verdict; the message says why and is sent to the judge."""
 
 
 def read_answer(text: str, wanted: str) -> dict[str, Json]:
-  """The JSON object with the key `wanted` in a judge's answer, also in a fence or behind prose and thoughts.
+  """Returns the JSON object with the key `wanted` in a judge's answer, which may be fenced or follow prose or thoughts.
 
-  Raises Malformed for none, and for two that differ: a judge that quotes a verdict of the text it judges and then gives
-  its own has not said which counts.
+  Raises Malformed if there is none, or if two differ: if a judge quotes a verdict from the text and then gives its own,
+  it is unclear which counts.
   """
   text = text[:_MAX_TEXT].lstrip()
-  if text.startswith('<think>'):  # Elsewhere the mark may be one that it quotes, with its verdict before it.
+  if text.startswith('<think>'):  # Elsewhere the tag may be quoted, after the verdict.
     text = text.partition('</think>')[2]
   found, decoder, position, broken = [], json.JSONDecoder(), 0, 0
   for start in (match.start() for match in _OBJECT.finditer(text)):
-    if start < position:  # Inside of the last one.
+    if start < position:  # Inside the previous object.
       continue
     try:
       value, position = decoder.raw_decode(text, start)
@@ -162,7 +162,7 @@ def read_answer(text: str, wanted: str) -> dict[str, Json]:
 
 
 def read_score(text: str) -> dict[str, Json]:
-  """A number from 0 to 1, and why. Raises Malformed."""
+  """Parses a score from 0 to 1 with its reasoning. Raises Malformed."""
   answer = read_answer(text, 'score')
   if not is_number(answer['score']) or not 0 <= answer['score'] <= 1:
     raise Malformed(f'"score" is {json.dumps(answer["score"]):.80}, wanted a number from 0 to 1')
@@ -170,7 +170,7 @@ def read_score(text: str) -> dict[str, Json]:
 
 
 def read_winner(text: str) -> dict[str, Json]:
-  """A, B or tie, and why. Raises Malformed."""
+  """Parses a winner (A, B or tie) with its reasoning. Raises Malformed."""
   answer = read_answer(text, 'winner')
   if answer['winner'] not in ('A', 'B', 'tie'):
     raise Malformed(f'"winner" is {json.dumps(answer["winner"]):.80}, wanted "A", "B" or "tie"')

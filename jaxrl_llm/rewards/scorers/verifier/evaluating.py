@@ -1,7 +1,7 @@
-"""The verifiers of reasoning-gym that evaluate text as code, and their sandbox.
+"""Sandboxed reasoning-gym verifiers: those that evaluate text as code.
 
-Invariants: only a verifier known not to evaluate runs outside a sandbox, so a new one is sandboxed. Each answer has a
-sandbox of its own, forked from a process that has the libraries, so no answer can change the verdict on another.
+Invariants: only verifiers known not to evaluate run outside a sandbox, so unknown ones are sandboxed. Each answer gets
+its own sandbox, forked from a process with the libraries loaded, so no answer can change the verdict on another.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ PLAIN = frozenset({
   'syllogism', 'time_intervals', 'tower_of_hanoi', 'tsumego', 'word_ladder', 'word_sequence_reversal', 'word_sorting',
   'zebra_puzzles',
 })  # fmt: skip
-"""Verifiers whose source has been read: none evaluates an answer (`tests/rewards_evaluating_test.py`)."""
+"""Verifiers that do not evaluate answers, by review of their source (`tests/rewards_evaluating_test.py`)."""
 
 LIMITS = Limits(wall_s=6.0, cpu_s=2, memory_mib=1024, processes=4, files=64, file_mib=1, tmp_mib=1, output_kib=64)
-"""Limits of one answer."""
+"""Resource limits of the sandbox of one answer."""
 MAX_LENGTH = 2000
-"""Characters of an answer that is evaluated."""
+"""Maximum length, in characters, of an answer that is evaluated."""
 BUDGET_S = 8.0
-"""Seconds for an answer with the start of its sandbox, below the default deadline of a call.
+"""Time limit in seconds for an answer, including the start of its sandbox; below the default call deadline.
 
-A call that meets its deadline counts against the answer, and a sandbox that is slow to start must not.
+A call that misses its deadline counts against the answer, and a slow sandbox start must not.
 """
 
 _FUNCTIONS = frozenset({
@@ -68,7 +68,7 @@ def _is_arithmetic(answer: str, reference: str) -> bool:
 
 
 def _is_symbolic(answer: str, reference: str) -> bool:
-  """Arithmetic with symbols of one letter, the usual functions, and the names that the reference answer has."""
+  """Whether the answer is arithmetic with one-letter symbols, common functions and names in the reference answer."""
   if _SYMBOLIC.fullmatch(answer) is None or explodes(answer):
     return False
   names = {name for name in _NAME.findall(answer) if len(name) > 1}
@@ -76,14 +76,14 @@ def _is_symbolic(answer: str, reference: str) -> bool:
 
 
 def is_list(text: str) -> bool:
-  """Whether it is made of numbers, strings, commas and brackets alone, so that its evaluation only computes lists."""
+  """Whether the text has only numbers, strings, commas and brackets, so that evaluating it only builds lists."""
   return _LITERAL.fullmatch(text) is not None
 
 
 def _is_literal(answer: str, reference: str) -> bool:
-  """Capitals and numbers alone, or lists of numbers and strings.
+  """Whether the answer has only capitals, underscores and digits, or is a list of numbers and strings.
 
-  With no name beside a bracket nothing can be called. A lower-case name could be a variable of the verifier: eval of
+  Nothing can be called without a name before a bracket. A lower-case name could be a variable of the verifier: eval of
   `oracle_answer` is the right answer.
   """
   return _WORDS.fullmatch(answer) is not None or is_list(answer)
@@ -91,7 +91,7 @@ def _is_literal(answer: str, reference: str) -> bool:
 
 GRAMMARS: Mapping[str, Callable[[str, str], bool]] = {
   'binary_matrix': _is_literal,
-  'bitwise_arithmetic': lambda answer, reference: True,  # It evaluates the task's problem, and no answer.
+  'bitwise_arithmetic': lambda answer, reference: True,  # It evaluates the task's problem, not the answer.
   'countdown': _is_arithmetic,
   'intermediate_integration': _is_symbolic,
   'n_queens': _is_literal,
@@ -101,11 +101,12 @@ GRAMMARS: Mapping[str, Callable[[str, str], bool]] = {
   'spiral_matrix': _is_literal,
   'string_insertion': _is_literal,
 }
-"""By verifier: whether it may evaluate an answer, which is the very text that it gets, given the reference answer."""
+"""Grammar of each verifier: a function of (answer, reference answer) that says whether the answer may be evaluated. The
+answer is exactly the text that the verifier gets."""
 
 
 def evaluates(name: str) -> bool:
-  """Whether verifier `name` may evaluate text: one of reasoning-gym that is not known not to, or derived from such."""
+  """Whether verifier `name` may evaluate text: false only for those in `PLAIN` and for classes derived from these."""
   if name in PLAIN:
     return False
   from reasoning_gym.factory import DATASETS
@@ -118,16 +119,16 @@ def evaluates(name: str) -> bool:
 
 
 def may_evaluate(name: str, answer: str, reference: str) -> bool:
-  """Whether the answer is in the grammar of the verifier, so that no code can be hidden in it.
+  """Whether the answer is in the verifier's grammar, so that it cannot contain code.
 
-  True of every text for a verifier without a known grammar.
+  Always true for a verifier without a known grammar.
   """
   if answer == reference:
     return True
   return name not in GRAMMARS or (len(answer) <= MAX_LENGTH and GRAMMARS[name](answer, reference))
 
 
-# Warm: parsing, differentiation and simplification import and compute what later calls find ready.
+# Warm-up: parsing, differentiation and simplification trigger imports and fill caches for later calls.
 _PRELOAD = """
 import reasoning_gym, sympy
 x = sympy.Symbol('x')
@@ -151,7 +152,7 @@ print(json.dumps(score))
 
 
 def _directories(libraries: Collection[str] = ('reasoning_gym', 'sympy', 'numpy')) -> tuple[str, ...]:
-  """Where the libraries are installed."""
+  """Returns the directories in which the libraries are installed."""
   origins = [pathlib.Path(importlib.util.find_spec(library).origin) for library in libraries]
   return tuple(dict.fromkeys(str(origin.absolute().parents[1]) for origin in origins))
 
@@ -162,7 +163,7 @@ def _open(isolation: Isolation) -> Sandboxes:
 
 _opening = threading.Lock()
 _opened: dict[Isolation, Sandboxes] = {}
-"""This process's sandboxes, which end with it."""
+"""Sandboxes of this process, by isolation; they end with it."""
 
 
 def _sandboxes(isolation: Isolation) -> Sandboxes:
@@ -173,7 +174,7 @@ def _sandboxes(isolation: Isolation) -> Sandboxes:
 
 
 def _within_budget(work: Callable[[], T]) -> T:
-  """The value of `work`, which goes on by itself where it takes longer. Raises SandboxError."""
+  """Returns the value of `work`. Raises SandboxError after `BUDGET_S`; `work` then continues in its thread."""
   result: concurrent.futures.Future[T] = concurrent.futures.Future()
 
   def run() -> None:
@@ -191,17 +192,17 @@ def _within_budget(work: Callable[[], T]) -> T:
 
 @functools.cache
 def check_isolation(isolation: Isolation) -> None:
-  """Raises NoIsolation where this machine cannot isolate as asked, or the libraries do not load inside."""
+  """Raises NoIsolation if this machine cannot provide the isolation, or the libraries do not load inside."""
   _open(isolation).close()
 
 
 def score_in_sandbox(
   name: str, answer: str, entry: Mapping[str, Any], isolation: Isolation
 ) -> tuple[float | None, Outcome]:
-  """The verifier's number, None where the answer met a limit; and how its sandbox ended.
+  """Returns the verifier's number (None if the answer hit a limit) and the outcome of its sandbox.
 
   Raises:
-    NoIsolation: this machine cannot isolate as asked.
+    NoIsolation: this machine cannot provide the isolation.
     SandboxError: the sandbox failed, or the verifier raises on the reference answer too.
   """
   program = json.dumps([name, answer, entry])

@@ -1,10 +1,10 @@
-"""The task's own verifier: what the generator of a procedural task says about an answer to it.
+"""Scorer that runs the task's own verifier: the generator of a procedural task checks the answer.
 
-Value 1.0 if the verifier says exactly 1, else 0.0: verifiers that give partial credit sum it in floats, and a right
-answer with junk behind it can come to 0.9999999999999999, so there is no tolerance.
+The value is 1.0 if the verifier returns exactly 1, else 0.0, without tolerance: verifiers with partial credit sum
+floats, and a right answer followed by junk can reach 0.9999999999999999.
 
-Some verifiers of reasoning-gym pass the answer to `eval` or to `sympy.parse_expr`, which is the same. These get only
-answers within a strict grammar, and run in a sandbox (`evaluating`). The others run here, under a watch (`watch`).
+Some reasoning-gym verifiers pass the answer to `eval` or, equivalently, `sympy.parse_expr`. These run in a sandbox and
+get only answers within a strict grammar (`evaluating`). The others run in this process, under a watch (`watch`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jaxrl_llm.rewards.scorers.verifier.evaluating import (
 from jaxrl_llm.rewards.watch import watched
 
 LIBRARIES = ('reasoning_gym',)
-"""Libraries that functions of this module import at their first call."""
+"""Libraries that the functions of this module import at their first call."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,17 +41,17 @@ class VerifierOptions:
   extraction: Method = 'whole'
   tag: str = 'answer'
   strip: bool = True
-  """Remove white space at both ends of the answer (always done by extractions other than `whole`)."""
+  """Strip white space at both ends of the answer (extractions other than `whole` always do)."""
   partial_credit: bool = False
-  """Pass on the verifier's own number instead of 1.0 or 0.0."""
+  """Return the verifier's number instead of 1.0 or 0.0."""
   on_timeout: Literal['zero', 'none'] = 'zero'
   isolation: Isolation = 'auto'
-  """Isolation of verifiers that evaluate answers; the values are those of scorer `code`."""
+  """Sandbox isolation for verifiers that evaluate answers, as in scorer `code`."""
 
 
 @functools.cache
 def _score_answer(name: str) -> Callable[..., float]:
-  # Imported here: it takes nearly a second, which every launch script would pay. The workers preload it.
+  # Imported here, since it takes nearly a second in every launch script; workers preload it.
   import reasoning_gym
 
   return reasoning_gym.get_score_answer_fn(name)
@@ -77,15 +77,15 @@ _BUILTINS = set(dir(builtins)) - _HARMLESS
 
 
 def runs_code(answer: str) -> bool:
-  """Whether `eval` of the answer could do more than compute: a call of a builtin or method or with text, a dunder.
+  """Whether `eval` of the answer could do more than compute: calls of builtins or methods or with text, or dunders.
 
-  A fence for verifiers without a known grammar, which keeps answers from deciding their scores. The sandbox is what
-  protects the host: a verifier may rewrite what Python cannot parse (`3!`) before it evaluates.
+  For verifiers without a known grammar: keeps answers from deciding their own scores. The host is protected by the
+  sandbox, since a verifier may rewrite what Python cannot parse (`3!`) before it evaluates.
   """
   try:
     tree = ast.parse(answer.strip(), mode='eval')
   except (SyntaxError, ValueError, MemoryError, RecursionError):
-    return False  # So eval refuses it as well.
+    return False  # eval refuses it too.
   for node in ast.walk(tree):
     match node:
       case ast.Call(func=ast.Name(id=name)) if name not in _BUILTINS:
@@ -99,9 +99,9 @@ def runs_code(answer: str) -> bool:
 
 
 def _ask(name: str, answer: str, entry: dict[str, Any]) -> float:
-  """The verifier's number; if it raises on this answer but not on the reference answer, the answer is to blame: 0."""
+  """Returns the verifier's number; 0 if it raises on this answer but not on the reference answer."""
   score_answer = _score_answer(name)
-  # Some evaluate the reference answer (`number_sorting`), which is a list.
+  # Some verifiers (`number_sorting`) evaluate the reference answer, a list.
   with watched(name, entry['answer'] if is_list(str(entry['answer'])) else None):
     try:
       return float(score_answer(answer=answer, entry=entry))
@@ -111,7 +111,7 @@ def _ask(name: str, answer: str, entry: dict[str, Any]) -> float:
 
 
 def _refusal(name: str, answer: str, reference: str) -> str | None:
-  """Why verifier `name`, which evaluates, must not see the answer."""
+  """Returns why verifier `name`, which evaluates, must not get the answer; None if it may."""
   if not may_evaluate(name, answer, reference):
     return 'the answer is not in the grammar of what its verifier evaluates'
   if name not in GRAMMARS and answer != reference and runs_code(answer):
@@ -120,7 +120,7 @@ def _refusal(name: str, answer: str, reference: str) -> str | None:
 
 
 def _ask_in_sandbox(name: str, answer: str, entry: dict[str, Any], options: VerifierOptions) -> float | Verdict:
-  """As `_ask`; a verdict where the verifier was not asked, or came to no end."""
+  """Like `_ask`, in a sandbox; a Verdict if the answer is refused or the verifier hit a limit."""
   if reason := _refusal(name, answer, entry['answer']):
     return Verdict(value=0.0, evidence={'reason': reason, 'answer': answer[:200]})
   score, outcome = score_in_sandbox(name, answer, entry, options.isolation)
@@ -133,7 +133,7 @@ def _ask_in_sandbox(name: str, answer: str, entry: dict[str, Any], options: Veri
 
 
 def score_verifier(attempt: Attempt, *, options: VerifierOptions) -> Verdict:
-  """What the task's verifier says of the completion's answer; None for a task that has no verifier."""
+  """Scores the completion's answer with the task's verifier; None for a task without a verifier."""
   fields = attempt.task.fields
   if 'reasoning_gym' not in fields or 'entry' not in fields:
     return Verdict(value=None, evidence={'reason': 'the task has no verifier (fields reasoning_gym, entry)'})
@@ -146,7 +146,7 @@ def score_verifier(attempt: Attempt, *, options: VerifierOptions) -> Verdict:
   if not answer:
     return Verdict(value=0.0, evidence={'reason': reason})
   name, entry = fields['reasoning_gym'], fields['entry']
-  _score_answer(name)  # Raises for an unknown one.
+  _score_answer(name)  # Raises for an unknown verifier.
   score = _ask_in_sandbox(name, answer, entry, options) if evaluates(name) else _ask(name, answer, entry)
   if isinstance(score, Verdict):
     return score
@@ -155,7 +155,7 @@ def score_verifier(attempt: Attempt, *, options: VerifierOptions) -> Verdict:
 
 
 def check_verifiers(tasks: Iterable[Task], scorers: Sequence[ScorerConfig]) -> None:
-  """Raises UserError for tasks whose verifiers evaluate, where this machine has no sandbox for them."""
+  """Raises UserError for tasks whose verifiers evaluate answers if this machine has no sandbox for them."""
   if not any(scorer.implementation == 'verifier' for scorer in scorers):
     return
   named = {
