@@ -1,4 +1,4 @@
-"""Answers to multiple-choice questions: letters, or the text of a choice where the task has the choices."""
+"""Multiple-choice answers: letters, or the text of a choice if the task lists the choices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HEDGE = re.compile(r'(?<![^\W_])[B-HJ-Z](?![^\W_])|\b(?:or|not|wrong|incorrect|
 
 
 def read_choices(value: Json) -> dict[str, str] | None:
-  """Letter to text, of `[text, …]`, `{letter: text, …}` or `{'text': […], 'label': […]}`; None for anything else."""
+  """Maps letter to text, from `[text, …]`, `{letter: text, …}` or `{'text': […], 'label': […]}`; else None."""
   if isinstance(value, Mapping) and isinstance(value.get('text'), list) and isinstance(value.get('label'), list):
     pairs = list(zip(value['label'], value['text']))
   elif isinstance(value, Mapping):
@@ -41,10 +41,10 @@ def _letter(token: str) -> str:
 
 
 def parse_choice(text: str, choices: Mapping[str, str] | None) -> frozenset[str] | None:
-  """The letters that the whole text names; None for none, for a hedge, and for letter and text that contradict.
+  """Returns the letters that the whole text names; None for no letter, a hedge, or a letter with the wrong text.
 
-  Several letters (`A, C`, `A and C`, `AC`) are one answer to a question that wants several. Where the choices are not
-  known, what follows one letter is taken for its text if it names no other letter and no negation.
+  Several letters (`A, C`, `A and C`, `AC`) are one answer to a question with several right choices. If the choices are
+  unknown, the text after a single letter is taken as its choice if it has no other letter and no negation.
   """
   text = plain(unboxed(text)).replace('**', '').strip()
   prefix = _PREFIX.match(text)
@@ -53,7 +53,7 @@ def parse_choice(text: str, choices: Mapping[str, str] | None) -> frozenset[str]
   bare = text.rstrip('.):]').lstrip('([').strip()
   if len(bare) == 1 and bare.isascii() and bare.isalpha() and allowed({bare.upper()}):
     return frozenset(bare.upper())
-  if choices and bare.upper() in choices:  # A label that is no letter.
+  if choices and bare.upper() in choices:  # A label that is not a letter.
     return frozenset({bare.upper()})
   if choices:
     same = [letter for letter, its in choices.items() if normalise(its) and normalise(its) == normalise(text)]
@@ -77,6 +77,6 @@ def _letters(text: str) -> frozenset[str]:
 
 
 def choices_agree(truth: str, answer: str, choices: Mapping[str, str] | None) -> bool | None:
-  """Whether the answer names the truth's letters, no more and no fewer; None if the truth names none."""
+  """Whether the answer names exactly the truth's letters; None if the truth names none."""
   wanted, got = parse_choice(truth, choices), parse_choice(answer, choices)
   return None if wanted is None else wanted == got

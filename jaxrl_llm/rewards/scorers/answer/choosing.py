@@ -1,6 +1,6 @@
-"""Chooses how answers are compared and where they are looked for, from the truths of a taskset.
+"""Chooses the comparison mode and the extraction methods from the truths of a taskset.
 
-Invariant: the same truths give the same choice, in any order.
+Invariant: the choice depends only on the set of truths, not on their order.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from jaxrl_llm.rewards.scorers.answer.short_text import aliases
 from jaxrl_llm.rewards.scorers.answer.units import parse_quantity
 
 Mode = Literal['exact', 'numeric', 'latex', 'interval', 'set', 'tuple', 'choice', 'text']
-"""exact: the same text but for white space; numeric: a number, with units as `AnswerOptions.units` says; latex: any
-answer of mathematics; interval: intervals and their unions; set: order free; tuple: order counts; choice: letters;
+"""exact: the same text up to white space; numeric: a number, with units as in `AnswerOptions.units`; latex: any
+mathematical answer; interval: intervals and their unions; set: in any order; tuple: in order; choice: letters;
 text: words."""
 
 ANYWHERE: Methods = ('boxed', 'tags', 'hashes', 'phrase', 'bold', 'whole')
-"""From the most to the least explicit."""
+"""Extraction methods from the most to the least explicit."""
 HASHES_FIRST: Methods = ('hashes', 'boxed', 'tags', 'phrase', 'bold', 'whole')
 
 _LETTER = re.compile(r'(?:\\text(?:bf|rm)?\s*\{)?\s*\(?[A-J]\)?\.?\s*\}?')
@@ -33,7 +33,7 @@ class Chosen(NamedTuple):
 
 
 def choose(truths: Iterable[str | None]) -> Chosen:
-  """The options for tasks with these truths; None is a task without one."""
+  """Chooses the options for tasks with these truths; None stands for a task without truth."""
   given = sorted({truth for truth in truths if truth and truth.strip()})
   if not given:
     return Chosen({'mode': 'latex', 'extraction': ANYWHERE}, 'no task has a truth')

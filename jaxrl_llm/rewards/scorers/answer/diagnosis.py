@@ -1,4 +1,4 @@
-"""Why no completion of many passes `answer`, and what to try."""
+"""Diagnosis for scorer `answer` when no completion passes: the likely cause and a remedy."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from jaxrl_llm.rewards.scorers.answer.extraction import NO_ANSWER, Method, candi
 from jaxrl_llm.rewards.scorers.answer.scorer import NO_TRUTH, AnswerOptions
 
 _SAMPLE = 200
-"""The most completions that are examined."""
+"""Maximum number of completions that are examined."""
 
 
 def diagnose(attempts: Sequence[Attempt], evidence: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-  """The likely reason why none of the attempts passed, with the remedy.
+  """Returns the likely reason why none of the attempts passed, with the remedy.
 
   Args:
-    evidence: of each attempt's score.
-    options: of the scorer.
+    evidence: evidence of each attempt's score.
+    options: options of the scorer.
   """
   read = read_options(AnswerOptions, options, 'answer')
   reasons = [str(each.get('reason', '')) for each in evidence]
@@ -49,7 +49,7 @@ def _described(options: AnswerOptions) -> str:
 
 
 def _elsewhere(attempts: Sequence[Attempt], options: AnswerOptions) -> str:
-  """Advice: the extraction method that finds an answer in the most completions."""
+  """Returns advice: the extraction method that finds an answer in the most completions."""
   step = -(-len(attempts) // _SAMPLE)
   texts = [said(attempt.completion) for attempt in attempts[::step]]
   hits = {

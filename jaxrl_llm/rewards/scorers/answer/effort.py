@@ -1,4 +1,4 @@
-"""Expressions that are refused unseen because their evaluation may not end."""
+"""Detection of expressions that are refused because their evaluation may not terminate."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import itertools
 import re
 
 SPACES = re.compile(r'\\(?:left|right)(?![a-zA-Z])|[,\s]')
-"""Parts of an expression without a meaning here: spaces, commas, and the commands that scale a bracket."""
+"""Parts of an expression to ignore here: spaces, commas, and the commands that scale brackets."""
 MAX_DEPTH = 40
-"""Brackets within brackets of an expression: parsers of LaTeX take seconds for a hundred."""
+"""Maximum nesting depth of brackets: LaTeX parsers take seconds for a hundred levels."""
 _EXPLOSIVE = re.compile(
   r'\d\s*[)}]*\s*(?:\^|\*\*)\s*[({]*\s*-?\d+\s*[)}]*\s*(?:\^|\*\*)'  # a power of numbers raised to a power
   r'|(?:\^|\*\*)\s*[({]*\s*-?\d{5}|\d{5}\s*!|!\s*[)}]*\s*!|\d{400}|[eE][-+]?\d{4}'
@@ -16,10 +16,11 @@ _EXPLOSIVE = re.compile(
 
 
 def explodes(text: str) -> bool:
-  """Whether evaluation could need hours: towers of numbers, exponents or factorials of five digits, nested factorials,
-  brackets within brackets without end.
+  """Whether evaluation could take hours: power towers, exponents or factorials of five digits, nested factorials, deep
+  nesting of brackets.
 
-  Such an answer is none, unless it is the truth as written. What else never ends meets the pool's deadline.
+  Such an answer is refused unless it equals the truth as written. The pool's deadline stops any other endless
+  evaluation.
   """
   depths = itertools.accumulate(1 if mark in '([{' else -1 for mark in text if mark in '([{)]}')
   return max(depths, default=0) > MAX_DEPTH or _EXPLOSIVE.search(SPACES.sub('', text)) is not None

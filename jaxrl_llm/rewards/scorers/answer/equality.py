@@ -1,6 +1,6 @@
-"""Compares formulas, equations and inequalities by their values, at several points where there are variables.
+"""Compares formulas, equations and inequalities by their values, at several sample points if they have variables.
 
-Invariant: the points follow from both texts, so a pair always gets the same verdict.
+Invariant: the points are derived from both texts, so a pair always gets the same verdict.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _close(a: Value, b: Value, relative: float) -> bool:
 
 
 def _points(names: Sequence[str], seed: str) -> list[tuple[dict[str, Fraction], bool]]:
-  """Points and whether all coordinates are positive, derived from the seed."""
+  """Returns points derived from the seed, and whether all their coordinates are positive."""
 
   def coordinate(name: str, index: int) -> Fraction:
     drawn = zlib.crc32(f'{seed}|{name}|{index}'.encode())
@@ -38,7 +38,7 @@ def _points(names: Sequence[str], seed: str) -> list[tuple[dict[str, Fraction], 
 
 
 def _compared(a: Formula, b: Formula, seed: str, test: Callable[[Value, Value], bool]) -> bool | None:
-  """Whether the test holds at each point where both formulas have a value; None where they have none."""
+  """Whether the test holds at every point where both formulas have a value; None if they have too few such points."""
   names = sorted(a.symbols | b.symbols)
   real = not (a.imaginary or b.imaginary)
   tested = 0
@@ -59,13 +59,13 @@ def _compared(a: Formula, b: Formula, seed: str, test: Callable[[Value, Value], 
 
 
 MIN_DECIMALS = 6
-"""Digits after the point that a decimal needs to stand for a number that it is not equal to."""
+"""Minimum digits after the point for a decimal to count as an approximation of an exact value."""
 
 
 def formulas_equal(truth: Formula, answer: Formula, seed: str) -> bool | None:
-  """Whether two formulas are equal; None where neither can be evaluated.
+  """Whether two formulas are equal; None if they cannot be evaluated at enough points.
 
-  A decimal of at least `MIN_DECIMALS` digits after the point may be an exact value cut or rounded to that many.
+  A decimal with at least `MIN_DECIMALS` digits after the point may be an exact value truncated or rounded to them.
   """
   same = _compared(truth, answer, seed, lambda a, b: _close(a, b, 1e-30))
   if same is not False or truth.symbols or answer.symbols:
@@ -79,7 +79,7 @@ def formulas_equal(truth: Formula, answer: Formula, seed: str) -> bool | None:
   def rounded(a: Value, b: Value) -> bool:
     whole = (a if exact is truth else b).number
     if isinstance(whole, Fraction) and (whole * 10 ** decimals[0]).denominator == 1:
-      return False  # It has that many digits itself.
+      return False  # The exact value itself has at most that many digits.
     with mpmath.workdps(DIGITS):
       left, right = as_float(a.number), as_float(b.number)
       return bool(abs(left - right) < mpmath.mpf(10) ** -decimals[0] and abs(left - right) <= abs(left) * 1e-3)
@@ -91,7 +91,7 @@ Sides = tuple[Formula, Formula]
 
 
 def _proportion(truth: Sides, answer: Sides, seed: str) -> Any:
-  """The constant ratio of the truth's left − right to the answer's; 0 if it is not constant, None if unknown."""
+  """Returns the ratio of the truth's (left − right) to the answer's; 0 if it is not constant, None if unknown."""
   names = sorted(frozenset().union(*(side.symbols for side in (*truth, *answer))))
   if not names or frozenset().union(*(s.symbols for s in truth)) != frozenset().union(*(s.symbols for s in answer)):
     return 0
@@ -119,13 +119,14 @@ def _proportion(truth: Sides, answer: Sides, seed: str) -> Any:
 
 
 def equations_equal(truth: Sides, answer: Sides, seed: str) -> bool | None:
-  """Whether two equations say the same: the differences of their sides are proportional, and not zero everywhere."""
+  """Whether two equations are equivalent: the differences of their sides are proportional and nonzero. None if
+  unknown."""
   factor = _proportion(truth, answer, seed)
   return None if factor is None else bool(factor)
 
 
 def inequalities_equal(truth: Sides, answer: Sides, seed: str) -> int:
-  """1 where two inequalities say the same with the same relation, -1 with the opposite one, else 0."""
+  """Returns 1 if two inequalities are equivalent with the same relation, -1 with the opposite one, else 0."""
   factor = _proportion(truth, answer, seed) or 0
   if not isinstance(factor, int | Fraction) and factor.imag:
     return 0

@@ -1,4 +1,4 @@
-"""Mathematical expressions and LaTeX, compared by math-verify behind guards against hedged and hostile answers."""
+"""Comparison of mathematical expressions by math-verify, with guards against hedged and hostile answers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from jaxrl_llm.rewards.scorers.answer.units import Unit, parse_quantity, parse_u
 from jaxrl_llm.rewards.scorers.answer.values import as_float, real_value
 
 LIBRARIES = ('math_verify',)
-"""Libraries that functions of this module import at their first call."""
+"""Libraries that the functions of this module import at their first call."""
 
 
 @functools.cache
 def _math_verify() -> Callable[[str], list[Any]]:
-  # Imported here: sympy takes a third of a second, which every launch script would pay. The workers preload it.
+  # Imported here, since sympy takes a third of a second in every launch script; workers preload it.
   import math_verify
 
-  # It warns in each process that its own timeouts are off. They must be (they use SIGALRM); the pool's deadline kills.
+  # It warns in each process that its timeouts are off. They must be (they use SIGALRM); the pool's deadline applies.
   logging.getLogger('math_verify').setLevel(logging.ERROR)
   targets = [math_verify.LatexExtractionConfig(boxed_match_priority=0), math_verify.ExprExtractionConfig()]
   return functools.partial(math_verify.parse, extraction_config=targets, parsing_timeout=None)
@@ -35,7 +35,7 @@ def _math_verify() -> Callable[[str], list[Any]]:
 
 @functools.lru_cache(maxsize=64)
 def parse_latex(text: str) -> tuple[Any, ...]:
-  """What math-verify makes of the text: an expression of sympy and the text that it was read from, or nothing."""
+  """Parses the text with math-verify: (sympy expression, text it was read from), or an empty tuple."""
   return tuple(_math_verify()(rf'\boxed{{{text}}}'))
 
 
@@ -47,19 +47,19 @@ def _latex_equal(truth: str, answer: str) -> bool:
 
 
 _CLOSE = 1e-3
-"""How far, of the truth, two numbers may be apart that math-verify calls equal: it rounds decimals to six places."""
+"""Relative tolerance for numbers that math-verify calls equal: it rounds decimals to six places."""
 
 
 def _evaluated(value: Any) -> Any:
-  """As a number as far as it goes; None for what cannot be evaluated."""
+  """Evaluates a sympy value numerically as far as possible; None if that fails."""
   try:
     return value.doit().evalf()
-  except Exception:  # sympy raises whatever it likes where it cannot reckon (the power of a matrix that is not square).
+  except Exception:  # sympy raises exceptions of any type, for instance for the power of a matrix that is not square.
     return None
 
 
 def _confirmed(truth: Any, answer: Any) -> bool:
-  """Whether what math-verify calls equal can be: to it 0.0 is 10^{-19}, and 2^∞e, for sympy's sake, any number."""
+  """Double-checks what math-verify calls equal: to it 0.0 equals 10^{-19} and, through sympy, 2^∞e any number."""
   import sympy
 
   infinities = (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
@@ -75,13 +75,13 @@ def _confirmed(truth: Any, answer: Any) -> bool:
 
   for value in values(answer):
     known = _evaluated(value)
-    # An infinity that stands by itself, as the end of an interval, is a value; one that is reckoned with is none.
+    # An infinity by itself, such as the end of an interval, is a value; one inside a computation is not.
     if (value if known is None else known).has(*infinities) and not value.atoms() <= {*infinities, sympy.S(-1)}:
       return False
   wanted, got = _evaluated(truth), _evaluated(answer)
   if not (isinstance(wanted, sympy.Number) and isinstance(got, sympy.Number)) or not wanted.is_finite or wanted == 0:
     return True
-  # 9 and 9% are the same to math-verify, and to us.
+  # 9 and 9% are equal for math-verify, and here.
   return any(bool(abs(wanted - got * scale) <= abs(wanted) * _CLOSE) for scale in (1, 100, sympy.Rational(1, 100)))
 
 
@@ -94,7 +94,7 @@ _RELATIONS = re.compile(
 )
 _DECIMAL = re.compile(r'\d+(?:,\d{3})*(?:\.\d+)?|\.\d+')
 _ASIDE = re.compile(r'_\{[^{}]*\}|_\w|\\p?mod\s*\{[^{}]*\}')
-"""Numbers that do not stand for themselves: subscripts, bases, moduli."""
+"""Numbers that are not values: subscripts, bases, moduli."""
 _COMMANDS = re.compile(r'\\[a-zA-Z]+')
 _BASE = re.compile(r'(?<![a-zA-Z])\d(?:\})*_\{?(\d+)')
 _ARGUMENTS = re.compile(r'_\{[^{}]*\}|_\w|(?<=[a-zA-Z])(?:\\left)?\([^()]*\)')
@@ -103,18 +103,18 @@ _UNIT_WORDS = re.compile(
 )
 _SIMPLE = re.compile(r'[a-zA-Z](?:_\{?\w+\}?)?')
 _RECKONED = re.compile(r'(?=.*\d)(?=.*[a-zA-Z])|\\sqrt', re.DOTALL)
-"""The left side of `2x = 42` or `x + 1 = 42`, which is not the name of what is on the right."""
+"""Left side of `2x = 42` or `x + 1 = 42`: a computation, not a name for the right side."""
 
 
 def unboxed(answer: str) -> str:
-  """`42` for `$\\boxed{42}$`; other text as it is."""
+  """Unwraps a single box: `42` for `$\\boxed{42}$`; other text is unchanged."""
   inner = answer.strip().strip('$').strip()
   found = candidates(inner, 'boxed')
   return found[0] if len(found) == 1 and inner.startswith((r'\boxed', r'\fbox')) and inner.endswith('}') else answer
 
 
 def _brackets(text: str) -> str:
-  """The kind of bracket round a list: a set's or another; empty for what is no bracketed list."""
+  """Returns the kind of brackets around a list, `set` or `tuple`; empty if the text is not a bracketed list."""
   text = re.sub(r'\\(?:left|right)(?![a-zA-Z])', '', text).strip()
   if ',' not in text:
     return ''
@@ -122,7 +122,7 @@ def _brackets(text: str) -> str:
 
 
 def _picked(text: str) -> bool:
-  """Whether math-verify could not read the text and took one number out of several, as 42 of `41 \\oplus 42`."""
+  """Whether math-verify could not read the text and picked one of several numbers, such as 42 in `41 \\oplus 42`."""
   import sympy
 
   value, read = (*parse_latex(text.rpartition('=')[2]), None, None)[:2]
@@ -135,18 +135,18 @@ def _picked(text: str) -> bool:
 
 
 def tight(text: str) -> str:
-  """The text without spaces that separate nothing."""
+  """Removes spaces that separate nothing."""
   return re.sub(r'(?<!\w) | (?!\w)', '', text)
 
 
 def is_name(left: str) -> bool:
-  """Whether the left side of an equation names what is on its right: `x`, `f(2)`, `AB`, not `2x` or `x + 1`."""
+  """Whether the left side of an equation is a name for the right side: `x`, `f(2)`, `AB`, not `2x` or `x + 1`."""
   bare = _ARGUMENTS.sub('', re.sub(r"\^\s*\{\s*-1\s*\}|\^\s*-1|'", '', left))
   return re.search('[a-zA-Z]', _COMMANDS.sub('', bare) or bare) is not None and not _RECKONED.search(bare)
 
 
 def _quantity(text: str) -> tuple[str, Unit | None] | None:
-  r"""A value and its unit, as `2\pi` and `cm` of `2\pi \text{ cm}`; None where what follows the value is no unit."""
+  r"""Splits value and unit: `2\pi` and `cm` for `2\pi \text{ cm}`; None if the value is followed by something else."""
   at = text.find(r'\text')
   if at < 0 and read_formula(text) is None:
     plain_words = _UNIT_WORDS.search(text)
@@ -160,7 +160,7 @@ def _quantity(text: str) -> tuple[str, Unit | None] | None:
 
 
 def _values_agree(truth: str, answer: str) -> bool | None:
-  """Whether two values, with or without units, are the same; None for what is not read here."""
+  """Whether two values, with or without units, are equal; None for a form that is not handled here."""
   numbers = parse_number(truth), parse_number(answer)
   if all(number is not None for number in numbers):
     if numbers_agree(*numbers):
@@ -182,19 +182,19 @@ def _values_agree(truth: str, answer: str) -> bool | None:
     return False
   if formulas[0].bases and not formulas[1].bases:
     return True
-  # A formula that has no value within the bounds of evaluation equals none: nothing else is to try harder.
+  # A formula without a value within the evaluation bounds equals nothing; no fallback may try harder.
   return bool(formulas_equal(*formulas, seed=truth + '|' + answer))
 
 
 def _bases_agree(truth: Formula, answer: Formula, wanted: str, got: str) -> bool:
-  """Whether numbers are in the truth's bases; digits without a base are taken to be in the truth's."""
+  """Whether the numbers have the truth's bases; an answer without bases is read in the truth's base."""
   if truth.bases and not answer.bases:
     return re.sub(r'\s*_\s*(?:\{\w+\}|\d+)', '', wanted) == got
   return answer.bases == truth.bases or (not truth.bases and answer.bases == {10})
 
 
 def _sides_agree(truth: str, answer: str) -> bool | None:
-  """Whether two equations, or values with or without names, say the same; None for what is not read here."""
+  """Whether two equations or (named) values are equivalent; None for a form that is not handled here."""
   wanted, got = ([side.strip() for side in text.split('=')] for text in (truth, answer))
   if '' in wanted + got or _RELATIONS.search(truth) or _RELATIONS.search(answer):
     return None
@@ -223,7 +223,7 @@ def _sides_agree(truth: str, answer: str) -> bool | None:
 
 
 def _exact_part(truth: str, answer: str) -> str:
-  """The part before `\\approx` if the decimals after it are near the truth; otherwise the whole answer."""
+  """Returns the part before `\\approx` if the decimals after it are near the truth, else the whole answer."""
   exact, *near = re.split(r'\s*\\approx(?![a-zA-Z])\s*', answer)
   wanted, numbers = real_value(truth.rpartition('=')[2].strip()), [parse_number(text) for text in near]
   if not near or not exact or wanted is None or None in numbers:
@@ -234,18 +234,18 @@ def _exact_part(truth: str, answer: str) -> str:
 
 
 _NEAR = 0.005
-"""How far from the truth, as a share of it, an approximation beside the exact answer may be."""
+"""Relative tolerance for an approximation given after the exact answer."""
 
 
 def latex_agree(truth: str, answer: str) -> bool:
   """Whether two pieces of LaTeX mean the same: numbers, quantities, formulas and equations by their values
-  (`formula.py`), other expressions by math-verify, behind guards against hedged answers.
+  (`formula.py`), other expressions by math-verify, with guards against hedged answers.
 
   math-verify takes the last side of `41 = 42` and of `41 \\vee 42`, and `(1, 2)` for `\\{1, 2\\}`. Here a separator
-  that the truth has not is a second answer, a relation (`\\geq 42`) is no value, each side of an equation that holds no
-  variable has to agree, the first one is no sum with the unknown in it (`x + 1 = 42`), the base of a number counts
-  (`101_3`), brackets tell, one number picked out of what it cannot read is no answer, and what it calls equal is looked
-  at again (`_confirmed`).
+  that the truth lacks means a second answer; a relation (`\\geq 42`) is not a value; every side of an equation without
+  a variable must agree; the first side must not compute with the unknown (`x + 1 = 42`); the base of a number counts
+  (`101_3`); the kind of brackets counts; a number picked from unreadable text is not an answer; and equality according
+  to math-verify is double-checked (`_confirmed`).
   """
   truth, answer = (canonical(unboxed(text)) for text in (truth, answer))
   if tight(truth) == tight(answer):

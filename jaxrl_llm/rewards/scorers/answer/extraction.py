@@ -1,6 +1,6 @@
-"""Finds the one answer in a completion; a completion that offers two different ones has none.
+"""Extracts the single answer from a completion; a completion with two different answers has none.
 
-Invariants: linear time whatever the text; what a completion copies verbatim from the prompt is no answer.
+Invariants: linear time for any text; verbatim copies of the prompt in a completion are not answers.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Literal, NamedTuple
 
 Method = Literal['whole', 'boxed', 'hashes', 'tags', 'phrase', 'bold', 'formula', 'number']
-"""Where the answer stands: the whole text; `\\boxed{…}`; after `####`; `<tag>…</tag>`; after "the answer is" or a label
+"""Location of the answer: the whole text; `\\boxed{…}`; after `####`; `<tag>…</tag>`; after "the answer is" or a label
 `Answer:`; in bold at the very end, `**…**`; the formulas of the last sentence that has any (`$…$`, `\\(…\\)`,
-`\\[…\\]`); the last number. All but `whole`, `bold`, `formula` and `number` look at every occurrence and want them to
+`\\[…\\]`); the last number. All but `whole`, `bold`, `formula` and `number` find every occurrence and require them to
 agree."""
 
 Methods = Method | tuple[Method, ...]
-"""One, or several in their order: the first that finds anything decides, also that there is no one answer. `whole`
-before another one finds what holds no sentence."""
+"""One method, or several in order: the first that finds anything decides, even if its finds disagree. `whole` before
+another method only applies to text without prose."""
 
 EXPLICIT = ('boxed', 'hashes', 'tags')
-"""Methods that contradict each other if their answers read as different values."""
+"""Methods whose answers must agree with each other where they can be read as values."""
 
 NO_ANSWER = 'no answer'
-"""Why a completion has none: nothing stands where it is looked for."""
+"""Reason given if no method finds an answer."""
 MAX_TRUTH = 300
-"""A truth of more characters is a solution that has the answer in it."""
+"""A longer truth, in characters, is treated as a solution that contains the answer."""
 MAX_LENGTH = 2000
-"""Longer than this, in characters, nothing is an answer."""
+"""Maximum length of an answer in characters."""
 
 NUMBER = re.compile(
   r'(?<![\w.])[$€£¥]?[-+\u2212]?[$€£¥]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?\\?%?',
@@ -43,9 +43,9 @@ _PHRASE = re.compile(
 _LEAD = re.compile(
   r'(?:the|its|our|their|that|so)\b(?:\s+(?:[a-z]+|\$[^$\d]{1,40}\$)){1,12}?\s+is\s+(?!not\b)', re.IGNORECASE
 )
-"""As in "Answer: the largest n is 34"."""
+"""Lead-in, as in "Answer: the largest n is 34"."""
 _REASON = re.compile(r'(?<=[\w)}$*]),?\s+(?:because|since)\s|(?<=[\w)}$*]),\s+not\s', re.IGNORECASE)
-"""As in "the answer is 42, because" and "the answer is 42, not 41"."""
+"""Start of a reason, as in "the answer is 42, because" and "the answer is 42, not 41"."""
 _SENTENCE_END = re.compile(r'\n|[.!?](?=\s|$)')
 _BRACES = re.compile(r'\\\\?(?:boxed|fbox)\s*\{|\\.|[{}]', re.DOTALL)
 _FORMULA = re.compile(
@@ -53,13 +53,13 @@ _FORMULA = re.compile(
   re.DOTALL,
 )
 _PROSE = re.compile(r'[^\W\d_]{2}\s+[^\W\d_]{2}')
-"""Words side by side."""
+"""Two adjacent words."""
 _BARE_BOX = re.compile(r'\\boxed\s+([^\s${}\\]+?)(?=[.,;]?(?:[\s$]|$))')
-"""`\\boxed 42`."""
+"""A box without braces: `\\boxed 42`."""
 _BOLD = re.compile(r'\*\*([^*\n]+)\*\*[.!]?\s*\Z')
 _FINAL = re.compile(r'\bfinal answer\b', re.IGNORECASE)
 _MAX_GAP = 40
-"""Characters between boxes of one list."""
+"""Maximum number of characters between boxes of one list."""
 _TOGETHER = re.compile(r'(?:\s|\$|\\[()\[\],;!]|\\q?quad)*|[^.!?]*?(?:,|;|&|\b(?:and|or)\b)[^.!?]*', re.DOTALL)
 
 
@@ -71,19 +71,19 @@ class Extraction:
 
 
 def collapse(text: str) -> str:
-  """The text with every run of white space made one space, and none at its ends."""
+  """Collapses every run of white space to one space and strips both ends."""
   return ' '.join(text.split())
 
 
 class _Box(NamedTuple):
   begin: int
   start: int
-  """Where its content starts."""
+  """Start of the content."""
   end: int
 
 
 def _boxes(text: str) -> tuple[list[_Box], list[_Box]]:
-  """The outermost boxes, and those within them; both in the order of their ends."""
+  """Returns the outermost boxes and the nested ones, both ordered by their ends."""
   outer, inner, stack, open_boxes = [], [], [], 0
   for match in _BRACES.finditer(text):
     token = match.group()
@@ -96,7 +96,7 @@ def _boxes(text: str) -> tuple[list[_Box], list[_Box]]:
     elif token.endswith('{') and token != r'\{':
       stack.append((token != '{', match.start(), match.end()))
       open_boxes += token != '{'
-  if open_boxes:  # A box that is never closed is none, so those within it are outermost.
+  if open_boxes:  # A box that is never closed does not count, so those within it are outermost.
     last, inner, within = -1, [], sorted(inner)
     for box in within:
       (inner if box.begin < last else outer).append(box)
@@ -106,7 +106,7 @@ def _boxes(text: str) -> tuple[list[_Box], list[_Box]]:
 
 
 def _held(text: str) -> list[tuple[_Box, str]]:
-  """The outermost boxes and what they hold, without the commands that open boxes within."""
+  """Returns the outermost boxes and their contents, without the commands of nested boxes."""
   outer, inner = _boxes(text)
   cuts = sorted([(box.begin, box.start) for box in inner] + [(box.end, box.end + 1) for box in inner])
   found, next_cut = [], 0
@@ -124,9 +124,9 @@ def _held(text: str) -> list[tuple[_Box, str]]:
 
 
 def _boxed(text: str) -> list[list[str]]:
-  """The contents of the boxes, those together that stand side by side (`\\boxed{2} and \\boxed{3}`).
+  """Returns the contents of the boxes, grouped where boxes are side by side (`\\boxed{2} and \\boxed{3}`).
 
-  Where the words "final answer" introduce a box, none before them counts.
+  If the words "final answer" precede a box, boxes before these words do not count.
   """
   boxes = [(box, held) for box, held in _held(text) if held]
   if not boxes:
@@ -145,13 +145,13 @@ def _boxed(text: str) -> list[list[str]]:
 
 
 def _joined(group: Sequence[str], key: Callable[[str], Hashable]) -> str:
-  """One answer of boxes side by side: each value once, as a list."""
+  """Joins boxes side by side to one answer: a list with each value once."""
   values = {key(held): held for held in reversed(group)}
   return ', '.join(reversed(values.values()))
 
 
 def boxed_lists(text: str) -> list[str]:
-  """The contents of the boxes as candidates; boxes side by side are one list."""
+  """Returns the contents of the boxes as candidates; boxes side by side become one list."""
   return [_joined(group, collapse) for group in _boxed(text)]
 
 
@@ -168,7 +168,7 @@ def _between(text: str, left: str, right: str) -> list[str]:
 
 
 def _formulas(text: str) -> list[str]:
-  """From the first to the last formula of the last sentence that has any; empty where there is none."""
+  """Returns the text from the first to the last formula of the last sentence with formulas; empty without any."""
   begin = end = None
   for match in _FORMULA.finditer(text):
     if begin is None or _SENTENCE_END.search(text, end, match.start()):
@@ -176,7 +176,7 @@ def _formulas(text: str) -> list[str]:
     end = match.end()
   if begin is None:
     return []
-  # What follows a formula directly may be its unit, and an answer in words is none.
+  # Text directly after a formula may be its unit; an answer in words does not count.
   return [text[begin:end]]
 
 
@@ -195,7 +195,7 @@ def _phrases(text: str) -> list[str]:
 
 
 def candidates(text: str, method: Method, tag: str = 'answer') -> list[str]:
-  """Every non-blank answer that `method` sees in the text, in order, stripped of white space at both ends."""
+  """Returns every non-blank answer that `method` finds in the text, in order, stripped of white space at both ends."""
   match method:
     case 'whole':
       found = [text]
@@ -217,7 +217,7 @@ def candidates(text: str, method: Method, tag: str = 'answer') -> list[str]:
 
 
 def _without_echo(text: str, prompts: Sequence[str], method: Method, tag: str) -> str:
-  """Cuts verbatim copies of those prompts that would themselves give an answer (an example, an instruction)."""
+  """Removes verbatim copies of prompts that would themselves yield an answer (an example, an instruction)."""
   for prompt in prompts:
     echo = prompt.strip()
     if echo and echo in text and candidates(echo, method, tag):
@@ -227,7 +227,7 @@ def _without_echo(text: str, prompts: Sequence[str], method: Method, tag: str) -
 
 
 def said(text: str) -> str:
-  """The text after the model's thoughts, `<think>…</think>`; the whole text if it has none or nothing follows."""
+  """Returns the text after the thoughts, `<think>…</think>`; the whole text if it has none or nothing follows."""
   after = text.partition('</think>')[2]
   return after if after.strip() else text
 
@@ -240,14 +240,14 @@ def extract(
   prompts: Sequence[str] = (),
   key: Callable[[str], Hashable] = collapse,
 ) -> Extraction:
-  """The answer of a completion.
+  """Extracts the answer of a completion.
 
   Args:
     text: the completion.
-    method: where its answer stands; of several, the first that finds anything.
-    tag: the tag's name, for method `tags`.
-    prompts: contents of the prompt's messages. For the searching methods, verbatim copies of them count for nothing.
-    key: answers with equal keys are the same answer; a key that is text says that it could not be read as a value.
+    method: extraction method; of several, the first that finds anything.
+    tag: tag name for method `tags`.
+    prompts: contents of the prompt's messages; all methods but `whole` ignore verbatim copies of them.
+    key: maps an answer to a key; equal keys mean the same answer, a text key that it could not be read as a value.
   """
   methods, found = (method,) if isinstance(method, str) else method, []
   text = said(text)
@@ -277,8 +277,8 @@ def extract(
 
 
 def reference(truth: str) -> str:
-  """The reference answer inside a dataset's truth: after the last `####`, else in the last box or the boxes beside it,
-  else after "the final answer is" in a text of several sentences, else all of it."""
+  """Extracts the reference answer from a dataset's truth: after the last `####`, else in the last box and those beside
+  it, else after "the final answer is" if the truth is longer than `MAX_TRUTH`, else all of it."""
   if hashes := candidates(truth, 'hashes'):
     return hashes[-1]
   if boxes := boxed_lists(truth):

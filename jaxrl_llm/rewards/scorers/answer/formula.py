@@ -1,7 +1,7 @@
-r"""Formulas of LaTeX and plain text, read as trees.
+r"""Parser from formulas in LaTeX or plain text to trees.
 
-Invariants: nothing of a formula reaches Python's or sympy's evaluation; reading takes linear time, and stops at
-`MAX_DEPTH` levels and `MAX_NODES` parts; what cannot be read whole is not read at all.
+Invariants: no part of a formula reaches Python's or sympy's evaluation; parsing takes linear time and is limited to
+`MAX_DEPTH` levels and `MAX_NODES` nodes; a text is parsed as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from typing import Any, NamedTuple
 from jaxrl_llm.rewards.scorers.answer.effort import MAX_DEPTH
 
 MAX_NODES = 1_000
-"""The most parts that a formula may have."""
+"""Maximum number of nodes of a formula."""
 
 
 class Unreadable(ValueError):
-  """The text is no formula that this module reads."""
+  """The text is not a formula that this module can parse."""
 
 
 class Node(NamedTuple):
   kind: str
-  """`number`, `symbol`, `constant`, an operation, or the name of a function."""
+  """`number`, `symbol`, `constant`, an operation or a function name."""
   parts: tuple[Node, ...] = ()
   value: Any = None
-  """The number of a `number`, the name of a `symbol`, `constant` or `opaque` function."""
+  """Value of a `number`, or name of a `symbol`, `constant` or `opaque` function."""
 
 
 class Formula(NamedTuple):
   root: Node
   symbols: frozenset[str]
   decimals: int | None
-  """Digits after the point of the most precise decimal in it; None without one."""
+  """Digits after the point of the most precise decimal; None without decimals."""
   imaginary: bool
   """Whether the imaginary unit occurs."""
   bases: frozenset[int]
-  """Bases of its numbers, where they are stated as subscripts."""
+  """Bases of the numbers that state them as subscripts."""
   bare_log: bool
   """Whether a logarithm without a base occurs."""
 
@@ -56,7 +56,7 @@ _GREEK = frozenset({
   'omega', 'Gamma', 'Delta', 'Theta', 'Lambda', 'Xi', 'Pi', 'Sigma', 'Upsilon', 'Phi', 'Psi', 'Omega', 'ell',
 })  # fmt: skip
 _OPAQUE = frozenset('fghFGH')
-"""Letters that name a function where a parenthesis follows: `f(2x)` is not `2f(x)`."""
+"""Letters that name a function if a parenthesis follows: `f(2x)` is not `2f(x)`."""
 _SPACE = re.compile(r'\s*')
 _NUMBER = re.compile(
   r'(?P<whole>[1-9]\d{0,2}(?:,\d{3})+(?![\d,])|\d{1,3}(?: \d{3})+(?!\d)|\d*)(?:\.(?P<part>\d*))?'
@@ -80,7 +80,7 @@ _LONG_WORD = re.compile(r'[a-zA-Z]{4}')
 
 
 class _Reader:
-  """Recursive descent over the text of a formula."""
+  """Recursive-descent parser of one formula."""
 
   def __init__(self, text: str):
     self.text, self.at, self.depth, self.nodes = text, 0, 0, 0
@@ -219,7 +219,7 @@ class _Reader:
     return self.node(_NAMED[opening], inner) if opening in _NAMED else inner
 
   def argument(self) -> Node:
-    """A command's argument: a group in braces or, as in TeX, a single digit, letter or command."""
+    """Parses a command's argument: a group in braces or, as in TeX, a single digit, letter or command."""
     self.skip()
     if self.peek('{'):
       return self.group()
@@ -332,7 +332,7 @@ class _Reader:
     return self.number(mixed=False) if self.text[self.at : self.at + 1].isdigit() else self.argument()
 
   def applied(self) -> Node:
-    """A function's argument: a group, or the factors up to the next operator or function."""
+    """Parses a function's argument: a group, or the factors up to the next operator or function."""
     if self.peek('(') or self.peek('{') or self.peek('['):
       return self.group()
     self.skip()
@@ -382,7 +382,7 @@ class _Reader:
 
 @functools.lru_cache(maxsize=256)
 def read_formula(text: str) -> Formula | None:
-  """The formula that the whole of a text in canonical LaTeX is (`latex.canonical`); None for any other text."""
+  """Parses a text in canonical LaTeX (`latex.canonical`); None unless the whole text is a formula."""
   reader = _Reader(text)
   try:
     root = reader.whole()

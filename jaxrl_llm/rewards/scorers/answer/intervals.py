@@ -1,7 +1,7 @@
 """Intervals and their unions: brackets (`[1,2)`, `[1,2[`), half-lines, inequalities, single points.
 
-Invariant: two sets of real numbers agree if they hold the same numbers, so open and closed ends differ, and
-`(1,2] ∪ (2,3)` is `(1,3)`.
+Invariant: two sets of real numbers agree if they contain the same numbers, so open and closed ends differ, and
+`(1,2] ∪ (2,3)` equals `(1,3)`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxrl_llm.rewards.scorers.answer.values import real_less, real_value
 class End(NamedTuple):
   text: str
   value: Any
-  """A Fraction, a real number of mpmath's or ±inf; None for an expression with names in it."""
+  """A Fraction, a real mpmath number or ±inf; None for an expression with names in it."""
 
   def precedes(self, other: End) -> bool:
     if math.inf in (other.value, -self.value):
@@ -110,7 +110,7 @@ def _inequality(text: str) -> list[Interval] | None:
 
 
 def _without(text: str) -> list[Interval] | None:
-  """The real numbers but for those that are listed, as in `{1, 2}`."""
+  """Returns the real numbers without the listed ones, such as `{1, 2}`."""
   inner = inside(text.strip(), (r'\{', '{'), (r'\}', '}'))
   ends = [None] if inner is None else [_end(part) for part in split(inner)]
   if any(end is None or end.value is None for end in ends):
@@ -166,7 +166,7 @@ def _order(a: Interval, b: Interval) -> int:
 
 
 def _merged(pieces: list[Interval]) -> list[Interval]:
-  """In order and apart: no two overlap or touch."""
+  """Sorts and merges intervals, so that no two overlap or touch."""
   merged: list[Interval] = []
   for piece in sorted(pieces, key=functools.cmp_to_key(_order)):
     last = merged[-1] if merged else None
@@ -184,9 +184,9 @@ def _merged(pieces: list[Interval]) -> list[Interval]:
 
 
 def parse_intervals(text: str) -> list[Interval] | None:
-  """The intervals that the text is the union of, in order and apart; None for what is no set of real numbers.
+  """Parses a union of intervals, sorted and merged; None if the text is not a set of real numbers.
 
-  With ends that hold names (`[a, b)`), which have no order, they stay as written.
+  If ends contain names (`[a, b)`), which have no order, the intervals stay as written.
   """
   pieces = _pieces(mathematical(text))
   if pieces is None or not all(_proper(piece) for piece in pieces):
@@ -197,7 +197,7 @@ def parse_intervals(text: str) -> list[Interval] | None:
 
 
 def intervals_agree(truth: str, answer: str) -> bool | None:
-  """Whether both are the same set of real numbers; None if the truth is none that can be read."""
+  """Whether both are the same set of real numbers; None if the truth cannot be read as one."""
   wanted, got = parse_intervals(truth), parse_intervals(answer)
   if wanted is None or got is None:
     return None if wanted is None else False

@@ -1,6 +1,6 @@
-r"""One spelling for what LaTeX and plain text write in many: spaces, fonts, sizes, Unicode, fractions, words.
+r"""Canonical spelling of mathematics in LaTeX and plain text: spaces, fonts, sizes, Unicode, fractions, words.
 
-Invariant: linear time, and no change of meaning: what is not known stays as it is.
+Invariants: linear time; the meaning never changes, and unknown text is kept.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RUNS = (
 )
 _ROOT = re.compile(r'√\s*\(')
 _ROOT_OF_NUMBER = re.compile(r'√\s*(\d+(?:\.\d+)?)')
-"""Without braces LaTeX takes the root of one digit alone."""
+"""Without braces, LaTeX takes the root of a single digit."""
 _END = r'(?![a-zA-Z])'
 _FONT = r'\\(?:mathrm|mathit|mathbf|mathsf|mathtt|mathnormal|operatorname\*?)'
 _STEPS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
@@ -93,7 +93,7 @@ _REALS = re.compile(r'(?:\\text\s*\{)?\s*(?:the set of )?all (?:real numbers|rea
 
 
 def undelimited(text: str) -> str:
-  """The text without what encloses it: math delimiters, bold marks, and final punctuation."""
+  """Strips enclosing math delimiters, bold marks and final punctuation."""
   text = text.strip()
   for _ in range(3):
     before = text
@@ -110,10 +110,10 @@ def undelimited(text: str) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def canonical(text: str) -> str:
-  r"""The text in one spelling, as LaTeX: `\frac12` for `\dfrac12`, `\sqrt ` for `√`, ` and ` for `\text{ and }`.
+  r"""Returns the text in canonical LaTeX: `\frac12` for `\dfrac12`, `\sqrt ` for `√`, ` and ` for `\text{ and }`.
 
-  Spaces and sizes of LaTeX go, fonts too where they set one letter, a number or a function's name; other words keep
-  `\text{}`. Thousands that are set apart by spaces of LaTeX are set apart by a plain one.
+  LaTeX's spaces and sizes are removed, as are fonts of a single letter, a number or a function name; other words keep
+  `\text{}`. LaTeX spaces between thousands become a plain space.
   """
   text = undelimited(_REPEATED.sub(r'\1\\overline{\2}', text))
   if not text.isascii():

@@ -1,4 +1,4 @@
-"""Sets, whose order is free, and tuples, whose order counts; elements are expressions, or sets and tuples again."""
+"""Comparison of sets (in any order) and tuples (in order) of expressions, which may be nested."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxrl_llm.rewards.scorers.answer.latex import canonical
 from jaxrl_llm.rewards.scorers.answer.numbers import plain
 
 MAX_ELEMENTS = 64
-"""A longer list is no answer: sets are compared by pairs of elements."""
+"""Maximum number of elements in an answer: sets are compared by pairs of elements."""
 
 _SIGNS = (
   (r'\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle|limits)(?![a-zA-Z])', ''),
@@ -32,7 +32,7 @@ _OPEN, _CLOSE = '([{⟨', ')]}⟩'
 
 
 def mathematical(text: str) -> str:
-  """LaTeX's commands for brackets, relations and signs as the signs themselves."""
+  """Replaces LaTeX commands for brackets, relations and signs by the characters themselves."""
   text = plain(canonical(unboxed(text)))
   for pattern, sign in _SIGNS:
     text = pattern.sub(sign, text)
@@ -40,15 +40,15 @@ def mathematical(text: str) -> str:
 
 
 def named(text: str) -> tuple[str, str]:
-  """The name and the value of `x = 3`; no name for what has none."""
+  """Splits `x = 3` into name and value; the name is empty if there is none."""
   match = _NAME.match(text)
   return (match['name'], text[match.end() :].strip()) if match else ('', text.strip())
 
 
 def split(text: str, *, words: bool = False) -> list[str]:
-  """The parts between commas or semicolons outside all brackets; `words`: also between `or` and `and`.
+  """Splits at commas and semicolons outside all brackets; `words`: also at `or` and `and`.
 
-  Where a comma is followed by white space, one between groups of three digits belongs to a number.
+  If any separator is followed by white space, commas between groups of three digits belong to numbers.
   """
   loose = re.search(r'[,;]\s', text) is not None
   parts, start, depth = [], 0, 0
@@ -69,11 +69,11 @@ def split(text: str, *, words: bool = False) -> list[str]:
 
 
 def inside(text: str, left: tuple[str, ...], right: tuple[str, ...]) -> str | None:
-  """What one pair of brackets round the whole text holds; None if there is none such.
+  """Returns the content of the pair of brackets that encloses the whole text; None if there is no such pair.
 
   Args:
     left: opening brackets.
-    right: their closing ones, in the same order.
+    right: closing brackets, in the same order.
   """
   pairs = [(opening, closing) for opening, closing in zip(left, right) if text.startswith(opening)]
   if not pairs or not text.endswith(pairs[0][1]) or len(text) < len(''.join(pairs[0])):
@@ -88,7 +88,7 @@ def inside(text: str, left: tuple[str, ...], right: tuple[str, ...]) -> str | No
 
 
 def parse_set(text: str) -> list[str] | None:
-  """The elements of a set as written, with or without braces (`x = 1 or x = 2` too); None for what is none."""
+  """Returns the elements of a set as written, with or without braces (also `x = 1 or x = 2`); None for other text."""
   text = mathematical(text)
   if named(text)[0] and (len(split(text, words=True)) == 1 or named(text)[0].startswith('(')):
     text = named(text)[1]
@@ -112,7 +112,7 @@ def parse_set(text: str) -> list[str] | None:
 
 
 def parse_tuple(text: str) -> list[str] | None:
-  """The entries of a tuple as written, in round, square, angle or no brackets; None for what is none."""
+  """Returns the entries of a tuple as written, in round, square, angle or no brackets; None for other text."""
   text = mathematical(text)
   name, value = named(text)
   text = (
@@ -124,7 +124,7 @@ def parse_tuple(text: str) -> list[str] | None:
 
 
 def names(text: str) -> list[str]:
-  """The names of a tuple's entries, as in `(x, y) = …` or `x = …, y = …`; empty unless each has one."""
+  """Returns the names of a tuple's entries, as in `(x, y) = …` or `x = …, y = …`; empty unless each has one."""
   text = mathematical(text)
   name, _ = named(text)
   if name.startswith('('):
@@ -143,16 +143,16 @@ def _elements_agree(truth: str, answer: str) -> bool:
 
 
 def _is_set(text: str) -> bool:
-  """Whether it stands in braces; in those that LaTeX groups by, only a list does."""
+  """Whether the text is in escaped braces, or is a list in LaTeX's grouping braces."""
   grouped = inside(text, ('{',), ('}',))
   return inside(text, (r'\{',), (r'\}',)) is not None or (grouped is not None and len(split(grouped)) > 1)
 
 
 def sets_agree(truth: str, answer: str, *, each: bool = False) -> bool | None:
-  """Whether the sets have the same elements, in any order; None if the truth is no set.
+  """Whether the sets have the same elements, in any order; None if the truth is not a set.
 
   Args:
-    each: an element counts as often as it is named, as in `3, 3, 5`; else once.
+    each: count repeated elements, as in `3, 3, 5` (multisets).
   """
   wanted, got = parse_set(truth), parse_set(answer)
   if wanted is None or got is None:
@@ -167,7 +167,7 @@ def sets_agree(truth: str, answer: str, *, each: bool = False) -> bool | None:
 
 
 def tuples_agree(truth: str, answer: str) -> bool | None:
-  """Whether the tuples have the same entries in the same order; None if the truth is no tuple."""
+  """Whether the tuples have the same entries in the same order; None if the truth is not a tuple."""
   wanted, got = parse_tuple(truth), parse_tuple(answer)
   if wanted is None or got is None:
     return None if wanted is None else False

@@ -1,7 +1,7 @@
-"""Numbers as people write them, read exactly.
+"""Exact parsing of numbers as people write them.
 
-Invariant: a text that is not one number in a known form is no number; nothing is computed that its length does not
-bound (exponents have at most three digits).
+Invariants: a text that is not a single number in a known form is not a number; the cost of all arithmetic is bounded by
+the length of the text (exponents have at most three digits).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 class Number(NamedTuple):
   value: Fraction
-  """As written: 42 for `42%`."""
+  """Value as written: 42 for `42%`."""
   percent: bool
 
 
 MAX_DIGITS = 200
-"""A number of more characters is none."""
+"""Maximum length of a number in characters."""
 
 _MAGNITUDES = {
   'dozen': 12,
@@ -53,7 +53,7 @@ _WORDS = re.compile(r'\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|operat
 
 
 def plain(text: str) -> str:
-  """The text without LaTeX's spaces and text commands, math delimiters, bold marks and a final stop."""
+  """Strips LaTeX spaces and text commands, math delimiters, bold marks and a final full stop."""
   for old, new in _NOISE:
     text = text.replace(old, new)
   text = _WORDS.sub(r'\1', text).strip()
@@ -65,7 +65,7 @@ def plain(text: str) -> str:
 
 
 def split_number(text: str) -> tuple[Number, str] | None:
-  """The number that a `plain` text begins with, and what follows it; None if it begins with none."""
+  """Splits a `plain` text into its leading number and the rest; None if it does not begin with a number."""
   match = _NUMBER.match(text)
   if not match or len(match.group()) > MAX_DIGITS or (match['sign'] and match['inner']):
     return None
@@ -88,11 +88,11 @@ def split_number(text: str) -> tuple[Number, str] | None:
 
 
 def parse_number(text: str) -> Number | None:
-  """The one number that the whole text is, exactly; None if it is anything else (two numbers, a word, a NaN).
+  """Parses a text that is a single number, exactly; None for anything else (two numbers, a word, NaN).
 
-  Reads signs, thousands in groups of three behind commas or spaces, decimals, exponents of up to three digits (`1e3`,
-  `10^3`, `2 \\times 10^{3}`), fractions and mixed numbers (plain or LaTeX), magnitudes (`3 million`), percent, a
-  currency sign; math delimiters, LaTeX's text commands and spaces, bold marks and a final stop are ignored.
+  Accepts signs, thousands separated by commas or spaces, decimals, exponents of up to three digits (`1e3`, `10^3`,
+  `2 \\times 10^{3}`), fractions and mixed numbers (plain or LaTeX), magnitudes (`3 million`), percent and a currency
+  sign; ignores math delimiters, LaTeX text commands and spaces, bold marks and a final full stop.
   """
   found = split_number(plain(text))
   return found[0] if found and not found[1] else None
@@ -101,8 +101,8 @@ def parse_number(text: str) -> Number | None:
 def numbers_agree(truth: Number, answer: Number, *, absolute: float = 0.0, relative: float = 0.0) -> bool:
   """Whether the numbers are equal within the tolerance.
 
-  p% is p/100. Where only one of the two carries the sign, the numbers as written may agree as well: references to
-  questions like "what percentage …" often leave it out. A truth below 1 is taken for a share: 0.35 is not 0.35%.
+  p% is p/100. If only one of the two has the percent sign, the numbers as written may agree too: references for
+  questions like "what percentage …" often omit it. A truth below 1 is taken as a fraction: 0.35 is not 0.35%.
   """
   close = lambda t, a: abs(t - a) <= max(Fraction(absolute), Fraction(relative) * abs(t))
   if truth.percent == answer.percent:

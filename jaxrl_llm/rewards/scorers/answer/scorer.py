@@ -1,7 +1,7 @@
-"""Compares the completion's one answer with the reference answer, as the kind of answer that the task wants.
+"""Scorer `answer`: compares the completion's single answer with the reference answer, in the mode the task requires.
 
-Value 1.0 or 0.0; None only where the truth is missing or unreadable. A completion scores 0 when it has no answer, when
-it gives two different ones (in two boxes, or as a list where the truth is none), and for what it echoes of the prompt.
+The value is 1.0 or 0.0; None only if the truth is missing or unreadable. A completion scores 0 if it has no answer, if
+it gives two different ones (in two boxes, or as a list where the truth is not a list), or if it echoes the prompt's.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from jaxrl_llm.rewards.scorers.answer.units import Quantity, Units, parse_quanti
 from jaxrl_llm.rewards.scorers.answer.values import exact_number, real_value
 
 LIBRARIES = ('math_verify',)
-"""Libraries that functions of this module import at their first call."""
+"""Libraries that the functions of this module import at their first call."""
 
 NO_TRUTH = 'the task has no truth'
-"""Why a score is None."""
+"""Reason given for a score of None."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
   mode: Mode | None = None
-  """How answers are compared; None: chosen from the truths when a run or `launch/score.py` starts, else from each."""
+  """Comparison mode; None: chosen from all truths when a run or `launch/score.py` starts, else from each truth."""
   extraction: Methods | None = None
-  """Where in the completion the answer stands; of several, the first that finds anything. None: chosen with the mode.
-  The truth's own form is recognised (`…#### 42`, `\\boxed{42}`, `42`)."""
+  """Extraction method; of several, the first that finds anything. None: chosen with the mode. In the truth, the answer
+  is recognised by itself (`…#### 42`, `\\boxed{42}`, `42`)."""
   tag: str = 'answer'
   ignore_case: bool = False
   """Mode `exact` only."""
@@ -48,15 +48,15 @@ class AnswerOptions:
   """Mode `numeric` only."""
   absolute_tolerance: float = 0.0
   relative_tolerance: float = 0.0
-  """Mode `numeric`: accepted within max(absolute, relative · |truth|); both 0: equal as rationals."""
+  """Mode `numeric`: answers within max(absolute, relative · |truth|) are accepted; both 0: equal as rationals."""
   choices_field: str = 'choices'
-  """Mode `choice`: the field of the task's row, or of its `extra_info`, that has the choices."""
+  """Mode `choice`: field of the task's row, or of its `extra_info`, that holds the choices."""
   truth_is_index: bool = False
-  """Mode `choice`: the truth counts the choices from 0."""
+  """Mode `choice`: the truth is the index of the right choice, from 0."""
   aliases_field: str = 'aliases'
-  """Mode `text`: the field that lists more accepted answers; a truth that is a JSON list of texts does as well."""
+  """Mode `text`: field that lists more accepted answers; the truth itself may also be a JSON list of texts."""
   on_timeout: Literal['zero', 'none'] = 'zero'
-  """What a missed deadline is worth: by default it is the completion's doing (`OverrunIsZero`)."""
+  """Value of a missed deadline; by default the completion is to blame (`OverrunIsZero`)."""
 
   def __post_init__(self):
     for name in ('absolute_tolerance', 'relative_tolerance'):
@@ -68,18 +68,18 @@ class AnswerOptions:
 
   @property
   def libraries(self) -> tuple[str, ...]:
-    """Libraries that comparisons in this mode need."""
+    """Libraries that this mode needs."""
     return () if self.mode in ('exact', 'numeric', 'choice', 'text') else LIBRARIES
 
 
 def field_of(task: Task, name: str) -> Json:
-  """A field of the task's row, or of its `extra_info`; None where neither has it."""
+  """Returns a field of the task's row, or of its `extra_info`; None if neither has it."""
   extra = task.fields.get('extra_info')
   return task.fields.get(name, extra.get(name) if isinstance(extra, Mapping) else None)
 
 
 def _quantity(text: str, options: AnswerOptions) -> Quantity | None:
-  """The number that a text is, that it gives a name (`x = 3`), or reckons (`4 · 3 = 12`, if that is true)."""
+  """Reads a number from a text: stated, assigned to a name (`x = 3`), or computed (`4 · 3 = 12`, if that is true)."""
   text = unboxed(text)
   if (plainly := _stated(text, options)) is not None:
     return plainly
@@ -134,7 +134,7 @@ def _choice(truth: str, answer: str, task: Task, options: AnswerOptions) -> bool
 
 
 def _agree(truth: str, answer: str, task: Task, options: AnswerOptions) -> bool | None:
-  """Whether the answer is the truth; None if the truth cannot be read in this mode."""
+  """Whether the answer agrees with the truth; None if the truth cannot be read in this mode."""
   match options.mode:
     case 'exact':
       return _exact(truth, answer, options)
@@ -155,7 +155,7 @@ def _agree(truth: str, answer: str, task: Task, options: AnswerOptions) -> bool 
 
 
 def _key(text: str, *, options: AnswerOptions, choices: Mapping[str, str] | None) -> Hashable:
-  """A key that two spellings of one answer share; text if the answer cannot be read as a value."""
+  """Returns a key shared by all spellings of an answer; text if the answer cannot be read as a value."""
   match options.mode:
     case 'exact':
       return collapse(text)
@@ -174,7 +174,7 @@ def _key(text: str, *, options: AnswerOptions, choices: Mapping[str, str] | None
 
 
 def found_answer(attempt: Attempt, options: AnswerOptions) -> Extraction:
-  """The completion's one answer, as it stands there."""
+  """Extracts the completion's single answer as written."""
   choices = read_choices(field_of(attempt.task, options.choices_field)) if options.mode == 'choice' else None
   return extract(
     attempt.completion,
@@ -186,14 +186,14 @@ def found_answer(attempt: Attempt, options: AnswerOptions) -> Extraction:
 
 
 def _left_open(options: AnswerOptions, chosen: Mapping[str, Any]) -> dict[str, Any]:
-  """The chosen options that are still open: the extraction, and the mode with its units."""
+  """Returns the chosen values of options left open: extraction, and mode with its units."""
   if options.mode is None:
     return {name: value for name, value in chosen.items() if name != 'extraction' or options.extraction is None}
   return {'extraction': chosen['extraction']}
 
 
 def choose_options(given: Mapping[str, Any], truths: Callable[[], Iterable[str | None]]) -> Chosen | None:
-  """Further options for tasks with these truths; None where nothing is open."""
+  """Chooses the options left open for tasks with these truths; None if none are."""
   options = read_options(AnswerOptions, given, 'answer')
   if options.mode is not None and options.extraction is not None:
     return None
@@ -203,21 +203,21 @@ def choose_options(given: Mapping[str, Any], truths: Callable[[], Iterable[str |
 
 
 def _settled(options: AnswerOptions, truth: str) -> AnswerOptions:
-  """The options, with those left open chosen from this truth alone."""
+  """Fills in the options left open from this truth alone."""
   if options.mode is not None and options.extraction is not None:
     return options
   return dataclasses.replace(options, **_left_open(options, choose([truth]).options))
 
 
 def score_answer(attempt: Attempt, *, options: AnswerOptions) -> Verdict:
-  """1.0 if the completion's one answer agrees with the task's truth, else 0.0; None without a readable truth."""
+  """Scores 1.0 if the completion's answer agrees with the task's truth, else 0.0; None without a readable truth."""
   if attempt.task.truth is None or not attempt.task.truth.strip():
     return Verdict(value=None, evidence={'reason': NO_TRUTH})
   options = _settled(options, attempt.task.truth)
   truth = reference(attempt.task.truth)
   found = found_answer(attempt, options)
   evidence = {'truth': truth[:200]}
-  # The truth is read even where there is no answer: whether a task can be scored must not depend on the completion.
+  # The truth is read even if there is no answer: whether a task can be scored must not depend on the completion.
   agree = _agree(truth, found.answer or '', attempt.task, options)
   if agree is None:
     return Verdict(value=None, evidence={**evidence, 'reason': f'the truth is not {options.mode}'})
