@@ -1,6 +1,6 @@
-"""Short answers in words, compared whole: case, articles, punctuation and spacing do not count.
+"""Comparison of short answers in words, as a whole; case, articles, punctuation and spacing do not count.
 
-Marks that change what is meant do: within numbers (`3.5`), a sign before one (`-5`), and symbols (`C++`, `C#`, `50%`).
+Marks that change the meaning count: within numbers (`3.5`), signs (`-5`) and symbols (`C++`, `C#`, `50%`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _ARTICLES = ('a', 'an', 'the')
 
 
 def normalise(text: str) -> str:
-  """What two short texts have to have in common to be the same answer.
+  """Returns the normal form of a short text; equal forms are the same answer.
 
-  In this order: LaTeX's text commands and bold marks go, full-width characters become usual ones, letters small,
-  thousands separators, apostrophes and the dots of `U.S.A.` go, `&` becomes `and`, every other punctuation mark a
-  space, and a leading article goes, as does every `the` but a last one.
+  In this order: removes LaTeX text commands and bold marks, converts full-width characters, folds case, replaces `&` by
+  `and`, removes thousands separators, the dots of `U.S.A.` and apostrophes, replaces other punctuation by spaces, and
+  removes a leading article and every `the` except as the last word.
   """
   text = plain(unboxed(text))
   wide = lambda c: unicodedata.decomposition(c).startswith(('<wide>', '<narrow>'))
@@ -42,7 +42,7 @@ def normalise(text: str) -> str:
 
 
 def aliases(truth: str) -> list[str]:
-  """The accepted answers: a truth that is a JSON list of texts names several."""
+  """Returns the accepted answers: several if the truth is a JSON list of texts."""
   if truth.lstrip().startswith('['):
     try:
       several = json.loads(truth)
@@ -54,6 +54,6 @@ def aliases(truth: str) -> list[str]:
 
 
 def texts_agree(accepted: list[str], answer: str) -> bool | None:
-  """Whether the answer is one of the accepted ones; None if none of these has a word."""
+  """Whether the answer is an accepted one; None if all accepted ones are empty after normalisation."""
   wanted = {normalise(one) for one in accepted} - {''}
   return normalise(answer) in wanted if wanted else None

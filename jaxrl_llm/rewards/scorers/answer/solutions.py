@@ -1,7 +1,7 @@
-"""Answers to problems of mathematics, whatever their form: the truth's form decides how the answer is compared.
+"""Comparison of mathematical answers of any form: the truth's form decides how the answer is compared.
 
-Invariant: an answer of another form than the truth's is accepted only where both forms mean the same (`x > 3` for
-`(3, ∞)`, `x = 3, y = -2` for `(3, -2)`); several values are never accepted for one.
+Invariant: an answer of another form than the truth's is accepted only if both mean the same (`x > 3` for `(3, ∞)`,
+`x = 3, y = -2` for `(3, -2)`); several values are never accepted for one.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _RATIO = re.compile(r'[^:]+(?::[^:]+)+')
 
 
 def solutions_agree(truth: str, answer: str) -> bool | None:
-  """Whether an answer is the truth: letter of a choice, words, matrix, ratio, set of real numbers, list, value or
-  equation; None for a truth without content."""
+  """Whether an answer agrees with the truth: letter of a choice, words, matrix, ratio, set of real numbers, list, value
+  or equation; None for an empty truth."""
   truth, answer = (canonical(unboxed(text)).strip('$ ') for text in (truth, answer))
   return _agree(truth, answer) if truth else None
 
@@ -63,19 +63,19 @@ def _agree(truth: str, answer: str) -> bool:
 
 
 def _label(text: str) -> tuple[str, str] | None:
-  r"""Letter and value of `\text{(B)} 12`; None without a letter that is marked as one."""
+  r"""Splits `\text{(B)} 12` into letter and value; None without a marked letter."""
   match = _LABEL.fullmatch(text)
   return (match['a'] or match['b'] or match['c'], match['rest'].strip()) if match else None
 
 
 def unlabelled(text: str) -> str:
-  r"""The value of `\text{(B)} 12`; a text without a choice's letter before it as it is."""
+  r"""Returns the value of `\text{(B)} 12`; a text without a leading choice letter is unchanged."""
   label = _label(text)
   return label[1] if label and label[1] and _LABEL.match(text)['c'] is None else text
 
 
 def answer_key(text: str) -> Hashable:
-  """Equal for spellings of one answer in a completion: the letter of a choice, a number, else text."""
+  """Returns a key shared by all spellings of an answer: the letter of a choice, a number, else text."""
   text = canonical(unboxed(text))
   label = _label(text)
   if label or _LETTER.fullmatch(text):
@@ -84,7 +84,7 @@ def answer_key(text: str) -> Hashable:
   return tight(text) if number is None else number
 
 
-# Comparisons by the truth's form; None where neither text is of that form, so that another comparison decides.
+# Comparisons by the truth's form. None: another comparison decides.
 
 
 def _choices(truth: str, answer: str) -> bool | None:
@@ -93,7 +93,7 @@ def _choices(truth: str, answer: str) -> bool | None:
     chosen = parse_choice(answer, None)
     return None if chosen is None else chosen == {truth}
   if wanted is None:
-    # A letter that is marked as a choice's, before the value that it stands for.
+    # A letter marked as that of a choice, before its value.
     value = unlabelled(answer)
     if value == answer:
       return None
@@ -155,7 +155,7 @@ def _ratios(truth: str, answer: str) -> bool | None:
 
 
 def _words(answer: str) -> str:
-  """The form in which answers in words are compared: normalised, plurals as singulars; 'none' for no solution."""
+  """Returns the form in which answers in words are compared: normalised, singular; 'none' for no solution."""
   words = [word[:-1] if len(word) > 3 and word.endswith('s') else word for word in normalise(answer).split()]
   text = ' '.join(words)
   return 'none' if text in _NOTHING or tight(answer) == r'\{\}' else text
@@ -171,18 +171,18 @@ def _texts(truth: str, answer: str) -> bool | None:
     return True if clock else None
   if _words(truth) and _words(truth) == _words(answer):
     return True
-  # With digits, or as a list, it may still be a quantity, or several answers.
+  # A truth with digits, or a list, may still be a quantity or several answers.
   return None if re.search(r'[\d=,;\\]|\b(?:and|or)\b', bare) else False
 
 
 def _members(text: str) -> str:
-  """The listed members of `x ∈ {1, 2}`; any other text as it is."""
+  """Returns the listed members of `x ∈ {1, 2}`; other text is unchanged."""
   value = named(text)[1] if '∈' in text else text
   return value if value.startswith(r'\{') and not re.search('[|:]', value) else text
 
 
 def _is_real_set(text: str) -> bool:
-  """Whether its signs or its brackets, as in `[1, 2)`, can only be those of a set of real numbers or of a relation."""
+  """Whether the signs or brackets, as in `[1, 2)`, can only be those of a set of real numbers or a relation."""
   ends = text[:1] + text[-1:]
   return bool(_REAL.search(text)) or (ends[:1] in '([]' and ends[-1:] in ')][' and ends not in ('', '()', '[]'))
 
@@ -200,7 +200,7 @@ def _real_sets(truth: str, answer: str) -> bool | None:
 
 
 def _relations(truth: str, answer: str) -> bool:
-  """Whether two inequalities are the same but for a factor, or the order of their sides."""
+  """Whether two inequalities are the same up to a factor or the order of their sides."""
   wanted, got = _RELATION.split(truth), _RELATION.split(answer)
   if len(wanted) != len(got) or len(wanted) < 3 or any(re.search(r'\b(?:and|or)\b', text) for text in (truth, answer)):
     return False
@@ -215,17 +215,17 @@ def _relations(truth: str, answer: str) -> bool:
 
 
 def _single(text: str) -> bool:
-  """Whether commas in it belong to a number."""
+  """Whether the text is a single value, so that its commas belong to a number."""
   return parse_number(text) is not None or parse_quantity(text) is not None or read_formula(text) is not None
 
 
 def _entries(text: str) -> list[str]:
-  """The values of a list without brackets; the whole text where there is one."""
+  """Returns the values of a list without brackets; the whole text if it is a single value."""
   return [text] if _single(text) else split(text, words=True)
 
 
 def _records(text: str) -> list[str] | None:
-  """The tuples of `p = 5, q = 2; p = 7, q = 2`."""
+  """Returns the tuples of `p = 5, q = 2; p = 7, q = 2`; None for other text."""
   groups = [split(group) for group in text.split(';')]
   if len(groups) < 2 or any(len(group) < 2 or not all(named(part)[0] for part in group) for group in groups):
     return None
@@ -233,13 +233,13 @@ def _records(text: str) -> list[str] | None:
 
 
 def _bracketed(text: str) -> bool:
-  """Whether one pair of brackets holds several entries."""
+  """Whether the text is several entries in one pair of brackets."""
   inner = inside(text, ('(', '[', '⟨'), (')', ']', '⟩'))
   return inner is not None and len(split(inner)) > 1
 
 
 def _decimal(text: str) -> str:
-  """The decimal of a text whose comma may be a decimal point; empty for any other text."""
+  """Returns the decimal of a text whose comma may be a decimal point; empty for other text."""
   match = re.fullmatch(r'([-+]?\d+),(\d+)', text)
   return f'{match[1]}.{match[2]}' if match else ''
 
@@ -254,7 +254,7 @@ def _lists(truth: str, answer: str) -> bool | None:
   if _bracketed(value) and not _single(value):
     other = named(got)[1]
     if got.startswith(r'\{') or (len(split(value[1:-1])) == 2 and {value[0], other[:1]} == {'(', '['}):
-      return False  # A set, or an interval with other ends.
+      return False  # A set, or an interval with different ends.
     return tuples_agree(wanted, got)
   several, given = _entries(wanted), _entries(got)
   if len(several) == 1 and '±' not in wanted and r'\pm' not in wanted:
@@ -271,7 +271,7 @@ def _lists(truth: str, answer: str) -> bool | None:
 
 
 def _named_agree(truth: str, called: list[str], answer: str) -> bool:
-  """Whether an answer gives each of several unknowns its value."""
+  """Whether an answer gives each of several unknowns its right value."""
   wanted = [named(part)[1] for part in split(truth, words=True)]
   given = names(answer)
   if named(answer)[0].startswith('('):

@@ -1,8 +1,8 @@
-"""Numbers with units: read, converted exactly, compared.
+"""Parsing, exact conversion and comparison of numbers with units.
 
-A unit is a product of powers of known units (`km/h`, `square centimetres`, `kg m^{-3}`). Words that are no known unit
-say what is counted (`42 red apples`). Tons, months of days, bytes and temperatures are not converted: they have several
-meanings, or no common zero.
+A unit is a product of powers of known units (`km/h`, `square centimetres`, `kg m^{-3}`). Other words say what is
+counted (`42 red apples`). Tons, months to days, bytes and temperatures are not converted: they are ambiguous or have no
+common zero.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Literal, NamedTuple
 from jaxrl_llm.rewards.scorers.answer.numbers import Number, numbers_agree, plain, split_number
 
 Units = Literal['refused', 'ignored', 'stated', 'required']
-"""refused: a number with anything after it is none; ignored: words and units after it do not count; stated: where both
-sides state a unit it has to be the same, converted where it is known; required: the same, and the answer has to state
-one where the truth does."""
+"""refused: a number followed by anything is not a number; ignored: words and units after it do not count; stated: if
+both sides state a unit it must be the same, after conversion if known; required: as stated, and the answer must have a
+unit if the truth does."""
 
 
 class Unit(NamedTuple):
   factor: Fraction
-  """One of it in base units."""
+  """Size of the unit in base units."""
   dimensions: frozenset[tuple[str, int]]
-  """Base unit and its power, where that is not 0. Empty: only words."""
+  """(base unit, nonzero power) pairs; empty: only words."""
   words: frozenset[str]
-  """Those that are no unit, in the singular."""
+  """Words that are not units, in the singular."""
 
 
 class Quantity(NamedTuple):
@@ -102,7 +102,7 @@ _NO_UNIT = re.compile(
   'crore|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?|halves|quarters|double|triple|'
   'squared|cubed|factorial|root|sqrt|pi|negative|below|mod|modulo|if|wrong|incorrect|false'
 )
-"""Words that make more than one number of a text."""
+"""Words after a number that are neither units nor things counted: connectives, numerals, operations."""
 _TOKEN = re.compile(
   r'\s*(?:(?P<word>°[CF]?(?![^\W\d_])|[^\W\d_²³]+|[$€£¥¢])\.?(?P<power>\s*(?:\^|\*\*)\s*(?:\{\s*[-+]?\d\s*\}|[-+]?\d)|[²³]|'
   r'[23](?!\d))?|(?P<over>/)|(?P<times>[·*\-,]|\\cdot|\\times))'
@@ -115,7 +115,7 @@ _MAX_LENGTH = 300
 
 @functools.cache
 def _table() -> dict[str, Unit]:
-  """Every spelling, in the singular."""
+  """Returns the units by spelling, in the singular."""
   table: dict[str, Unit] = {}
 
   def add(spelling: str, factor: Fraction, dimensions: dict[str, int]) -> None:
@@ -152,7 +152,7 @@ def _known(word: str) -> Unit | None:
 
 
 def parse_unit(text: str) -> Unit | None:
-  """What the text after a number says; None if that is no unit (another number, a connective, a single letter)."""
+  """Parses the text after a number; None if it is not a unit (another number, a connective, a single letter)."""
   position, factor, powers, words = 0, Fraction(1), {}, set()
   sign, exponent, last = 1, 1, None
   for short, written in _SHORT.items():
@@ -196,7 +196,7 @@ def _power(written: str | None) -> int:
 
 
 def parse_quantity(text: str) -> Quantity | None:
-  """The one number with or without a unit that the whole text is; `1 hour 30 minutes` is one too. None for others."""
+  """Parses a text that is a single number, with or without unit, such as `1 hour 30 minutes`; None for other text."""
   text = plain(text)
   if len(text) > _MAX_LENGTH:
     return None
@@ -233,7 +233,7 @@ def _one(text: str) -> Quantity | None:
 def quantities_agree(
   truth: Quantity, answer: Quantity, *, units: Units, absolute: float = 0.0, relative: float = 0.0
 ) -> bool:
-  """Whether the quantities are equal within the tolerance, which is in the truth's unit."""
+  """Whether the quantities are equal within the tolerance, given in the truth's unit."""
   number = answer.number
   if units in ('refused', 'ignored') or truth.unit is None:
     return numbers_agree(truth.number, number, absolute=absolute, relative=relative)
@@ -249,7 +249,7 @@ def quantities_agree(
 
 
 def quantity_key(quantity: Quantity, units: Units) -> Hashable:
-  """Equal for quantities that are the same answer."""
+  """Returns a key shared by quantities that are the same answer."""
   number, unit = quantity
   if units in ('refused', 'ignored') or unit is None:
     return number

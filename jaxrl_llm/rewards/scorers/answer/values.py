@@ -1,6 +1,6 @@
-"""Values of formulas: exact over the rationals, elsewhere in floating point with digits to spare.
+"""Evaluation of formulas: exact for rationals, otherwise in floating point with guard digits.
 
-Invariant: no number grows beyond `MAX_BITS`, so that the time of an evaluation is bounded by the size of the formula.
+Invariant: no number grows beyond `MAX_BITS`, so evaluation time is bounded by the size of the formula.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 from jaxrl_llm.rewards.scorers.answer.formula import Formula, Node, read_formula
 
 MAX_BITS = 20_000
-"""Numbers whose numerator, denominator or binary exponent is longer are refused."""
+"""Maximum bits of a numerator or denominator, and maximum binary exponent; larger numbers are refused."""
 DIGITS = 60
-"""Decimal digits of floating-point values beyond those that the largest intermediate result takes."""
+"""Decimal digits of floating-point values, in addition to those of the largest intermediate result."""
 _MAX_LOST = 1_000
-"""Decimal digits of the largest intermediate result that is not rational."""
+"""Maximum decimal digits of an intermediate result that is not rational."""
 
 
 def as_float(value: Any) -> Any:
-  """The value as a number of mpmath's, in the current precision."""
+  """Converts a value to an mpmath number in the current precision."""
   import mpmath
 
   return mpmath.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
@@ -34,10 +34,10 @@ class Undefined(ArithmeticError):
 
 
 class _Evaluation:
-  """One evaluation of a formula: at one point, in one precision."""
+  """One evaluation of a formula, at one point and in one precision."""
 
   def __init__(self, symbols: Mapping[str, Fraction], digits: int, *, log_base: int | None):
-    import mpmath  # Imported here: it takes a tenth of a second, which every launch script would pay.
+    import mpmath  # Imported here, since it takes a tenth of a second in every launch script.
 
     self.mp, self.symbols, self.log_base = mpmath.mp, symbols, log_base
     self.digits = digits
@@ -48,7 +48,7 @@ class _Evaluation:
     """Binary exponent of the largest operand that may have cancelled; None if nothing could cancel."""
 
   def tiny(self) -> Any:
-    """The bound below which a value may be zero up to rounding."""
+    """Returns the bound below which a value may be zero up to rounding."""
     return (
       self.mp.mpf(0) if self.lossy is None else self.mp.ldexp(self.mp.mpf(10) ** (10 - self.digits), int(self.lossy))
     )
@@ -190,7 +190,7 @@ def _folded(operation: Callable[[Fraction, Fraction], Fraction], values: Sequenc
 
 
 def _exact(kind: str, values: Sequence[Fraction]) -> Fraction | None:
-  """The operation over the rationals; None where its result may be irrational."""
+  """Applies an operation to rationals; None if its result may be irrational."""
   first = values[0]
   match kind:
     case 'negative':
@@ -236,15 +236,15 @@ def _exact(kind: str, values: Sequence[Fraction]) -> Fraction | None:
 
 class Value(NamedTuple):
   number: Any
-  """A Fraction, or a real or complex number of mpmath's."""
+  """A Fraction, or a real or complex mpmath number."""
   complex: bool
   """Whether an intermediate result was not real."""
   tiny: Any
-  """Differences below this are rounding errors."""
+  """Bound below which differences are rounding errors."""
 
 
 def evaluate(formula: Formula, symbols: Mapping[str, Fraction], *, log_base: int | None = None) -> Value:
-  """The value of a formula at a point. Raises Undefined where it has none."""
+  """Evaluates a formula at a point. Raises Undefined if it has no value there."""
   import mpmath
 
   digits = DIGITS
@@ -265,7 +265,7 @@ def evaluate(formula: Formula, symbols: Mapping[str, Fraction], *, log_base: int
 
 
 def real_value(text: str) -> Any:
-  """The real number that a text in canonical LaTeX is, a Fraction or mpmath's; None for anything else."""
+  """Returns the real value of a text in canonical LaTeX, a Fraction or an mpmath number; None for other text."""
   formula = read_formula(text)
   if formula is None or formula.symbols or formula.bases:
     return None
@@ -279,7 +279,7 @@ def real_value(text: str) -> Any:
 
 
 def exact_number(text: str) -> Fraction | None:
-  """The number that a text in canonical LaTeX is in one piece, such as `0.\\overline{3}` or `{42}`; None for others."""
+  """Parses a text in canonical LaTeX that is a single number, such as `0.\\overline{3}` or `{42}`; None for others."""
   formula = read_formula(text)
   if formula is None or formula.bases:
     return None
@@ -288,7 +288,7 @@ def exact_number(text: str) -> Fraction | None:
 
 
 def real_less(a: Any, b: Any) -> bool:
-  """Whether one real value is less than another; values that differ by rounding alone are not."""
+  """Whether `a` is less than `b` by more than rounding errors."""
   if isinstance(a, Fraction) and isinstance(b, Fraction):
     return a < b
   import mpmath
