@@ -68,8 +68,8 @@ class AwaitedScorer:
     except BaseException as error:
       if not ready.done():
         # Awaiting a SystemExit would end the event loop; a cancellation would look like one of the awaiting task.
-        told = RuntimeError(f'{type(error).__name__}: {error}')
-        ready.set_exception(error if isinstance(error, Exception) else told)
+        failure = RuntimeError(f'{type(error).__name__}: {error}')
+        ready.set_exception(error if isinstance(error, Exception) else failure)
       elif isinstance(error, asyncio.CancelledError):
         raise
       else:

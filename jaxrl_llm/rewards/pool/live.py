@@ -53,7 +53,7 @@ def parse(text: str) -> Live:
 
 
 def _is_list_of_addresses(value: Any) -> bool:
-  return isinstance(value, list) and bool(value) and all(isinstance(one, str) and one for one in value)
+  return isinstance(value, list) and bool(value) and all(isinstance(address, str) and address for address in value)
 
 
 class Partly(UserError):

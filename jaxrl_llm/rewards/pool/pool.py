@@ -118,7 +118,7 @@ class ScorerPool:
   async def score(self, attempt: Attempt) -> tuple[Score, ...]:
     """Scores an attempt: one Score per per-sample scorer in force for its task, in configuration order."""
     chosen = self._in_force(attempt, per_group=False)
-    return tuple([score for (score,) in await asyncio.gather(*(self._judge(one, (attempt,)) for one in chosen))])
+    return tuple([score for (score,) in await asyncio.gather(*(self._judge(config, (attempt,)) for config in chosen))])
 
   async def score_group(
     self, attempts: Sequence[Attempt], scores: Sequence[tuple[Score, ...]]
@@ -137,10 +137,10 @@ class ScorerPool:
       raise ValueError(f'attempts at {sorted({a.task.uid for a in attempts})}, wanted those at one task')
     all_of = lambda: [score for of in scores for score in of]
     if not drops_group(all_of(), self.config) and (chosen := self._in_force(attempts[0], per_group=True)):
-      judged = await asyncio.gather(*(self._judge(one, attempts, scores) for one in chosen))
+      judged = await asyncio.gather(*(self._judge(config, attempts, scores) for config in chosen))
       order = {scorer.name: place for place, scorer in enumerate(self.config.scorers)}
       merged = zip(scores, *judged, strict=True)
-      scores = tuple(tuple(sorted((*own, *more), key=lambda s: order[s.scorer])) for own, *more in merged)
+      scores = tuple(tuple(sorted((*single, *more), key=lambda s: order[s.scorer])) for single, *more in merged)
     for name in {s.scorer for s in all_of() if drops_group([s], self.config)}:
       self.counts[f'{name}/dropped_groups'] += 1
     return list(scores)
@@ -148,8 +148,8 @@ class ScorerPool:
   def take_metrics(self) -> dict[str, float]:
     """Returns failure counts since the last call as metrics; kinds that never occurred are left out."""
     taken, self._taken = self._taken, self.counts.copy()
-    told = [key for key in self.counts if key == 'breaks' or ('/' in key and not key.endswith(f'/{Status.OK}'))]
-    return {f'run/scorers/{key}': float(self.counts[key] - taken[key]) for key in sorted(told)}
+    reported = [key for key in self.counts if key == 'breaks' or ('/' in key and not key.endswith(f'/{Status.OK}'))]
+    return {f'run/scorers/{key}': float(self.counts[key] - taken[key]) for key in sorted(reported)}
 
   def _in_force(self, attempt: Attempt, *, per_group: bool) -> list[ScorerConfig]:
     chosen = in_force(self.config.scorers, attempt.task.domain, attempt.task.taskset)

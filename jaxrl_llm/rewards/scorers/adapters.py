@@ -113,18 +113,18 @@ def _file_module(path: pathlib.Path, where: str) -> ModuleType:
     del sys.modules[name]
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(path) else (lines or [0])[-1]
-    told = ' '.join(str(error).split())
-    raise UserError(f'{where}: {path}:{line}: {type(error).__name__}: {told}') from error
+    message = ' '.join(str(error).split())
+    raise UserError(f'{where}: {path}:{line}: {type(error).__name__}: {message}') from error
   return module
 
 
 def ground_truth(task: Task) -> Json:
   """Returns the truth with the type that it has in the row; the taskset's text if the taskset made its own."""
   judge = task.fields.get('reward_model')
-  owns = [judge.get('ground_truth') if isinstance(judge, Mapping) else None, task.fields.get('answer')]
-  for own in owns:
-    if own is not None and not isinstance(own, str) and json.dumps(own, ensure_ascii=False) == task.truth:
-      return own
+  values = [judge.get('ground_truth') if isinstance(judge, Mapping) else None, task.fields.get('answer')]
+  for value in values:
+    if value is not None and not isinstance(value, str) and json.dumps(value, ensure_ascii=False) == task.truth:
+      return value
   return task.truth
 
 
@@ -136,8 +136,8 @@ def data_source(task: Task) -> str:
 
 def prompt_text(task: Task) -> str:
   """Returns the prompt as one text: the row's if it is text, else the message contents joined by blank lines."""
-  own = task.fields.get('prompt')
-  return own if isinstance(own, str) else '\n\n'.join(message['content'] for message in task.prompt)
+  prompt = task.fields.get('prompt')
+  return prompt if isinstance(prompt, str) else '\n\n'.join(message['content'] for message in task.prompt)
 
 
 def _number(value: Any, where: str) -> float:
@@ -229,8 +229,8 @@ class UnknownTokens(Sequence):
 def _columns(attempts: Sequence[Attempt], truth_column: str) -> dict[str, list[Json]]:
   """Returns the rows' fields as TRL passes dataset columns: one list per field, one element per completion."""
   names = dict.fromkeys(name for attempt in attempts for name in attempt.task.fields)
-  own = [name for name in names if name not in ('prompt', 'completion', 'completion_ids')]
-  columns = {name: [attempt.task.fields.get(name) for attempt in attempts] for name in own}
+  kept = [name for name in names if name not in ('prompt', 'completion', 'completion_ids')]
+  columns = {name: [attempt.task.fields.get(name) for attempt in attempts] for name in kept}
   truths = [ground_truth(attempt.task) for attempt in attempts]
   if truth_column not in columns and any(truth is not None for truth in truths):
     columns[truth_column] = truths
@@ -249,8 +249,8 @@ def trl_verdicts(attempts: Sequence[Attempt], function: UserFunction, options: T
   """Calls the function once, as `GRPOTrainer` does; returns one verdict per attempt."""
   extras: dict[str, list[Any]] = {}
   metrics: dict[str, float] = {}
-  own = [attempt.task.fields.get('prompt') for attempt in attempts]
-  talks = [options.form == 'conversational' or (options.form == 'row' and isinstance(p, list)) for p in own]
+  row_prompts = [attempt.task.fields.get('prompt') for attempt in attempts]
+  talks = [options.form == 'conversational' or (options.form == 'row' and isinstance(p, list)) for p in row_prompts]
   message = lambda text: [{'role': 'assistant', 'content': text}]
   given = {
     **_columns(attempts, options.truth_column),

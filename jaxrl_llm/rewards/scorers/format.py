@@ -35,10 +35,10 @@ class Piece:
 def read_template(template: str, scorer: str = 'format') -> tuple[Piece, ...]:
   """Splits a template into its pieces, in order. Raises UserError if the template is malformed or ambiguous."""
 
-  def wrong(what: str) -> UserError:
+  def wrong(problem: str) -> UserError:
     example = '<answer>{answer}</answer>'
     return UserError(
-      f'scorer {scorer!r}: template {template!r} {what}; wanted text with named fields, as in {example!r}'
+      f'scorer {scorer!r}: template {template!r} {problem}; wanted text with named fields, as in {example!r}'
     )
 
   try:

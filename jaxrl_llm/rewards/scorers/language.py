@@ -122,24 +122,24 @@ def script(letter: str) -> str:
 
 def words(sentence: str) -> list[tuple[str, str]]:
   """Returns (word, script) for each word, in order."""
-  found: list[tuple[str, str]] = []
-  word, of = '', ''
+  tokens: list[tuple[str, str]] = []
+  word, word_script = '', ''
   for letter in f'{sentence} ':
-    own = script(letter)
-    if own == 'MARK' or (own == of and own not in _SINGLE):
+    letter_script = script(letter)
+    if letter_script == 'MARK' or (letter_script == word_script and letter_script not in _SINGLE):
       word += letter
       continue
-    if of in _SINGLE or len(word) > 1:
-      found.append((word, of))
-    word, of = letter, own
-  return [(word, of) for word, of in found if of]
+    if word_script in _SINGLE or len(word) > 1:
+      tokens.append((word, word_script))
+    word, word_script = letter, letter_script
+  return [(word, word_script) for word, word_script in tokens if word_script]
 
 
 def _latin(sentence: list[str], language: str) -> bool:
   """Whether the sentence's Latin words belong to the language."""
-  said = collections.Counter(word.casefold() for word in sentence)
-  own = {name: sum(said[word] for word in function) for name, function in FUNCTION_WORDS.items()}
-  return own[language] == max(own.values())
+  occurrences = collections.Counter(word.casefold() for word in sentence)
+  counts = {name: sum(occurrences[word] for word in function) for name, function in FUNCTION_WORDS.items()}
+  return counts[language] == max(counts.values())
 
 
 def share(text: str, language: Language) -> tuple[float, int]:

@@ -52,7 +52,7 @@ def score_length(
   attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...], *, options: LengthOptions
 ) -> tuple[Verdict, ...]:
   """Returns each attempt's reward, in [−0.5, 0.5]; None if its correctness is unknown."""
-  correct = [_correct(own, options.correct_by) for own in scores]
+  correct = [_correct(sample_scores, options.correct_by) for sample_scores in scores]
   lengths = [attempt.response_len for attempt in attempts]
   rewards = length_rewards(lengths, correct, ['group'] * len(attempts))
   return tuple(

@@ -43,18 +43,18 @@ _XML = re.compile(rf'<point\s+x="({_NUMBER})"\s+y="({_NUMBER})"', re.ASCII)
 def parse_box(text: str, form: str = 'xyxy') -> Box | None:
   """Returns the only box in the text: `[x1, y1, x2, y2]` or `(x1, y1), (x2, y2)`, top left and bottom right; None if
   there is no box, if two differ, or if the box has no area."""
-  found = {tuple(map(Fraction, numbers)) for pattern in (_FOUR, _CORNERS) for numbers in pattern.findall(text)}
-  if len(found) != 1:
+  boxes = {tuple(map(Fraction, numbers)) for pattern in (_FOUR, _CORNERS) for numbers in pattern.findall(text)}
+  if len(boxes) != 1:
     return None
-  a, b, c, d = found.pop()
+  a, b, c, d = boxes.pop()
   box = Box(a, b, a + c, b + d) if form == 'xywh' else Box(a, b, c, d)
   return box if box.x1 < box.x2 and box.y1 < box.y2 else None
 
 
 def parse_point(text: str) -> Point | None:
   """Returns the only point in the text, `(x, y)`, `[x, y]` or `<point x="…" y="…"`; None if none, or if two differ."""
-  found = {tuple(map(Fraction, numbers)) for pattern in (_TWO, _XML) for numbers in pattern.findall(text)}
-  return Point(*found.pop()) if len(found) == 1 else None
+  points = {tuple(map(Fraction, numbers)) for pattern in (_TWO, _XML) for numbers in pattern.findall(text)}
+  return Point(*points.pop()) if len(points) == 1 else None
 
 
 def iou(a: Box, b: Box) -> Fraction:
@@ -132,10 +132,10 @@ def score_box_iou(attempt: Attempt, *, options: BoxOptions) -> Verdict:
   box = parse_box(_answer(attempt, options.extraction, options.tag), options.form)
   if box is None:
     return Verdict(value=0.0, evidence={'reason': 'the answer is not one box with an area'})
-  found = iou(truth, box)
+  overlap = iou(truth, box)
   # The threshold as written: Fraction(0.7) is slightly less than 7/10.
-  value = float(found >= Fraction(str(options.threshold))) if options.threshold else float(found)
-  return Verdict(value=value, parts={'iou': float(found)}, evidence={'box': [float(number) for number in box]})
+  value = float(overlap >= Fraction(str(options.threshold))) if options.threshold else float(overlap)
+  return Verdict(value=value, parts={'iou': float(overlap)}, evidence={'box': [float(number) for number in box]})
 
 
 def score_point(attempt: Attempt, *, options: PointOptions) -> Verdict:

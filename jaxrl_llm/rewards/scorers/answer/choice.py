@@ -60,8 +60,8 @@ def parse_choice(text: str, choices: Mapping[str, str] | None) -> frozenset[str]
     if same:
       return frozenset(same) if len(same) == 1 else None
   if _SEVERAL.fullmatch(text) or (_TOGETHER.fullmatch(text) and len(set(text)) == len(text)):
-    found = frozenset(text) if _TOGETHER.fullmatch(text) else _letters(text)
-    return found if allowed(found) else None
+    letters = frozenset(text) if _TOGETHER.fullmatch(text) else _letters(text)
+    return letters if allowed(letters) else None
   match = _ONE.fullmatch(text)
   if not match or not match['rest']:
     return None
@@ -73,7 +73,7 @@ def parse_choice(text: str, choices: Mapping[str, str] | None) -> frozenset[str]
 
 
 def _letters(text: str) -> frozenset[str]:
-  return frozenset(_letter(found) for found in re.findall(_LETTER, re.sub(r'\band\b', ',', text, flags=re.IGNORECASE)))
+  return frozenset(_letter(token) for token in re.findall(_LETTER, re.sub(r'\band\b', ',', text, flags=re.IGNORECASE)))
 
 
 def choices_agree(truth: str, answer: str, choices: Mapping[str, str] | None) -> bool | None:

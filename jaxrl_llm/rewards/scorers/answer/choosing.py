@@ -40,18 +40,18 @@ def choose(truths: Iterable[str | None]) -> Chosen:
   hashed = sum('####' in truth for truth in given)
   extraction = HASHES_FIRST if 2 * hashed >= len(given) else ANYWHERE
   answers = [reference(truth) for truth in given]
-  what = f'of {len(given):,} different truths'
+  noun = f'of {len(given):,} different truths'
   if hashed == len(given) and all(parse_quantity(answer) for answer in answers):
     return Chosen(
-      {'mode': 'numeric', 'units': 'stated', 'extraction': extraction}, f'all {what} are numbers after ####'
+      {'mode': 'numeric', 'units': 'stated', 'extraction': extraction}, f'all {noun} are numbers after ####'
     )
   if all(_LETTER.fullmatch(answer) for answer in answers):
-    return Chosen({'mode': 'choice', 'extraction': extraction}, f'all {what} are letters of choices')
+    return Chosen({'mode': 'choice', 'extraction': extraction}, f'all {noun} are letters of choices')
   if all(_is_words(text) for answer in answers for text in aliases(answer)):
-    return Chosen({'mode': 'text', 'extraction': extraction}, f'all {what} are words')
+    return Chosen({'mode': 'text', 'extraction': extraction}, f'all {noun} are words')
   numbers = sum(parse_quantity(answer) is not None for answer in answers)
   why = (
-    f'all {what} are numbers' if numbers == len(given) else f'{numbers:,} {what} are numbers, others have other forms'
+    f'all {noun} are numbers' if numbers == len(given) else f'{numbers:,} {noun} are numbers, others have other forms'
   )
   return Chosen({'mode': 'latex', 'extraction': extraction}, why)
 

@@ -109,8 +109,8 @@ _RECKONED = re.compile(r'(?=.*\d)(?=.*[a-zA-Z])|\\sqrt', re.DOTALL)
 def unboxed(answer: str) -> str:
   """Unwraps a single box: `42` for `$\\boxed{42}$`; other text is unchanged."""
   inner = answer.strip().strip('$').strip()
-  found = candidates(inner, 'boxed')
-  return found[0] if len(found) == 1 and inner.startswith((r'\boxed', r'\fbox')) and inner.endswith('}') else answer
+  boxes = candidates(inner, 'boxed')
+  return boxes[0] if len(boxes) == 1 and inner.startswith((r'\boxed', r'\fbox')) and inner.endswith('}') else answer
 
 
 def _brackets(text: str) -> str:
@@ -217,8 +217,8 @@ def _sides_agree(truth: str, answer: str) -> bool | None:
   ):
     return False  # `2x = 42` is not 42.
   lettered = bool(formula and formula.symbols)
-  told = [side for side in got[:-1] if lettered or not re.search('[a-zA-Z]', _COMMANDS.sub('', side))]
-  verdicts = [_values_agree(value, side) for side in [*told, got[-1]]]
+  stated = [side for side in got[:-1] if lettered or not re.search('[a-zA-Z]', _COMMANDS.sub('', side))]
+  verdicts = [_values_agree(value, side) for side in [*stated, got[-1]]]
   return False if False in verdicts else None if None in verdicts else True
 
 

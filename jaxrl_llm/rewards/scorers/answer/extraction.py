@@ -109,7 +109,7 @@ def _held(text: str) -> list[tuple[_Box, str]]:
   """Returns the outermost boxes and their contents, without the commands of nested boxes."""
   outer, inner = _boxes(text)
   cuts = sorted([(box.begin, box.start) for box in inner] + [(box.end, box.end + 1) for box in inner])
-  found, next_cut = [], 0
+  held, next_cut = [], 0
   for box in outer:
     pieces, at = [], box.start
     while next_cut < len(cuts) and cuts[next_cut][0] < box.end:
@@ -119,8 +119,8 @@ def _held(text: str) -> list[tuple[_Box, str]]:
         pieces.append(text[at:cut])
         at = after
     pieces.append(text[at : box.end])
-    found.append((box, ' '.join(piece.strip() for piece in pieces if piece.strip())))
-  return found
+    held.append((box, ' '.join(piece.strip() for piece in pieces if piece.strip())))
+  return held
 
 
 def _boxed(text: str) -> list[list[str]]:
@@ -156,15 +156,15 @@ def boxed_lists(text: str) -> list[str]:
 
 
 def _between(text: str, left: str, right: str) -> list[str]:
-  found = []
+  parts = []
   start = text.find(left)
   while start >= 0:
     end = text.find(right, start + len(left))
     if end < 0:
       break
-    found.append(text[start + len(left) : end])
+    parts.append(text[start + len(left) : end])
     start = text.find(left, end + len(right))
-  return found
+  return parts
 
 
 def _formulas(text: str) -> list[str]:
@@ -182,7 +182,7 @@ def _formulas(text: str) -> list[str]:
 
 def _phrases(text: str) -> list[str]:
   starts = list(_PHRASE.finditer(text))
-  found = []
+  phrases = []
   for match, following in zip(starts, [*[m.start() for m in starts[1:]], len(text)]):
     lead = _LEAD.match(text, match.end(), following)
     begin = lead.end() if lead else match.end()
@@ -190,30 +190,30 @@ def _phrases(text: str) -> list[str]:
     end = _SENTENCE_END.search(text, formula.end() if formula else begin, following)
     end = end.start() if end else following
     reason = _REASON.search(text, begin, end)
-    found.append(text[begin : reason.start() if reason else end])
-  return found
+    phrases.append(text[begin : reason.start() if reason else end])
+  return phrases
 
 
 def candidates(text: str, method: Method, tag: str = 'answer') -> list[str]:
   """Returns every non-blank answer that `method` finds in the text, in order, stripped of white space at both ends."""
   match method:
     case 'whole':
-      found = [text]
+      answers = [text]
     case 'boxed':
-      found = [held for group in _boxed(text) for held in group]
+      answers = [held for group in _boxed(text) for held in group]
     case 'hashes':
-      found = [part.partition('\n')[0] for part in text.split('####')[1:]]
+      answers = [part.partition('\n')[0] for part in text.split('####')[1:]]
     case 'tags':
-      found = _between(text, f'<{tag}>', f'</{tag}>')
+      answers = _between(text, f'<{tag}>', f'</{tag}>')
     case 'phrase':
-      found = _phrases(text)
+      answers = _phrases(text)
     case 'bold':
-      found = _BOLD.findall(text[-MAX_LENGTH:])
+      answers = _BOLD.findall(text[-MAX_LENGTH:])
     case 'formula':
-      found = _formulas(text)
+      answers = _formulas(text)
     case 'number':
-      found = NUMBER.findall(text)[-1:]
-  return [answer.strip() for answer in found if answer.strip()]
+      answers = NUMBER.findall(text)[-1:]
+  return [answer.strip() for answer in answers if answer.strip()]
 
 
 def _without_echo(text: str, prompts: Sequence[str], method: Method, tag: str) -> str:
@@ -249,25 +249,25 @@ def extract(
     prompts: contents of the prompt's messages; all methods but `whole` ignore verbatim copies of them.
     key: maps an answer to a key; equal keys mean the same answer, a text key that it could not be read as a value.
   """
-  methods, found = (method,) if isinstance(method, str) else method, []
+  methods, answers = (method,) if isinstance(method, str) else method, []
   text = said(text)
   for method in methods:
     if method == 'whole' and method != methods[-1] and _PROSE.search(text):
       continue
-    told = text if method == 'whole' else _without_echo(text, prompts, method, tag)
-    found = candidates(told, method, tag)
-    if found:
+    searched = text if method == 'whole' else _without_echo(text, prompts, method, tag)
+    answers = candidates(searched, method, tag)
+    if answers:
       break
   else:
     return Extraction(None, NO_ANSWER)
-  if method == 'boxed' and max(map(len, found)) <= MAX_LENGTH:
-    found = [_joined(group, key) for group in _boxed(told)]
-  if max(map(len, found)) > MAX_LENGTH:
+  if method == 'boxed' and max(map(len, answers)) <= MAX_LENGTH:
+    answers = [_joined(group, key) for group in _boxed(searched)]
+  if max(map(len, answers)) > MAX_LENGTH:
     return Extraction(None, f'answer longer than {MAX_LENGTH} characters')
-  answer = found[-1]
-  if method == 'tags' and any(f'<{tag}>' in a for a in found):
+  answer = answers[-1]
+  if method == 'tags' and any(f'<{tag}>' in a for a in answers):
     return Extraction(None, 'answer inside an answer')
-  keys = {key(a) for a in set(found)}
+  keys = {key(a) for a in set(answers)}
   for other in (m for m in methods if m in EXPLICIT and m != method):
     also = set(candidates(_without_echo(text, prompts, other, tag), other, tag))
     keys |= {value for value in map(key, (a for a in also if len(a) <= MAX_LENGTH)) if not isinstance(value, str)}

@@ -144,10 +144,10 @@ def _part(text: str) -> list[Interval] | None:
 def _pieces(text: str) -> list[Interval] | None:
   pieces: list[Interval] = []
   for part in re.split(r'∪|\bU\b|\bor\b', text):
-    found = _part(part)
-    if found is None:
+    intervals = _part(part)
+    if intervals is None:
       return None
-    pieces += found
+    pieces += intervals
   return pieces if len(pieces) <= MAX_ELEMENTS else None
 
 

@@ -100,13 +100,13 @@ def parse_set(text: str) -> list[str] | None:
   if len(parts) > 1 and '' in parts:
     # `1, 2, and 3`
     parts = [part for i, part in enumerate(parts) if part or i != len(parts) - 2]
-  found = [named(part) for part in parts]
-  names = {name for name, _ in found}
+  pairs = [named(part) for part in parts]
+  names = {name for name, _ in pairs}
   letters = {re.sub(r'_(?:\{\w+\}|\w)$', '', name) for name in names}
-  if '' in [value for _, value in found] or len(letters - {''}) > 1 or len(parts) > MAX_ELEMENTS:
+  if '' in [value for _, value in pairs] or len(letters - {''}) > 1 or len(parts) > MAX_ELEMENTS:
     return None
   elements = []
-  for _, value in found:
+  for _, value in pairs:
     elements += [value.translate(signs) for signs in _BOTH] if '±' in value or '∓' in value else [value]
   return elements
 
@@ -129,8 +129,8 @@ def names(text: str) -> list[str]:
   name, _ = named(text)
   if name.startswith('('):
     return [letter.strip() for letter in name[1:-1].split(',')]
-  found = [named(part)[0] for part in split(inside(text, ('(', '[', '⟨'), (')', ']', '⟩')) or text, words=True)]
-  return found if all(found) and len(found) > 1 else []
+  entry_names = [named(part)[0] for part in split(inside(text, ('(', '[', '⟨'), (')', ']', '⟩')) or text, words=True)]
+  return entry_names if all(entry_names) and len(entry_names) > 1 else []
 
 
 def _elements_agree(truth: str, answer: str) -> bool:

@@ -94,8 +94,8 @@ def parse_number(text: str) -> Number | None:
   `2 \\times 10^{3}`), fractions and mixed numbers (plain or LaTeX), magnitudes (`3 million`), percent and a currency
   sign; ignores math delimiters, LaTeX text commands and spaces, bold marks and a final full stop.
   """
-  found = split_number(plain(text))
-  return found[0] if found and not found[1] else None
+  leading = split_number(plain(text))
+  return leading[0] if leading and not leading[1] else None
 
 
 def numbers_agree(truth: Number, answer: Number, *, absolute: float = 0.0, relative: float = 0.0) -> bool:

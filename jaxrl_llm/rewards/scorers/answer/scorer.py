@@ -85,11 +85,11 @@ def _quantity(text: str, options: AnswerOptions) -> Quantity | None:
     return plainly
   text = canonical(text)
   *sides, value = unlabelled(text).split('=')
-  found = _stated(value.strip(), options) or _in_one_piece(value.strip())
+  quantity = _stated(value.strip(), options) or _in_one_piece(value.strip())
   for place, side in enumerate(sides):
-    if found is None or not ((place == 0 and is_name(side)) or real_value(side.strip()) == found.number.value):
+    if quantity is None or not ((place == 0 and is_name(side)) or real_value(side.strip()) == quantity.number.value):
       return None
-  return found
+  return quantity
 
 
 def _stated(text: str, options: AnswerOptions) -> Quantity | None:
@@ -119,7 +119,7 @@ def _exact(truth: str, answer: str, options: AnswerOptions) -> bool:
 
 def _text(truth: str, answer: str, task: Task, options: AnswerOptions) -> bool | None:
   more = field_of(task, options.aliases_field)
-  listed = [one for one in more if isinstance(one, str)] if isinstance(more, list) else []
+  listed = [alias for alias in more if isinstance(alias, str)] if isinstance(more, list) else []
   return texts_agree([*aliases(truth), *listed], answer)
 
 
@@ -215,15 +215,15 @@ def score_answer(attempt: Attempt, *, options: AnswerOptions) -> Verdict:
     return Verdict(value=None, evidence={'reason': NO_TRUTH})
   options = _settled(options, attempt.task.truth)
   truth = reference(attempt.task.truth)
-  found = found_answer(attempt, options)
+  extraction = found_answer(attempt, options)
   evidence = {'truth': truth[:200]}
   # The truth is read even if there is no answer: whether a task can be scored must not depend on the completion.
-  agree = _agree(truth, found.answer or '', attempt.task, options)
+  agree = _agree(truth, extraction.answer or '', attempt.task, options)
   if agree is None:
     return Verdict(value=None, evidence={**evidence, 'reason': f'the truth is not {options.mode}'})
-  if found.answer is None:
-    return Verdict(value=0.0, evidence={**evidence, 'reason': found.reason})
-  return Verdict(value=float(agree), evidence={**evidence, 'answer': found.answer[:200]})
+  if extraction.answer is None:
+    return Verdict(value=0.0, evidence={**evidence, 'reason': extraction.reason})
+  return Verdict(value=float(agree), evidence={**evidence, 'answer': extraction.answer[:200]})
 
 
 def answer_scorer(**options: Any) -> Scorer:

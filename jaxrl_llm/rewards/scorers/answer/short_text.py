@@ -48,12 +48,12 @@ def aliases(truth: str) -> list[str]:
       several = json.loads(truth)
     except ValueError:
       return [truth]
-    if isinstance(several, list) and several and all(isinstance(one, str) for one in several):
+    if isinstance(several, list) and several and all(isinstance(alias, str) for alias in several):
       return several
   return [truth]
 
 
 def texts_agree(accepted: list[str], answer: str) -> bool | None:
   """Whether the answer is an accepted one; None if all accepted ones are empty after normalisation."""
-  wanted = {normalise(one) for one in accepted} - {''}
+  wanted = {normalise(text) for text in accepted} - {''}
   return normalise(answer) in wanted if wanted else None

@@ -216,10 +216,10 @@ def parse_quantity(text: str) -> Quantity | None:
 
 
 def _one(text: str) -> Quantity | None:
-  found = split_number(text)
-  if found is None:
+  leading = split_number(text)
+  if leading is None:
     return None
-  number, rest = found
+  number, rest = leading
   head = text[: len(text) - len(rest)]
   currency = next((sign for sign in '$€£¥' if sign in head), '')
   if not rest.strip() and not currency:

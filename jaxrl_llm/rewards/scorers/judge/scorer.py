@@ -145,11 +145,11 @@ class Judge(Remote):
       except Malformed as wrong:
         if tries > self.options.malformed_retries:
           raise RemoteError(f'no verdict in {tries} answers; the last: {wrong}: {text[-200:]!r}') from None
-        told = f'That is no verdict: {wrong}. Answer the question again, with one JSON object of the form asked for.'
+        hint = f'That is no verdict: {wrong}. Answer the question again, with one JSON object of the form asked for.'
         messages = [
           *body['messages'],
           {'role': 'assistant', 'content': text or '(nothing)'},
-          {'role': 'user', 'content': told},
+          {'role': 'user', 'content': hint},
         ]
       else:
         self._cache.put(key, answer)
@@ -194,7 +194,7 @@ def pairs(count: int, against: str) -> list[tuple[int, int]]:
   if against == 'first':
     return [(0, other) for other in range(1, count)]
   if against == 'next' and count > 2:
-    return [(one, (one + 1) % count) for one in range(count)]
+    return [(index, (index + 1) % count) for index in range(count)]
   return list(itertools.combinations(range(count), 2))
 
 
@@ -211,20 +211,20 @@ class ComparingJudge(Judge):
       return (Verdict(value=None, evidence={'reason': 'a group of one has nothing to be compared with'}),)
     games = pairs(count, self.options.against)
     completions = [attempt.completion for attempt in attempts]
-    compare = lambda one, other: self._compare(template, texts, completions[one], completions[other])
+    compare = lambda first, second: self._compare(template, texts, completions[first], completions[second])
     try:
       async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(compare(one, other)) for one, other in games]
+        tasks = [group.create_task(compare(first, second)) for first, second in games]
     except BaseExceptionGroup as failed:
       raise first_cause(failed) from None
     results = [task.result() for task in tasks]
     return tuple(_standing(index, games, results, self.options.model) for index in range(count))
 
-  async def _compare(self, template: str, texts: Mapping[str, str], one: str, other: str) -> tuple[float, bool]:
+  async def _compare(self, template: str, texts: Mapping[str, str], first: str, second: str) -> tuple[float, bool]:
     """Returns the result of `one` against `other` (1, 0 or, for a tie, 0.5), and whether both orders agree."""
-    if one == other:
+    if first == second:
       return 0.5, True
-    orders = [{**texts, 'first': one, 'second': other}, {**texts, 'first': other, 'second': one}]
+    orders = [{**texts, 'first': first, 'second': second}, {**texts, 'first': second, 'second': first}]
     said = await asyncio.gather(*(self.ask(fill(template, 'pairwise', order), read_winner) for order in orders))
     values = {'A': 1.0, 'B': 0.0, 'tie': 0.5}
     straight, turned = values[said[0].answer['winner']], 1.0 - values[said[1].answer['winner']]
@@ -234,9 +234,9 @@ class ComparingJudge(Judge):
 def _standing(index: int, games: list[tuple[int, int]], results: list[tuple[float, bool]], model: str) -> Verdict:
   """Returns the mean result of an attempt over its comparisons."""
   values, disagree = [], 0
-  for (one, other), (value, agreed) in zip(games, results, strict=True):
-    if index in (one, other):
-      values.append(value if index == one else 1.0 - value)
+  for (first, second), (value, agreed) in zip(games, results, strict=True):
+    if index in (first, second):
+      values.append(value if index == first else 1.0 - value)
       disagree += not agreed
   evidence = {
     'compared': len(values),

@@ -105,14 +105,14 @@ def check_template(template: str, mode: str, where: str) -> None:
   """Raises UserError if the template lacks a required field or has an unknown one."""
   fields = _FIELDS[mode]
   try:
-    found = fields_of(template)
+    present = fields_of(template)
     plain = not any(spec or conversion for _, _, spec, conversion in string.Formatter().parse(template))
   except ValueError as error:
     raise UserError(f'{where}: template does not parse ({error}); literal braces are doubled') from None
-  missing, unknown = fields - {'truth', 'question'} - found, found - fields
+  missing, unknown = fields - {'truth', 'question'} - present, present - fields
   if missing or unknown or not plain:
-    what = f'lacks {sorted(missing)}' if missing else f'has {sorted(unknown)}' if unknown else 'has a format of its own'
-    raise UserError(f'{where}: template {what}; wanted plain fields out of {sorted(fields)} in mode {mode}')
+    flaw = f'lacks {sorted(missing)}' if missing else f'has {sorted(unknown)}' if unknown else 'has a format of its own'
+    raise UserError(f'{where}: template {flaw}; wanted plain fields out of {sorted(fields)} in mode {mode}')
 
 
 def marker_key(texts: Iterable[str], seed: str, size: int = 8) -> str:
@@ -141,7 +141,7 @@ def read_answer(text: str, wanted: str) -> dict[str, Json]:
   text = text[:_MAX_TEXT].lstrip()
   if text.startswith('<think>'):  # Elsewhere the tag may be quoted, after the verdict.
     text = text.partition('</think>')[2]
-  found, decoder, position, broken = [], json.JSONDecoder(), 0, 0
+  objects, decoder, position, broken = [], json.JSONDecoder(), 0, 0
   for start in (match.start() for match in _OBJECT.finditer(text)):
     if start < position:  # Inside the previous object.
       continue
@@ -152,13 +152,13 @@ def read_answer(text: str, wanted: str) -> dict[str, Json]:
       if broken > _MAX_BROKEN:
         raise Malformed('it is full of broken JSON objects') from None
       continue
-    if wanted in value and value[wanted] not in [other[wanted] for other in found]:
-      found.append(value)
-  if not found:
+    if wanted in value and value[wanted] not in [other[wanted] for other in objects]:
+      objects.append(value)
+  if not objects:
     raise Malformed(f'it has no JSON object with "{wanted}"')
-  if len(found) > 1:
-    raise Malformed(f'it has {len(found)} JSON objects with different "{wanted}"')
-  return found[0]
+  if len(objects) > 1:
+    raise Malformed(f'it has {len(objects)} JSON objects with different "{wanted}"')
+  return objects[0]
 
 
 def read_score(text: str) -> dict[str, Json]:

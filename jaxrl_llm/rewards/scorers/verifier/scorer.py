@@ -141,8 +141,8 @@ def score_verifier(attempt: Attempt, *, options: VerifierOptions) -> Verdict:
     answer, reason = attempt.completion.strip() if options.strip else attempt.completion, 'no answer'
   else:
     prompts = [message['content'] for message in attempt.task.prompt]
-    found = extract(attempt.completion, method=options.extraction, tag=options.tag, prompts=prompts)
-    answer, reason = found.answer, found.reason
+    extraction = extract(attempt.completion, method=options.extraction, tag=options.tag, prompts=prompts)
+    answer, reason = extraction.answer, extraction.reason
   if not answer:
     return Verdict(value=0.0, evidence={'reason': reason})
   name, entry = fields['reasoning_gym'], fields['entry']
