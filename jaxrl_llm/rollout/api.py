@@ -1,7 +1,7 @@
-"""What an engine is: tokens in, tokens out, and for every token the version of the weights that drew it.
+"""Inference engine interface: tokens in, tokens out, each token attributed to the weight version that sampled it.
 
-Invariant: nothing here is text, and nothing says how or where an engine runs, so that workflows, the gate and the
-publisher drive a JAX sampler in this process and servers elsewhere alike.
+Invariant: nothing here handles text or depends on how or where an engine runs, so workflows, the gate and the publisher
+drive an in-process JAX sampler and remote servers alike.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.core.types import Params, Version
 
 WORD = 2**32
-"""Words of a key are below it."""
+"""Exclusive upper bound of a key word."""
 
 CUT = 'load'
-"""`Segment.finish` of tokens that others of the same completion follow, under the next version."""
+"""`Segment.finish` of a segment cut by a weight load: the completion continues under the next version."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-  """How a token is drawn: logits over temperature, then top-k, then top-p of the rest, renormalised.
+  """Sampling parameters: logits over temperature, then top-k, then top-p of the rest, renormalised.
 
   Training rollouts leave top_p and top_k off: the trainer compares unfiltered distributions.
   """
@@ -35,9 +35,9 @@ class Sampling:
   temperature: float = 1.0
   """0 is greedy: the most probable token, its logprob at temperature 1."""
   top_p: float = 1.0
-  """Keep the fewest most probable tokens whose probabilities sum to at least this; 1 is off."""
+  """Keep the smallest set of most probable tokens whose probabilities sum to at least this; 1 is off."""
   top_k: int = -1
-  """Keep the k most probable tokens (and those tied with the k-th); -1 is off."""
+  """Keep the k most probable tokens (and ties with the k-th); -1 is off."""
 
   def __post_init__(self):
     if not 0.0 <= self.temperature < float('inf'):
@@ -49,27 +49,27 @@ class Sampling:
 
   @property
   def filtered(self) -> bool:
-    """Whether tokens are drawn from less than the whole vocabulary. Filters do not change a greedy choice."""
+    """Whether top-k or top-p restricts the vocabulary. Filters do not change a greedy choice."""
     return self.temperature > 0 and (self.top_p < 1 or self.top_k != -1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-  """One prompt and how many continuations of it are wanted."""
+  """One prompt and the number of completions to sample."""
 
   uid: str
-  """For messages and logs; not a source of randomness."""
+  """Identifier for messages and logs; not a source of randomness."""
   prompt: tuple[int, ...]
   max_tokens: int
-  """Of each completion."""
+  """Maximum length of each completion."""
   sampling: Sampling = dataclasses.field(default_factory=Sampling)
   stop_ids: tuple[int, ...] = ()
-  """Each of these ends a completion and is its last token."""
+  """Stop tokens; the one that ends a completion is kept as its last token."""
   samples: int = 1
-  """Completions wanted; sample i of n is the same whatever n is."""
+  """Number of completions; sample i does not depend on this number."""
   key: tuple[int, ...]
-  """Counter words (uint32) that name the request's randomness: with the engine's seed, the sample's index and the
-  token's position they fix every draw."""
+  """Counter-based RNG words (uint32) of the request: with the engine's seed, the sample index and the token position
+  they determine every draw."""
 
   def __post_init__(self):
     if not self.prompt:
@@ -84,15 +84,15 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:
-  """What one sample of a request came to. All arrays have the length of `tokens`."""
+  """One sampled completion of a request. All arrays have the length of `tokens`."""
 
   tokens: Int32[np.ndarray, 'time']
-  """The stop token included, the prompt not."""
+  """Completion tokens, including the stop token; without the prompt."""
   logprobs: Float32[np.ndarray, 'time']
-  """Of each token, under the distribution it was drawn from (see `Sampling`)."""
+  """Logprob of each token under the distribution it was drawn from (see `Sampling`)."""
   finish: Finish
   segments: tuple[Segment, ...]
-  """Cover the tokens from 0 on without a gap, one for each version that drew some."""
+  """One segment per version that sampled tokens; together they cover the tokens from 0 on without gaps."""
 
   def __post_init__(self):
     if len(self.tokens) != len(self.logprobs):
@@ -104,72 +104,72 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probe:
-  """Fixed token sequences, and what the trainer makes of them: the same model gives the same numbers."""
+  """Fixed token sequences and the trainer's logprobs for them, which an engine serving the same model reproduces."""
 
   sequences: Int32[np.ndarray, 'sequences time']
   logprobs: Float32[np.ndarray, 'sequences time']
-  """At temperature 1; `logprobs[:, 0]` is 0."""
+  """Logprobs at temperature 1; `logprobs[:, 0]` is 0."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Weights:
-  """A version of the policy on its way to an engine."""
+  """Weights of one policy version, for loading into an engine."""
 
   version: Version
   leaves: Iterable[tuple[str, np.ndarray]]
-  """(name in the parameter tree, array), each once, by name; an array may go when the next is asked for."""
+  """(name in the parameter tree, array), each once, sorted by name; an array is valid only until the next is requested."""
   probe: Probe | None = None
-  """For engines whose arithmetic is not the trainer's; None = unchecked."""
+  """Check for engines whose arithmetic differs from the trainer's; None = unchecked."""
 
   @classmethod
   def of(cls, params: Params, version: Version) -> Weights:
-    """Of a tree on the host."""
+    """Builds weights from a parameter tree on the host."""
     return cls(version=version, leaves=[(name, np.asarray(leaf)) for name, leaf in sorted(flatten(params).items())])
 
 
 @runtime_checkable
 class Generator(Protocol):
-  """Whoever answers requests."""
+  """Anything that generates completions."""
 
   def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
-    """(sample index, completion) for each of `request.samples`, as they end. Leaving the iteration drops the rest."""
+    """Yields (sample index, completion) for each of `request.samples`, as they finish. Ending the iteration drops the rest."""
     ...
 
 
 @runtime_checkable
 class Engine(Generator, Protocol):
-  """Generates tokens under one policy, whose weights can be replaced while it runs.
+  """Generates tokens with one policy, whose weights can be replaced while it runs.
 
-  `load` holds dispatch: it waits for what the device is doing, replaces the weights, and lets go on. A completion
-  under way at that moment carries on under the new weights in a new segment; one that has not begun is wholly new.
+  `load` pauses dispatch: it waits for running device work, replaces the weights, and resumes. A completion in flight
+  continues under the new weights in a new segment; one that has not started uses the new weights throughout.
   """
 
   name: str
 
   @property
   def version(self) -> Version | None:
-    """Of the weights that draw the next token; None before the first `load`."""
+    """Version of the weights that sample the next token; None before the first `load`."""
     ...
 
   async def load(self, weights: Weights) -> None:
-    """Takes a copy of the weights: the caller may change, donate or delete its own as soon as this returns.
+    """Copies the weights: the caller may change, donate or delete its arrays as soon as this returns.
 
-    `weights.leaves` is gone through on the process's device thread: the arrays may come from collectives.
+    Iterates `weights.leaves` on the process's device thread: the arrays may come from collectives.
     """
     ...
 
   async def relabel(self, version: Version) -> None:
-    """The weights that it serves are also those of `version`, and go by that name from now on."""
+    """Renames the served weights to `version`, whose weights are identical."""
     ...
 
   def take_metrics(self) -> dict[str, float]:
-    """What was measured since the last call, by metric key."""
+    """Metrics since the last call, by metric key."""
     ...
 
   async def start(self) -> None:
-    """Makes ready to serve; everything that is slow once (compilation, a server's start) happens here."""
+    """Prepares to serve; all slow one-time work (compilation, server start) happens here."""
     ...
 
   async def close(self) -> None:
-    """Ends the engine; calls under way fail."""
+    """Shuts down the engine; calls in flight fail."""
     ...

@@ -1,4 +1,4 @@
-"""Auxiliary models: other models than the policy that workflows may ask, on OpenAI-compatible servers."""
+"""Auxiliary models: models other than the policy that workflows may query on OpenAI-compatible servers."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from jaxrl_llm.core.records.task import Message
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuxiliaryConfig(RemoteOptions):
-  """A model that workflows may ask besides the policy, on OpenAI-compatible servers."""
+  """An auxiliary model and its OpenAI-compatible servers."""
 
   name: str
-  """What workflows call it."""
+  """Name by which workflows refer to it."""
   model: str
-  """What its servers call it."""
+  """Model name in requests to its servers."""
 
   def __post_init__(self):
     self.check(f'rollout.auxiliary.{self.name}')
 
 
 class AuxiliaryModel(Remote):
-  """One of them."""
+  """Client of one auxiliary model."""
 
   def __init__(self, config: AuxiliaryConfig):
     super().__init__(config, f'rollout.auxiliary.{config.name}', CHAT_PATH)
     self.name, self._model = config.name, config.model
 
   async def ask(self, messages: Sequence[Message], *, max_tokens: int, temperature: float) -> str:
-    """The text of its answer. Raises RunError when no server gives one."""
+    """Returns the text of the model's reply. Raises RunError if no server replies."""
     body = {'model': self._model, 'messages': [dict(message) for message in messages]}
     try:
       answer = await self.post({**body, 'max_tokens': max_tokens, 'temperature': temperature})

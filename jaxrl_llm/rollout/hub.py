@@ -1,6 +1,6 @@
-"""What a workflow may ask for in the middle of an episode, in the master's process or in another.
+"""Services available to a workflow during an episode, in the master process or in an explorer.
 
-Invariant: a workflow reaches models and scorers through its hub alone, so all that it asks passes through the master.
+Invariant: a workflow reaches models and scorers only through its hub, so all its requests pass through the master.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from jaxrl_llm.rollout.api import Completion, Request
 
 @runtime_checkable
 class Hub(Protocol):
-  """Whom a workflow asks."""
+  """Gives a workflow access to the policy, the scorers and the auxiliary models."""
 
   def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
-    """The policy's completions, as `Engine.generate` gives them."""
+    """Yields the policy's completions; see `Generator.generate`."""
     ...
 
   async def score(self, attempt: Attempt) -> Reward:
-    """What the run's scorers say of an unfinished attempt. It is not stored: the sample is scored when it has ended."""
+    """Scores an unfinished attempt with the run's scorers. Not stored: the finished sample is scored separately."""
     ...
 
   async def ask(self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float = 0.0) -> str:
-    """What an auxiliary model of `rollout.auxiliary` answers. Raises RunError when none of its servers does."""
+    """Returns the reply of an auxiliary model of `rollout.auxiliary`. Raises RunError if none of its servers replies."""
     ...

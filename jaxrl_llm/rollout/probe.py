@@ -1,4 +1,4 @@
-"""The trainer's side of the probe: what its own forward pass makes of fixed token sequences."""
+"""The trainer's side of the probe: logprobs of fixed token sequences from its own forward pass."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from jaxrl_llm.parallel.rules import replicated
 from jaxrl_llm.rollout.api import Probe
 
 SEQUENCES, LENGTH = 2, 160
-"""Of the probe; longer than a block of vLLM's cache (128 tokens on CPUs) where the model's length allows."""
+"""Shape of the probe; longer than a vLLM cache block (128 tokens on CPUs) where the model's length allows."""
 
 
 class Prober:
-  """Makes the probe of each version; called by every process, for its forward pass is sharded as the parameters are."""
+  """Computes the probe of each version; every process calls it, since the forward pass is sharded like the parameters."""
 
   def __init__(self, model: Model, mesh: Mesh, *, max_length: int):
     """
     Args:
-      max_length: tokens of the longest sequence that the engines serve; a probe is at least one shorter, since a
-        server draws a token after it.
+      max_length: tokens of the longest sequence that the engines serve; a probe is at least one token shorter, since
+        a server samples a token after it.
     """
     length = max(2, min(LENGTH, max_length - 1))
     self._sequences = np.random.default_rng(0).integers(0, model.spec.vocab_size, (SEQUENCES, length), np.int32)
@@ -41,6 +41,6 @@ class Prober:
     self._forward = jax.jit(forward, out_shardings=replicated(mesh))
 
   def probe(self, params: Params) -> Probe:
-    """On the device thread."""
+    """Computes the probe; call it on the device thread."""
     logprobs = np.asarray(self._forward(params).addressable_data(0), np.float32)
     return Probe(sequences=self._sequences, logprobs=logprobs)

@@ -1,4 +1,4 @@
-"""Publishing full weights: sharded parameters to host arrays on process 0, one at a time, and on to the engine."""
+"""Weight publishing: gathers sharded parameters to host arrays in process 0, one at a time, and loads the engine."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from jaxrl_llm.runtime.events import SILENT, Edge, Events
 
 
 class Gatherer:
-  """Whole host arrays of sharded parameters, in process 0; every process takes part."""
+  """Gathers sharded parameters to full host arrays in process 0; every process takes part."""
 
   def __init__(self, mesh: Mesh, lora: LoraConfig | None = None):
     """
     Args:
-      lora: of the parameters' adapters, which are merged into what they stand on; None: arrays as they are.
+      lora: configuration of the adapters, which are merged into their base weights; None: arrays are left unchanged.
     """
     self._lora, whole = lora, replicated(mesh)
     self._replicate = jax.jit(lambda x: x, out_shardings=whole)
@@ -34,10 +34,10 @@ class Gatherer:
     self._leads = jax.process_index() == 0
 
   def leaves(self, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) for each parameter, in the same order in every process, which must all go through them.
+    """Yields (name, array) for each parameter, in the same order in every process; all processes must iterate.
 
-    One array is whole on the devices at a time, so that a model larger than one device passes through. An array may
-    be a view of a buffer that an update donates: copy what must stay.
+    Only one array at a time is replicated on the devices, so the model may be larger than one device. An array may be
+    a view of a buffer that an update donates: copy what must outlive it.
     """
     for name, array in merged(params, self._lora):
       if self._several:
@@ -45,7 +45,7 @@ class Gatherer:
       yield name, np.asarray(array)
 
   def gather(self, params: Params) -> Any:
-    """The tree as own NumPy arrays in process 0; None elsewhere."""
+    """Returns the tree as NumPy copies in process 0; None elsewhere."""
     host = {}
     for name, array in self.leaves(params):
       if self._leads:
@@ -53,13 +53,13 @@ class Gatherer:
     return unflatten(host) if self._leads else None
 
   def take_part(self, params: Params) -> None:
-    """What the other processes do while process 0 goes through `leaves`."""
+    """Joins the collectives in the other processes while process 0 iterates `leaves`."""
     for _ in self.leaves(params):
       pass
 
 
 class Publisher:
-  """Brings the engine to a version; a version that it already serves is not sent again."""
+  """Publishes policy versions to the engine; a version that it already serves is not sent again."""
 
   def __init__(
     self,
@@ -73,9 +73,9 @@ class Publisher:
   ):
     """
     Args:
-      engine: in process 0; None in the others, which take part in gathering.
-      prober: says what the trainer makes of fixed sequences; None for an engine that needs no such proof.
-      changing: what of the parameters the engine is sent after it has had all of them once.
+      engine: the engine in process 0; None in the others, which only take part in gathering.
+      prober: computes the trainer's logprobs of fixed sequences; None for an engine that needs no check.
+      changing: selects the parameters to send after the first full publish.
     """
     self._engine, self._device, self._gatherer, self._prober = engine, device, gatherer, prober
     self._changing, self._events = changing, events
@@ -84,14 +84,14 @@ class Publisher:
 
   @property
   def served(self) -> Version | None:
-    """The version that the engine has acknowledged; the same in every process."""
+    """Version that the engine last acknowledged; the same in every process."""
     return self._served
 
   async def publish(self, params: Params, version: Version, *, moved: int) -> None:
-    """Returns when the engine has acknowledged `version`. Called by every process.
+    """Publishes `version` and returns once the engine has acknowledged it. Called by every process.
 
     Args:
-      moved: step at which the weights last changed: while it is the same, they are acknowledged without being sent.
+      moved: step at which the weights last changed; if it has not changed, the engine only relabels its weights.
     """
     if version == self._served:
       return

@@ -1,7 +1,7 @@
-"""Turns a task into samples. The single-turn workflow: prompt in, n completions out, token-exact.
+"""Workflows, which turn a task into samples, and the single-turn one: prompt in, n completions out, token-exact.
 
-A workflow of one's own is a function of (hub, tokenizer, max_tokens, **options) that gives a `Workflow`; a run names it
-in `rollout.workflow`.
+A custom workflow is a function of (hub, tokenizer, max_tokens, **options) that returns a `Workflow`; a run selects it in
+`rollout.workflow`.
 """
 
 from __future__ import annotations
@@ -25,53 +25,53 @@ from jaxrl_llm.tasks.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkflowConfig:
-  """How a task becomes samples."""
+  """Selects the workflow of a run."""
 
   kind: str = 'single_turn'
-  """'single_turn', or your own as 'module:attribute'."""
+  """'single_turn', or a custom workflow as 'module:attribute'."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Your own's keyword arguments."""
+  """Keyword arguments of a custom workflow."""
 
 
 @runtime_checkable
 class Workflow(Protocol):
-  """How a task becomes samples; many tasks are under way at once."""
+  """Turns tasks into samples; many tasks are in flight at once."""
 
   def run(
     self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
   ) -> AsyncIterator[tuple[Sample, str]]:
-    """Yields each sample with what the policy said in it, as soon as it ends; each index below `samples` once.
+    """Yields each sample with its decoded response as soon as it finishes; each index below `samples` once.
 
-    Leaving the iteration ends what is under way.
+    Ending the iteration cancels the samples in flight.
 
     Args:
-      task: what to attempt.
-      visit: how often the task had been drawn before, in this stage and earlier ones; part of every request's key.
-      stage: first part of the samples' names: `<stage>/<task uid>/<visit>/<index>`, the group's without the index.
-      samples: how many.
-      sampling: how tokens are drawn.
+      task: the task to attempt.
+      visit: how often the task was drawn before, in this stage and earlier ones; part of every request's key.
+      stage: first part of the sample uid `<stage>/<task uid>/<visit>/<index>`; the group id omits the index.
+      samples: number of samples.
+      sampling: sampling parameters.
     """
     ...
 
   def text(self, sample: Sample) -> str:
-    """What the policy said in it."""
+    """Decodes the policy's response."""
     ...
 
 
 class Roster:
-  """The samples of a group that have arrived. Each index below `samples` is wanted once."""
+  """Tracks which samples of a group have arrived. Each index below `samples` is expected once."""
 
   def __init__(self, group: str, samples: int):
     """
     Args:
-      group: its name, `<stage>/<task uid>/<visit>`, which its samples' names begin with.
-      samples: how many are wanted.
+      group: group id `<stage>/<task uid>/<visit>`, the prefix of its samples' uids.
+      samples: number of expected samples.
     """
     self._seen: set[int] = set()
     self._group, self._samples = group, samples
 
   def take(self, sample: Sample) -> bool:
-    """Whether it is the first of its index. Raises ValueError for one that is not wanted."""
+    """Returns whether the sample is the first of its index. Raises ValueError for one that is not expected."""
     index = sample.sample_index
     if not 0 <= index < self._samples:
       raise ValueError(f'sample {sample.uid} has index {index}, wanted one of {self._samples}')
@@ -84,7 +84,7 @@ class Roster:
     return True
 
   def incomplete(self) -> str:
-    """The error of a workflow that ends now; empty if every sample has arrived."""
+    """Returns the error of a workflow that ends now; empty if every sample has arrived."""
     missing = sorted({*range(self._samples)} - self._seen)
     return f'its workflow ended without sample {missing[0]} of {self._samples}' if missing else ''
 
@@ -92,10 +92,10 @@ class Roster:
 async def checked_run(
   workflow: Workflow, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
 ) -> AsyncIterator[tuple[Sample, str]]:
-  """Yields each sample of `workflow.run` once: the first of an index counts, as from explorer processes.
+  """Yields each sample of `workflow.run` once: the first of an index counts, as with explorer processes.
 
   Raises:
-    RunError: a sample is none of those wanted, or one of these did not come.
+    RunError: the workflow yields an unexpected sample or omits an expected one.
   """
   group = f'{stage}/{task.uid}/{visit}'
   roster = Roster(group, samples)
@@ -115,7 +115,7 @@ async def checked_run(
 
 
 class SingleTurn:
-  """One prompt, one completion per sample."""
+  """Workflow with one prompt and one completion per sample."""
 
   def __init__(self, engine: Generator, tokenizer: Tokenizer, *, max_tokens: int):
     self._engine, self._tokenizer, self._max_tokens = engine, tokenizer, max_tokens
@@ -123,7 +123,7 @@ class SingleTurn:
   async def run(
     self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
   ) -> AsyncIterator[tuple[Sample, str]]:
-    if self._tokenizer.renders_elsewhere:  # Its process may take a while, or never answer.
+    if self._tokenizer.renders_elsewhere:  # Its process may be slow or never answer.
       prompt = await asyncio.to_thread(self._tokenizer.render_prompt, task.prompt)
     else:
       prompt = self._tokenizer.render_prompt(task.prompt)
@@ -147,14 +147,14 @@ class SingleTurn:
 
 
 def completion_text(tokenizer: Tokenizer, tokens: Int[np.ndarray, '...'], finish: Finish) -> str:
-  """What the policy said, without the token that ended it."""
+  """Decodes the policy's response without its stop token."""
   return tokenizer.decode([int(t) for t in (tokens[:-1] if finish == Finish.STOP else tokens)])
 
 
 def rollout_sample(
   task: Task, visit: int, index: int, prompt: list[int], completion: Completion, *, group: str, temperature: float
 ) -> Sample:
-  """The durable record of one completion."""
+  """Builds the sample record of one completion."""
   before, after = len(prompt), len(completion.tokens)
   sampled = np.r_[np.zeros(before, bool), np.ones(after, bool)]
   segments = tuple(
@@ -185,7 +185,7 @@ def rollout_sample(
 
 
 def demonstration_sample(task: Task, answer: str, tokenizer: Tokenizer, *, number: int) -> Sample:
-  """The record of a demonstration: trained on, not sampled."""
+  """Builds the sample record of a demonstration: trained on, not sampled."""
   prompt, completion = tokenizer.render_answer(task.prompt, answer)
   tokens = np.array([*prompt, *completion], np.int32)
   given = np.r_[np.zeros(len(prompt), bool), np.ones(len(completion), bool)]
