@@ -117,7 +117,7 @@ class Weights:
 
   version: Version
   leaves: Iterable[tuple[str, np.ndarray]]
-  """(name in the parameter tree, array), each once, sorted by name; an array is valid only until the next is requested."""
+  """(name in the parameter tree, array), sorted by name; an array is valid only until the next is requested."""
   probe: Probe | None = None
   """Check for engines whose arithmetic differs from the trainer's; None = unchecked."""
 
@@ -132,7 +132,7 @@ class Generator(Protocol):
   """Anything that generates completions."""
 
   def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
-    """Yields (sample index, completion) for each of `request.samples`, as they finish. Ending the iteration drops the rest."""
+    """Yields (sample index, completion) of each sample as it finishes. Ending the iteration drops the rest."""
     ...
 
 

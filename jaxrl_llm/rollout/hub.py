@@ -26,5 +26,5 @@ class Hub(Protocol):
     ...
 
   async def ask(self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float = 0.0) -> str:
-    """Returns the reply of an auxiliary model of `rollout.auxiliary`. Raises RunError if none of its servers replies."""
+    """Returns the reply of a model of `rollout.auxiliary`. Raises RunError if none of its servers replies."""
     ...

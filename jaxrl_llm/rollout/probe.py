@@ -19,7 +19,7 @@ SEQUENCES, LENGTH = 2, 160
 
 
 class Prober:
-  """Computes the probe of each version; every process calls it, since the forward pass is sharded like the parameters."""
+  """Computes the probe of each version in every process, since the forward pass is sharded like the parameters."""
 
   def __init__(self, model: Model, mesh: Mesh, *, max_length: int):
     """

@@ -1,7 +1,7 @@
 """Workflows, which turn a task into samples, and the single-turn one: prompt in, n completions out, token-exact.
 
-A custom workflow is a function of (hub, tokenizer, max_tokens, **options) that returns a `Workflow`; a run selects it in
-`rollout.workflow`.
+A custom workflow is a function of (hub, tokenizer, max_tokens, **options) that returns a `Workflow`; a run selects it
+in `rollout.workflow`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Checks of messages from explorers: types, the limits of the run, and names and versions of the lease.
+"""Validation of explorer messages: types, the limits of the run, and the names and versions of the lease.
 
-Invariant: a message that passes could come from an honest explorer of this run, so it does not end the run later.
+Invariant: a message that passes could come from an honest explorer of this run, so it cannot end the run later.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from jaxrl_llm.rollout.explorers.leases import Group, Misbehaved
 T = TypeVar('T')
 
 _MAX_NAME, _MAX_UID, _MAX_LINE, _MAX_ERROR = 128, 1024, 400, 2000
-"""Characters."""
+"""Maximum lengths in characters."""
 _MIN_SECRET, _MAX_SECRET = 16, 128
-"""Characters."""
+"""Length limits in characters."""
 _MAX_SAMPLES, _MAX_KEY = 4096, 64
-"""Completions of a request, and words of its key."""
+"""Maximum completions per request, and words in its key."""
 _SAMPLE_BYTES, _TOKEN_BYTES = 1 << 20, 64
-"""Bounds of an encoded sample's size: a fixed part for names, and a part per token."""
+"""Size limit of an encoded sample: a fixed part for names, and a part per token."""
 _ROUNDING = 1e-3
-"""A logprob may be above 0 by so much."""
+"""Tolerance by which a logprob may exceed 0."""
 _INT32 = 2**31
 _SEGMENT = ('start', 'end', 'attempt', 'step', 'engine', 'finish')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bounds:
-  """Limits of all samples and requests of a run."""
+  """Limits on all samples and requests of a run."""
 
   vocab_size: int
-  """Token ids are below it."""
+  """Exclusive upper bound of token ids."""
   max_length: int
-  """Tokens of a sequence, prompt included."""
+  """Maximum tokens of a sequence, including the prompt."""
 
   def check_tokens(self, tokens: Any, name: str) -> None:
     """Raises ValueError for ids outside the vocabulary."""
@@ -55,7 +55,7 @@ class Bounds:
 
 
 def read_sender(body: Any) -> str:
-  """The sender's full name, which only the holder of its secret can use. Raises ValueError."""
+  """Returns the sender's full name, which only the holder of its secret can use. Raises ValueError."""
   if type(body) is not dict:
     raise ValueError(f'message is {type(body).__name__}, wanted a map')
   name, secret = _field(body, 'name', str), _field(body, 'secret', str)
@@ -67,25 +67,25 @@ def read_sender(body: Any) -> str:
 
 
 def read_lease(body: Mapping[str, Any]) -> str:
-  """Raises Misbehaved."""
+  """Returns the lease of a message. Raises Misbehaved."""
   with _reading('message'):
     return _field(body, 'lease', str)
 
 
 def read_leases(body: Mapping[str, Any]) -> list[str]:
-  """Raises Misbehaved."""
+  """Returns the leases that a message lists. Raises Misbehaved."""
   with _reading('message'):
     return _all(_field(body, 'leases', list), 'leases', str)
 
 
 def read_error(body: Mapping[str, Any]) -> str:
-  """The error of a workflow, as one line. Raises Misbehaved."""
+  """Returns the error of a workflow as one line. Raises Misbehaved."""
   with _reading('message'):
     return one_line(_field(body, 'error', str), _MAX_ERROR)
 
 
 def read_sample(body: Mapping[str, Any], group: Group, bounds: Bounds) -> Sample:
-  """A sample of the group, drawn under versions that were announced to its lease. Raises Misbehaved."""
+  """Returns a sample of the group, generated under versions announced to its lease. Raises Misbehaved."""
   with _reading('sample'):
     data, most = _field(body, 'sample', bytes), _SAMPLE_BYTES + _TOKEN_BYTES * bounds.max_length
     if len(data) > most:
@@ -99,7 +99,7 @@ def read_sample(body: Mapping[str, Any], group: Group, bounds: Bounds) -> Sample
 
 
 def read_request(body: Mapping[str, Any], bounds: Bounds) -> Request:
-  """A request for tokens; the engine checks its lengths. Raises Misbehaved."""
+  """Returns a generation request, whose lengths the engine checks. Raises Misbehaved."""
   with _reading('request'):
     row = _field(body, 'request', dict)
     sampling = _field(row, 'sampling', dict)
@@ -119,7 +119,7 @@ def read_request(body: Mapping[str, Any], bounds: Bounds) -> Request:
 
 
 def read_attempt(body: Mapping[str, Any], group: Group) -> Attempt:
-  """An attempt at the group's task, which must be unchanged: scorers run tests from its fields. Raises Misbehaved."""
+  """Returns an attempt at the group's unchanged task: scorers run tests from its fields. Raises Misbehaved."""
   with _reading('attempt'):
     row = _field(body, 'attempt', dict)
     if wire.pack(row.get('task')) != wire.pack(group.order['task']):
@@ -134,25 +134,25 @@ def read_attempt(body: Mapping[str, Any], group: Group) -> Attempt:
 
 
 def read_question(body: Mapping[str, Any]) -> tuple[str, Sequence[Message], dict[str, Any]]:
-  """(model, messages, how) of a question to an auxiliary model. Raises Misbehaved."""
+  """Returns (model, messages, options) of a query to an auxiliary model. Raises Misbehaved."""
   with _reading('question'):
     _check_text(body, 'model')
     messages = _all(_field(body, 'messages', list), 'messages', dict)
-    json.dumps(messages, allow_nan=False)  # It is sent as JSON, which has no bytes.
+    json.dumps(messages, allow_nan=False)  # Sent on as JSON, which cannot hold bytes.
     _check_integer(body, 'max_tokens', 1, _INT32 - 1)
     _check_number(body, 'temperature')
     return body['model'], messages, {name: body[name] for name in ('max_tokens', 'temperature')}
 
 
 def one_line(text: object, most: int = _MAX_LINE) -> str:
-  """The printable text on one line of at most `most` characters."""
+  """Returns the text as one printable line of at most `most` characters."""
   words = ' '.join(str(text)[: 4 * most].split())
   return ''.join(c if c.isprintable() else '\N{REPLACEMENT CHARACTER}' for c in words)[:most]
 
 
 @contextlib.contextmanager
 def _reading(what: str) -> Iterator[None]:
-  """Turns any error of the block into Misbehaved: the sender is to blame for a message that cannot be read."""
+  """Converts any error of the block into Misbehaved: the sender is to blame for an unreadable message."""
   try:
     yield
   except (ValueError, RecursionError) as error:
@@ -200,7 +200,7 @@ def _check_arrays(sample: Sample, bounds: Bounds) -> None:
 
 
 def _check_origin(sample: Sample, group: Group) -> None:
-  """Checks names against the lease's; `Group.hand_in` checks the index and the uid."""
+  """Checks names against those of the lease; `Group.hand_in` checks the index and the uid."""
   task, visit = group.order['task'], group.order['visit']
   wanted = {
     'task_id': group.name.removeprefix(f'{group.order["stage"]}/').removesuffix(f'/{visit}'),
@@ -247,7 +247,7 @@ def _field(row: Mapping[str, Any], name: str, kind: type[T]) -> T:
 
 
 def _check_type(value: Any, name: str, kind: type[T]) -> T:
-  if type(value) is not kind:  # A bool is not an int here.
+  if type(value) is not kind:  # Unlike isinstance, rejects a bool for an int.
     raise ValueError(f'{name} is {type(value).__name__}, wanted {kind.__name__}')
   return value
 

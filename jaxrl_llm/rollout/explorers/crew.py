@@ -1,13 +1,13 @@
-"""The explorer processes of a run, as one workflow: whoever is free takes the next group, and hands its samples in.
+"""The explorer processes of a run as one workflow: a free explorer leases the next group and hands in its samples.
 
-An explorer runs workflows and holds no model, no scorer and no file of the run: what its workflow asks for (tokens, a
-score, an auxiliary model) and what it makes (samples) goes to the master, which alone writes the index.
+An explorer runs workflows and holds no model, scorer or file of the run: its workflow's requests (tokens, scores,
+auxiliary models) and its samples go to the master, which alone writes the index.
 
-Invariants: what a message says is either done whole or refused to its sender; it harms nobody else. An explorer that
-sends a message that no honest explorer would is evicted, and others do its work. The text of a sample is decoded from
-its tokens here.
+Invariants: a message either takes full effect or is refused, and affects no other explorer. An explorer that sends a
+message no honest explorer would send is evicted, and others take over its work. The master decodes the text of a
+sample from its tokens.
 
-Explorers of other hosts come through a `Front`, which asks for its token.
+Explorers on other hosts connect through a `Front`, which requires its token.
 """
 
 from __future__ import annotations
@@ -61,23 +61,23 @@ ROUTES = tuple(('POST', path) for path in wire.PATHS)
 _CHECK_S = 0.25
 
 Handler = Callable[[str, dict[str, Any], web.Request], Awaitable[web.StreamResponse]]
-"""Answers a message, given the sender's name, the message and the HTTP request that carries it."""
+"""Responds to a message, given the sender's name, the message and the HTTP request that carries it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExplorersConfig:
-  """Processes that run the workflow, instead of the master itself."""
+  """Explorer processes, which run the workflow instead of the master."""
 
   processes: int = 1
-  """Started by the run on its own machine; 0: only others', who come through `listen`."""
+  """Explorers started by the run on its own machine; 0: only those that connect through `listen`."""
   groups: int = 4
-  """Groups that one explorer has under way at once."""
+  """Groups that one explorer runs concurrently."""
   listen: FrontConfig | None = None
-  """Where explorers of other machines may come (`launch/serve.py --role=explorer`); None: none do."""
+  """Front for explorers on other machines (`launch/serve.py --role=explorer`); None: local explorers only."""
   silent_s: float = 15.0
-  """Seconds after which an explorer that says nothing is given up, and its groups go to others."""
+  """Seconds without a message after which an explorer is given up and its groups are lent again."""
   nobody_s: float = 300.0
-  """Seconds for which groups may wait while there is no explorer, before the run ends."""
+  """Seconds that groups may wait without any explorer before the run ends."""
 
   def __post_init__(self):
     if self.processes < 0 or self.groups < 1:
@@ -96,12 +96,12 @@ class ExplorersConfig:
 
 
 class Crew:
-  """Implements `Workflow` by the explorers that come.
+  """Implements `Workflow` with the explorers that connect.
 
   Attributes:
-    counts: those of `Leases`, and `repeated` samples.
-    address: for explorers of this machine, once it has started.
-    front: for those of others; None: they may not come.
+    counts: counts of `Leases`, and `repeated` samples.
+    address: address for local explorers, set by `start`.
+    front: address for explorers on other machines; None: they cannot connect.
   """
 
   def __init__(
@@ -117,13 +117,13 @@ class Crew:
   ):
     """
     Args:
-      hub: whom workflows ask.
-      config: how many explorers, and who else may come.
+      hub: serves the requests of workflows.
+      config: number of explorers, and the front for others.
       welcome: what an explorer needs to build the workflow (`exploring.Welcome`), for msgpack.
-      text: `Workflow.text`; called in a thread, of one sample at a time.
-      bounds: limits of samples and requests.
-      logs: directory of the logs of the explorers that are started here.
-      command: returns the command of an explorer process.
+      text: `Workflow.text`; called in a thread, for one sample at a time.
+      bounds: limits on samples and requests.
+      logs: directory for the logs of local explorers.
+      command: returns the command line of an explorer process.
     """
     self._leases = Leases(silent_s=config.silent_s)
     self.counts = self._leases.counts
@@ -138,16 +138,16 @@ class Crew:
 
   @property
   def explorers(self) -> int:
-    """How many there are."""
+    """Number of connected explorers."""
     return len(self._leases.explorers)
 
   async def start(self) -> None:
-    """Listens, starts this machine's explorers, and returns when the first one asked for work.
+    """Listens, starts the local explorers, and returns once the first explorer asks for work.
 
     Raises:
-      UserError: where it cannot listen.
-      RunError: when an explorer ends at once.
-      WaitExpired: when none comes within `nobody_s`.
+      UserError: the address or port cannot be used.
+      RunError: a local explorer keeps ending.
+      WaitExpired: no explorer connects within `nobody_s`.
     """
     listener = listening(self._application(), name='crew', front=self._config.listen, routes=ROUTES)
     self.address, self.front = await self._opened.enter_async_context(listener)
@@ -176,7 +176,7 @@ class Crew:
       await asyncio.sleep(_CHECK_S / 5)
 
   async def close(self) -> None:
-    """Ends the explorers that were started here; others find nobody."""
+    """Stops local explorers and the listener."""
     await self._opened.aclose()
     self._texts.shutdown(wait=False, cancel_futures=True)
 
@@ -186,7 +186,7 @@ class Crew:
   async def run(
     self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
   ) -> AsyncIterator[tuple[Sample, str]]:
-    """See `Workflow.run`. Raises RunError for what the workflow raised in its explorer."""
+    """Implements `Workflow.run`. Raises RunError if the workflow raised in its explorer."""
     how = {'visit': visit, 'stage': stage, 'samples': samples, 'sampling': sampling_row(sampling)}
     order = {'task': task_row(task), **how}
     group = Group(order=order, name=f'{stage}/{task.uid}/{visit}', samples=samples)
@@ -223,7 +223,7 @@ class Crew:
     return application
 
   def _checked(self, handle: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """Identifies the sender, refuses bad messages with a status, and evicts whoever sends one under its name."""
+    """Identifies the sender, refuses bad messages with an HTTP status, and evicts identified senders of them."""
 
     async def checked(request: web.Request) -> web.StreamResponse:
       data = await request.read()
@@ -257,7 +257,7 @@ class Crew:
     return None if group is None else {**group.order, 'lease': group.lease}
 
   async def _alive(self, sender: str, body: dict[str, Any]) -> Any:
-    """Leases that an explorer has lost."""
+    """Returns the leases that an explorer has lost."""
     return await self._leases.reconcile(sender, read_leases(body))
 
   async def _leave(self, sender: str, body: dict[str, Any]) -> Any:
@@ -269,12 +269,12 @@ class Crew:
     try:
       # Long samples would block the event loop.
       text = await asyncio.get_running_loop().run_in_executor(self._texts, self.text, sample)
-    except Exception as error:  # The workflow's fault: the sample has passed all checks.
+    except Exception as error:  # A bug in the workflow: the sample has passed all checks.
       group = self._leases.held(lease, sender)
       group.fail(RunError(one_line(f'rollout.workflow: text of {sample.uid}: {type(error).__name__}: {error}')))
       self._leases.end(group)
       return
-    group = self._leases.held(lease, sender)  # It may have been lost meanwhile.
+    group = self._leases.held(lease, sender)  # The lease may have been lost during the decoding.
     try:
       if not group.hand_in(sample, text):
         self.counts['repeated'] += 1
@@ -283,7 +283,7 @@ class Crew:
 
   async def _done(self, sender: str, body: dict[str, Any]) -> Any:
     lease = read_lease(body)
-    if not self._leases.is_held(lease):  # The last sample has ended it.
+    if not self._leases.is_held(lease):  # The last sample ended the group.
       return
     group = self._leases.held(lease, sender)
     if problem := group.roster.incomplete():
@@ -302,11 +302,11 @@ class Crew:
     body: dict[str, Any],
     request: web.Request,
   ) -> web.StreamResponse:
-    """The frames as they come, True where none does for a while, and None at their end; or the error that ended it."""
+    """Streams the frames as they arrive, True as heartbeat, and finally None or the text of a UserError."""
     response = web.StreamResponse()
 
     async def send(value: Any) -> None:
-      # Where its explorer is gone, the end of the connection is about to cancel this call.
+      # If the explorer is gone, the closed connection is about to cancel this call.
       with contextlib.suppress(ConnectionError):
         await response.write(pack(value))
 
@@ -320,7 +320,7 @@ class Crew:
         await send(None)
       except UserError as error:
         await send(str(error))
-      except Exception as error:  # No workflow's affair: it ends the run where that waits for the sample.
+      except Exception as error:  # Not for the workflow: raised where the run waits for the sample.
         group.fail(error)
     return response
 
@@ -352,17 +352,17 @@ class Crew:
     return frames()
 
   async def _watch(self) -> None:
-    """Gives up explorers that fall silent, and starts those of this machine again."""
+    """Gives up silent explorers and restarts local ones."""
     try:
       while True:
         began = time.monotonic()
         await asyncio.sleep(_CHECK_S)
         if time.monotonic() - began > _CHECK_S + self._config.silent_s / 2:
-          continue  # This process stood still: what they said meanwhile has not been read.
+          continue  # This process was suspended, and has not read the messages of that time.
         silent = await self._leases.give_up_silent()
         for explorer in self._processes:
           if any(name.startswith(f'{explorer.identity}/') for name in silent):
-            explorer.terminate()  # It is started again once it has ended.
+            explorer.terminate()  # Restarted once it has ended.
           if not explorer.is_running():
             for name in self._leases.explorers:
               if name.startswith(f'{explorer.identity}/'):
@@ -372,7 +372,7 @@ class Crew:
         if self._leases.explorers or not self._leases.groups:
           self._nobody_since = time.monotonic()
         self._check()
-    except Exception as error:  # Ends the run where it waits for samples.
+    except Exception as error:  # Raised where the run waits for samples.
       self._failure = error
       for group in self._leases.groups:
         group.fail(error)
@@ -395,7 +395,7 @@ def _packed(answer: Callable[[str, dict[str, Any]], Awaitable[Any]]) -> Handler:
 
 
 async def _beating(frames: AsyncIterator[Any]) -> AsyncIterator[Any]:
-  """The frames, and True whenever none has come for `wire.BEAT_S`."""
+  """Yields the frames, and True after each `wire.BEAT_S` seconds without one."""
   pending = asyncio.ensure_future(anext(frames))
   try:
     while True:

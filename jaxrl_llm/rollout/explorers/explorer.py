@@ -1,7 +1,7 @@
-"""An explorer process: takes groups from the master, runs the workflow, hands each sample in as it ends.
+"""An explorer process: leases groups from the master, runs the workflow, and hands in each sample as it finishes.
 
-Invariant: it keeps nothing. What it is told to forget, or was doing when the master or the network went away, is lost
-and is somebody else's to do again.
+Invariant: it is stateless. Work that the master revokes, or that the loss of the master or the network interrupts, is
+lost, and another explorer repeats it.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from jaxrl_llm.rollout.workflow import Workflow, WorkflowConfig
 from jaxrl_llm.tasks.tokenizer import Tokenizer
 
 _PATIENCE_S = 60.0
-"""How long a master may be away before an explorer ends."""
+"""Seconds for which the master may be unreachable before the explorer ends."""
 _AGAIN_S = 0.5
 _SILENCE_S = 6 * wire.BEAT_S
-"""After which a master is away that was answering."""
+"""Seconds of silence in a response after which the master counts as unreachable."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Welcome:
-  """What an explorer needs of a run."""
+  """Run settings that an explorer needs."""
 
   workflow: WorkflowConfig
   max_tokens: int
-  """Of one completion."""
+  """Maximum length of one completion."""
   tokenizer: Mapping[str, bytes]
-  """Its files."""
+  """Content of the tokenizer files, by name."""
 
   def row(self) -> dict[str, Any]:
-    # As JSON, whose integers have no largest one.
+    # As JSON: msgpack integers have at most 64 bits.
     workflow = {'kind': self.workflow.kind, 'options': json.dumps(dict(self.workflow.options))}
     return {'workflow': workflow, 'max_tokens': self.max_tokens, 'tokenizer': dict(self.tokenizer)}
 
@@ -68,40 +68,40 @@ BuildWorkflow = Callable[[WorkflowConfig, Hub, Tokenizer, int], Workflow]
 
 
 class Lost(Exception):
-  """The master does not answer."""
+  """The master does not respond."""
 
 
 class Gone(Lost):
-  """It does not want what it was told: the group is somebody else's, or has ended."""
+  """The master rejects the message: the lease was lost, or the group has ended."""
 
 
 class Evicted(RunError):
-  """The master has refused a message of this explorer, and will refuse all others."""
+  """The master refuses all messages of this explorer, because of an earlier one."""
 
 
 class Link:
   """A connection to the master.
 
   Attributes:
-    name: the explorer's, as the master has it.
-    sender: identification in every message; nobody else knows its secret.
+    name: full name by which the master knows the explorer.
+    sender: identification in every message; its secret is known only to this explorer.
 
   Raises:
-    Lost: from all its calls.
+    Lost: the master does not respond (any call).
     RunError: the master refuses the request.
-    Evicted: it refuses all requests from now on.
+    Evicted: the master refuses all further requests.
   """
 
   def __init__(self, address: str, *, key: str | None, ca_file: str | None, name: str):
     """
     Args:
       address: `unix:/path`, `http://host:port` or `https://host:port`.
-      key: bearer token, of the latter two.
-      ca_file: PEM of the authority that signed the master's certificate; None: those of the system.
-      name: the beginning of the explorer's own.
+      key: bearer token for HTTP addresses.
+      ca_file: PEM file of the authority that signed the master's certificate; None: the system's authorities.
+      name: first part of the explorer's full name.
 
     Raises:
-      UserError: for an address or a ca_file that cannot be used.
+      UserError: the address or ca_file cannot be used.
     """
     secret = secrets.token_hex(16)
     self.name, self.sender = wire.identity(name, secret), {'name': name, 'secret': secret}
@@ -116,7 +116,7 @@ class Link:
       return unpack(await response.read())
 
   async def stream(self, path: str, **body: Any) -> AsyncIterator[Any]:
-    """The values of an answer, as they come, up to None; it may take as long as the master says that it is there."""
+    """Yields the values of a response as they arrive, up to None; only silence is bounded, not the total time."""
     frames = msgpack.Unpacker(max_buffer_size=1 << 30)
     async with self._posted(path, body, None) as response:
       async for chunk in response.content.iter_any():
@@ -154,7 +154,7 @@ class Link:
 
 
 class _LeasedHub:
-  """Implements `Hub` for one group, by asking the master."""
+  """Implements `Hub` for one group with requests to the master."""
 
   def __init__(self, link: Link, lease: str):
     self._link, self._lease = link, lease
@@ -176,16 +176,16 @@ class _LeasedHub:
 
 
 async def explore(link: Link, build: BuildWorkflow) -> None:
-  """Explores until the master has been away for a minute; closes the link.
+  """Explores until the master has been unreachable for a minute; closes the link.
 
   Args:
-    link: to the master.
-    build: makes a workflow that asks the hub given.
+    link: connection to the master.
+    build: creates a workflow that uses the given hub.
 
   Raises:
     UserError: the master refuses the token.
-    RunError: it is away.
-    Evicted: it has evicted this explorer; may be inside an exception group.
+    RunError: the master is unreachable.
+    Evicted: the master evicted this explorer; may be inside an exception group.
   """
   try:
     welcome = await _patiently(lambda: link.call(wire.HELLO))
@@ -220,13 +220,13 @@ async def _take_groups(link: Link, make: Callable[[str], Workflow], under_way: d
 
 
 async def _run(link: Link, lease: str, workflow: Workflow, order: dict[str, Any]) -> None:
-  """One group. What its workflow raises is the master's to decide about. Raises Evicted."""
+  """Explores one group; reports errors of its workflow to the master. Raises Evicted."""
   how = {'stage': order['stage'], 'samples': order['samples'], 'sampling': Sampling(**order['sampling'])}
   try:
     async with contextlib.aclosing(workflow.run(read_task(order['task']), order['visit'], **how)) as runs:
-      async for sample, _ in runs:  # The master reads the text from the tokens itself.
+      async for sample, _ in runs:  # The master decodes the text from the tokens itself.
         handed_in = {'lease': lease, 'sample': encode(sample)}
-        await _patiently(functools.partial(link.call, wire.SAMPLE, **handed_in))  # Twice does no harm.
+        await _patiently(functools.partial(link.call, wire.SAMPLE, **handed_in))  # Safe to retry.
     await _patiently(lambda: link.call(wire.DONE, lease=lease))
   except Lost as lost:
     logging.info('a group of taskset %s is lost: %s', order['task']['taskset'], lost)
@@ -248,7 +248,7 @@ async def _say_alive(link: Link, under_way: dict[int, asyncio.Task]) -> None:
 
 
 async def _patiently(call: Callable[[], Any]) -> Any:
-  """Its answer, from a master that may be away for a while."""
+  """Returns the result of `call`, retried while the master is unreachable for less than `_PATIENCE_S`."""
   loop = asyncio.get_running_loop()
   deadline = loop.time() + _PATIENCE_S
   while True:

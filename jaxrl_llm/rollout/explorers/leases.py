@@ -1,8 +1,8 @@
-"""Who explores which group: lends each to one explorer at a time, and takes it back from one that is gone.
+"""Group leases: each group is lent to one explorer at a time and reclaimed when that explorer is gone.
 
-Invariants: a group is lent to one explorer at a time; nobody can guess a lease, and nobody but its holder can use it; a
-lease that was lost is worth nothing, and what was asked under it is cancelled; a group that was lost goes out again
-before those that nobody has begun; each sample is handed in once.
+Invariants: a group has at most one holder; a lease cannot be guessed, and only its holder can use it; a lost lease is
+void, and requests made under it are cancelled; a lost group is lent again before any group that has not been started;
+each sample is handed in once.
 """
 
 from __future__ import annotations
@@ -25,119 +25,119 @@ from jaxrl_llm.rollout.explorers.wire import TAKE_S
 from jaxrl_llm.rollout.workflow import Roster
 
 _MAX_LOSSES = 5
-"""Losses of one group after which the group is taken for the cause."""
+"""Losses of a group after which the group itself is considered the cause."""
 _MAX_EVICTED = 4096
-"""Number of evicted names to remember."""
+"""Maximum number of evicted names to remember."""
 
 
 class Gone(Exception):
-  """The lease is somebody else's by now, or its group has ended."""
+  """The lease was lost, or its group has ended."""
 
   def __init__(self, lease: str):
     super().__init__(f'lease {ascii(lease[:8])[1:-1]} is not held any more')
 
 
 class Misbehaved(Exception):
-  """A message that no honest explorer would send; the sender is to be evicted."""
+  """The message is one that no honest explorer sends; its sender must be evicted."""
 
 
 class Evicted(Exception):
-  """The sender has misbehaved before."""
+  """The sender was evicted for an earlier message."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Group:
-  """A group that the master wants."""
+  """A group of samples that the master requested."""
 
   order: dict[str, Any]
-  """The order that its explorer gets."""
+  """Work order sent to the explorer, without the lease."""
   name: str
-  """`<stage>/<task uid>/<visit>`, which its samples' names begin with."""
+  """`<stage>/<task uid>/<visit>`, the prefix of its samples' uids."""
   samples: int
   handed_in: asyncio.Queue[tuple[Sample, str] | Exception] = dataclasses.field(default_factory=asyncio.Queue)
-  """Samples with their texts; an error ends it."""
+  """Samples with their texts; an exception ends the group."""
   roster: Roster = dataclasses.field(init=False)
-  """The samples that were handed in."""
+  """Samples handed in so far."""
   lease: str | None = None
-  """A secret of its holder and the master."""
+  """Secret shared by the holder and the master; None while not lent."""
   announced: set[tuple[Version, str]] = dataclasses.field(default_factory=set)
-  """Versions, with their engines, that drew tokens for this lease."""
+  """(version, engine) pairs that generated tokens for this lease."""
   spoiled_by: set[str] = dataclasses.field(default_factory=set)
-  """Labels of the explorers that were evicted while they held it."""
+  """Labels of explorers evicted while holding the group."""
   holder: str | None = None
-  """Name of the explorer that has it; None: it waits."""
+  """Name of the explorer that holds the group; None while it waits."""
   lent: float = 0.0
-  """When its holder got it."""
+  """Monotonic time at which the holder received it."""
   losses: int = 0
-  """How often an explorer lost it."""
+  """Number of lost leases."""
   calls: set[asyncio.Task] = dataclasses.field(default_factory=set)
-  """Answers that its holder waits for."""
+  """Tasks that serve the holder's pending requests."""
 
   def __post_init__(self):
     self.roster = Roster(self.name, self.samples)
 
   def hand_in(self, sample: Sample, text: str) -> bool:
-    """Whether it is the first of its index. Raises ValueError for one that was not asked for."""
+    """Queues a sample; returns False if its index has already arrived. Raises ValueError for one not requested."""
     if not self.roster.take(sample):
       return False
     self.handed_in.put_nowait((sample, text))
     return True
 
   def fail(self, error: Exception) -> None:
-    """Ends the wait for its samples."""
+    """Raises `error` where the run waits for the samples."""
     self.handed_in.put_nowait(error)
 
 
 class Leases:
-  """The groups that are wanted, and the explorers that are there.
+  """Tracks requested groups and connected explorers.
 
   Attributes:
-    counts: `lost` leases whose holder fell silent, ended, left, was evicted or forgot them, `late` messages of such
-      leases, `evicted` explorers.
+    counts: `lost` leases whose holder fell silent, ended, left, was evicted or forgot them; `late` messages under
+      leases no longer held; `evicted` explorers.
   """
 
   def __init__(self, *, silent_s: float):
     """
     Args:
-      silent_s: an explorer that says nothing for so long is gone.
+      silent_s: seconds without a message after which an explorer is considered gone.
     """
     self.counts: collections.Counter[str] = collections.Counter()
     self._silent_s = silent_s
     self._waiting: collections.deque[Group] = collections.deque()
     self._lent: dict[str, Group] = {}
     self._evicted: dict[str, str] = {}
-    """Why, by name; the oldest first."""
+    """Reason for each eviction by explorer name, oldest first."""
     self._heard: dict[str, float] = {}
-    """When each explorer last said something."""
+    """Time of the last message by explorer name."""
     self._work = asyncio.Condition()
 
   @property
   def explorers(self) -> tuple[str, ...]:
-    """Names of those that are there."""
+    """Names of the connected explorers."""
     return tuple(self._heard)
 
   @property
   def groups(self) -> tuple[Group, ...]:
-    """Those that wait, and those that are lent."""
+    """Waiting and lent groups."""
     return (*self._waiting, *self._lent.values())
 
   async def offer(self, group: Group) -> None:
-    """Somebody shall explore it."""
+    """Queues the group for any explorer."""
     async with self._work:
       self._waiting.append(group)
       self._work.notify_all()
 
   def admit(self, name: str) -> None:
-    """Raises Evicted."""
+    """Raises Evicted if the explorer was evicted."""
     if name in self._evicted:
       raise Evicted(f'{name} was evicted: {self._evicted[name]}')
 
   def hear(self, name: str) -> None:
-    """An explorer has said something."""
+    """Records a sign of life of an explorer."""
     self._heard[name] = time.monotonic()
 
   async def take(self, name: str) -> Group | None:
-    """A group for this explorer; None when none has come in time."""
+    """Lends a group to this explorer; returns None if none becomes available within `TAKE_S`."""
     self.hear(name)
     async with self._work:
       try:
@@ -145,7 +145,7 @@ class Leases:
           group = await self._work.wait_for(lambda: self._next(name))
       except TimeoutError:
         return None
-      if name not in self._heard:  # It has left, or was given up, meanwhile.
+      if name not in self._heard:  # The explorer left, or was given up, during the wait.
         return None
       self._waiting.remove(group)
     group.lease, group.announced = secrets.token_hex(16), set()
@@ -154,7 +154,7 @@ class Leases:
     return group
 
   def _next(self, name: str) -> Group | None:
-    """The first waiting group for this explorer: one that its label has spoiled is left to others, if there are any."""
+    """Returns the first waiting group; one that this explorer's label spoiled is left to others, if there are any."""
     label = _label(name)
     for group in self._waiting:
       if label not in group.spoiled_by or {_label(other) for other in self._heard} <= group.spoiled_by:
@@ -162,7 +162,7 @@ class Leases:
     return None
 
   def held(self, lease: str, name: str) -> Group:
-    """The group that this explorer has under this lease. Raises Gone, and Misbehaved where another explorer has it."""
+    """Returns the group that this explorer holds. Raises Gone, or Misbehaved if another explorer holds the lease."""
     if lease not in self._lent:
       self.counts['late'] += 1
       raise Gone(lease)
@@ -176,7 +176,7 @@ class Leases:
 
   @contextlib.contextmanager
   def called(self, lease: str, name: str) -> Iterator[Group]:
-    """The call of this task is cancelled when the lease ends. Raises Gone and Misbehaved, as `held`."""
+    """Cancels the current task if the lease ends during the block. Raises Gone and Misbehaved, as `held` does."""
     group, task = self.held(lease, name), asyncio.current_task()
     group.calls.add(task)
     try:
@@ -185,22 +185,22 @@ class Leases:
       group.calls.discard(task)
 
   def end(self, group: Group) -> None:
-    """Nobody holds it, and nobody will."""
+    """Removes the group and cancels its pending requests."""
     self._lent.pop(group.lease, None)
     with contextlib.suppress(ValueError):
       self._waiting.remove(group)
     _recall(group)
 
   async def reconcile(self, name: str, leases: Sequence[str]) -> list[str]:
-    """An explorer says what it has; which of that it has lost. What it has forgotten goes to others."""
+    """Compares the leases that an explorer reports; returns the lost ones. Groups it has forgotten are lent again."""
     self.hear(name)
-    since = time.monotonic() - self._silent_s  # It may not have heard yet of what it was just lent.
+    since = time.monotonic() - self._silent_s  # A lease just granted may not have reached it yet.
     held = [group for group in self._lent.values() if group.holder == name and group.lent < since]
     await self._lend_again([group for group in held if group.lease not in leases], f'{name} lost it')
     return [lease for lease in leases if lease not in self._lent or self._lent[lease].holder != name]
 
   async def give_up(self, name: str, why: str) -> None:
-    """An explorer is gone: others get its groups."""
+    """Removes an explorer that is gone and lends its groups again."""
     self._heard.pop(name, None)
     lost = [group for group in self._lent.values() if group.holder == name]
     if lost or why != 'left':
@@ -208,7 +208,7 @@ class Leases:
     await self._lend_again(lost, f'{name} {why}')
 
   async def evict(self, name: str, why: str) -> None:
-    """An explorer has misbehaved: all its messages are refused from now on, and others get its groups."""
+    """Refuses all further messages of an explorer that misbehaved, and lends its groups again."""
     self._evicted[name] = why
     if len(self._evicted) > _MAX_EVICTED:
       del self._evicted[next(iter(self._evicted))]
@@ -219,7 +219,7 @@ class Leases:
     await self.give_up(name, f'was evicted: {why}')
 
   async def give_up_silent(self) -> list[str]:
-    """Gives up the explorers that have said nothing for too long; their names."""
+    """Gives up explorers silent for more than `silent_s`; returns their names."""
     now = time.monotonic()
     silent = [name for name, heard in self._heard.items() if now - heard > self._silent_s]
     for name in silent:
@@ -229,7 +229,7 @@ class Leases:
   async def _lend_again(self, lost: list[Group], why: str) -> None:
     async with self._work:
       for group in reversed(lost):
-        if self._lent.pop(group.lease, None) is None:  # It has ended meanwhile.
+        if self._lent.pop(group.lease, None) is None:  # It ended in the meantime.
           continue
         self.counts['lost'] += 1
         group.losses += 1
@@ -246,7 +246,7 @@ class Leases:
 
 
 def _label(name: str) -> str:
-  """The name without the part that the secret determines."""
+  """Returns the name without the part derived from the secret."""
   return name.rpartition('/')[0]
 
 

@@ -1,4 +1,4 @@
-"""An explorer process of this machine: started, restarted after it has died, ended."""
+"""A local explorer process: start, restart after a crash, stop."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ ExplorerCommand = Callable[[str, str], Sequence[str]]
 
 
 class ExplorerProcess:
-  """An explorer process under a guard."""
+  """A local explorer process under a guard."""
 
   def __init__(self, name: str, address: str, logs: pathlib.Path, command: ExplorerCommand):
     """
     Args:
-      name: its name in the log and in messages.
-      address: the master's, `unix:PATH`; the guard removes the socket's directory if this process dies.
+      name: name in the log and in messages.
+      address: address of the master, `unix:PATH`; the guard removes the socket's directory if this process dies.
       logs: directory of its log.
-      command: returns the command that it runs.
+      command: returns its command line.
     """
     self.name, self._address, self._log = name, address, logs / f'{name}.log'
     self.identity = f'{name}.{secrets.token_hex(4)}'
-    """The name that it gives in messages to the master; unique among all hosts."""
+    """Name in its messages to the master; unique among all hosts."""
     self._command = command(address, self.identity)
     folder = pathlib.Path(address.removeprefix('unix:')).parent
     self._child = Child(f'explorer {name}', log=self._log, remove=(folder,), grace_s=1.0)
@@ -41,11 +41,11 @@ class ExplorerProcess:
 
   def start(self) -> None:
     self._started.append(time.monotonic())
-    # Its modules are found where this process finds them, beside its configuration too.
+    # The same module search path, which includes modules next to the configuration.
     self._child.start(self._command, {**os.environ, 'PYTHONPATH': os.pathsep.join(path for path in sys.path if path)})
 
   def start_again(self) -> None:
-    """Raises RunError if it has ended several times in a short time."""
+    """Restarts the explorer. Raises RunError if it has ended several times in a short time."""
     if len(self._started) > _MAX_FAILURES and time.monotonic() - self._started[-_MAX_FAILURES] < _AGAIN_WITHIN_S:
       raise RunError(
         f'explorers: {self.name} ended {_MAX_FAILURES + 1} times within {_AGAIN_WITHIN_S:g} s; its last line, of '
@@ -61,7 +61,7 @@ class ExplorerProcess:
     self._child.terminate()
 
   def last_line(self) -> str:
-    """The last line that it has printed since its start."""
+    """Returns the last line that it has printed since its start."""
     lines = self._child.lines()
     return lines[-1][-_LAST_LINE:] if lines else 'it said nothing'
 

@@ -1,6 +1,6 @@
-"""What explorer processes and the master say to each other: where, how often, and the records, as msgpack.
+"""Protocol between explorer processes and the master: paths, intervals, and records as msgpack.
 
-Invariant: `read_x(x_row(value))` is the value, arrays bit for bit. No pickle: a peer can make no code run.
+Invariant: `read_x(x_row(value))` is the value, arrays bit for bit. No pickle: a peer cannot execute code.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from jaxrl_llm.rollout.api import Completion, Request, Sampling
 HELLO, TAKE, ALIVE, LEAVE = '/hello', '/take', '/alive', '/leave'
 GENERATE, SCORE, ASK, SAMPLE, DONE, FAILED = '/generate', '/score', '/ask', '/sample', '/done', '/failed'
 PATHS = (HELLO, TAKE, ALIVE, LEAVE, GENERATE, SCORE, ASK, SAMPLE, DONE, FAILED)
-"""Of the master; all take POST."""
+"""Paths of the master; all take POST."""
 EVICTED = 409
-"""HTTP status of every answer to an evicted explorer."""
+"""HTTP status of every response to an evicted explorer."""
 ALIVE_S = 1.0
-"""Seconds between two signs of life of an explorer."""
+"""Seconds between heartbeats of an explorer."""
 BEAT_S = 10.0
-"""A stream in which nothing comes for so long says that it is still there."""
+"""Seconds without data after which a response stream sends a heartbeat."""
 TAKE_S = 10.0
-"""Longest that a request for work waits."""
+"""Maximum seconds that a request for work waits."""
 
 Row = dict[str, Any]
-"""What msgpack takes: JSON, and bytes."""
+"""Record of msgpack types: JSON values and bytes."""
 
 
 def identity(name: str, secret: str) -> str:
-  """An explorer's full name: nobody can claim it without the secret, and it does not reveal the secret."""
+  """Returns an explorer's full name, which cannot be claimed without the secret and does not reveal it."""
   return f'{name}/{hashlib.sha256(secret.encode()).hexdigest()[:16]}'
 
 
@@ -46,7 +46,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-  """Raises ValueError for anything but one whole value."""
+  """Decodes msgpack data. Raises ValueError for anything but exactly one value."""
   try:
     return msgpack.unpackb(data)
   except (msgpack.exceptions.UnpackException, ValueError, TypeError, OverflowError) as error:
@@ -54,7 +54,7 @@ def unpack(data: bytes) -> Any:
 
 
 def task_row(task: Task) -> Row:
-  # As JSON, whose integers have no largest one.
+  # As JSON: msgpack integers have at most 64 bits.
   fields = json.dumps(dict(task.fields))
   prompt, media = [dict(message) for message in task.prompt], [_fields(shown) for shown in task.media]
   return {**_fields(task), 'prompt': prompt, 'fields': fields, 'media': media}
