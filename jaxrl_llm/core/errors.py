@@ -1,19 +1,19 @@
-"""The one exception that a user is meant to read: a single line that says what, where, got, wanted, remedy."""
+"""Exceptions for users, each a single line: what, where, got, wanted, remedy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 _MAX_CHARACTERS = 4000
-"""Length of the longest message."""
+"""Maximum message length."""
 
 
 class UserError(Exception):
   """Bad input or a bad environment. Launch scripts print it as one line and exit with `exit_code`.
 
-  Raise it (or a subclass, where somebody catches it) with one line: what is wrong, where, what was got, what was
-  wanted, and what to do about it. Quotations may be anything: characters that cannot be printed are escaped, and the
-  middle of a long text is left out.
+  Raise it (or a subclass, if callers catch it) with one line: what is wrong, where, the value got, the value wanted,
+  and the remedy. Quoted text may be arbitrary: nonprintable characters are escaped, and the middle of a long message
+  is omitted.
   """
 
   exit_code = 2
@@ -23,7 +23,7 @@ class UserError(Exception):
 
 
 class RunError(UserError):
-  """A run that was well configured and cannot go on (disk full, no engine left, too many skipped updates)."""
+  """A correctly configured run cannot continue (disk full, no engine left, too many skipped updates)."""
 
   exit_code = 1
 
@@ -39,13 +39,13 @@ def _cut(text: str) -> str:
 
 
 def one_line(text: object, limit: int = 400) -> str:
-  """`str(text)` on one line, at most `limit` characters of it."""
+  """Returns `str(text)` on one line, truncated to `limit` characters."""
   line = ' '.join(str(text).split())
   return line if len(line) <= limit else f'{line[: limit - 1]}…'
 
 
 def first_cause(error: BaseException) -> BaseException:
-  """The first UserError of an exception group, however deep; else its first exception."""
+  """Returns the first UserError of an exception group at any depth; otherwise its first exception."""
   causes = list(_leaves(error))
   return next((cause for cause in causes if isinstance(cause, UserError)), causes[0])
 

@@ -1,7 +1,7 @@
-"""Files and JSON texts from outside, read with bounds.
+"""Bounded reading of untrusted files and JSON texts.
 
-Invariant: reading takes time and memory in proportion to a stated limit. A directory entry that is no regular file is
-never opened, so that a FIFO cannot block and a device cannot fill the memory.
+Invariant: reading takes time and memory proportional to a stated limit. Only regular files are opened, so a FIFO cannot
+block and a device cannot exhaust memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_DEPTH = 100
-"""Levels of nesting that a JSON text may have: far below the depth at which Python's own encoder gives up."""
+"""Maximum nesting depth of a JSON text, far below the depth at which Python's encoder fails."""
 _KINDS = {
   stat.S_IFIFO: 'a FIFO',
   stat.S_IFCHR: 'a character device',
@@ -25,11 +25,11 @@ _KINDS = {
 
 
 def check_regular(path: str | os.PathLike) -> int:
-  """The size of a regular file in bytes; links are followed.
+  """Returns the size of a regular file in bytes; follows links.
 
   Raises:
-    ValueError: a FIFO, device or socket.
-    OSError: a directory, or no such file.
+    ValueError: `path` is a FIFO, device or socket.
+    OSError: `path` is a directory or does not exist.
   """
   status = os.stat(path)
   kind = stat.S_IFMT(status.st_mode)
@@ -41,19 +41,19 @@ def check_regular(path: str | os.PathLike) -> int:
 
 
 def read_bytes(path: str | os.PathLike, limit_bytes: int) -> bytes:
-  """The content of a regular file of at most `limit_bytes`. Raises OSError, or ValueError for any other file."""
+  """Returns the content of a regular file of at most `limit_bytes`. Raises OSError, or ValueError for other files."""
   size = check_regular(path)
   if size > limit_bytes:
     raise ValueError(f'{path} has {size:,} bytes, wanted at most {limit_bytes:,}')
-  # Without blocking, should the file have been replaced by a FIFO since.
+  # Non-blocking, in case a FIFO has replaced the file since the check.
   with open(path, 'rb', opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
     return file.read(size)
 
 
 def path_inside(root: pathlib.Path, name: str) -> pathlib.Path:
-  """`root / name`. Raises ValueError if that is outside `root` once links are followed.
+  """Returns `root / name`. Raises ValueError if links lead it outside `root`.
 
-  In huggingface_hub's cache, files of a snapshot are links to the repository's `blobs/`, which count as inside.
+  In huggingface_hub's cache, snapshot files are links to the repository's `blobs/`, which count as inside.
   """
   if pathlib.PurePath(name).is_absolute():
     raise ValueError(f'path {name!r} is absolute, wanted one relative to {root}')
@@ -65,14 +65,14 @@ def path_inside(root: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def parse_json(text: str, **hooks: Callable[[str], Any]) -> Any:
-  """The value of a JSON text.
+  """Parses a JSON text.
 
   Args:
-    text: at most `MAX_DEPTH` levels deep.
-    hooks: of `json.loads`, such as `parse_constant`.
+    text: JSON nested at most `MAX_DEPTH` levels deep.
+    hooks: hooks of `json.loads`, such as `parse_constant`.
 
   Raises:
-    ValueError: no JSON, or nested too deep.
+    ValueError: `text` is not JSON, or is nested too deeply.
   """
   try:
     value = json.loads(text, **hooks)
@@ -83,7 +83,7 @@ def parse_json(text: str, **hooks: Callable[[str], Any]) -> Any:
 
 
 def check_depth(value: Any) -> None:
-  """Raises ValueError for lists and dicts nested in more than `MAX_DEPTH` levels."""
+  """Raises ValueError for lists and dicts nested more than `MAX_DEPTH` levels deep."""
   level = [value]
   for _ in range(MAX_DEPTH + 1):
     containers = [item for item in level if isinstance(item, list | dict)]

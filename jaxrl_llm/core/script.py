@@ -1,4 +1,4 @@
-"""How a launch script starts and ends: absl flags in, one line for every error of the user's."""
+"""Startup and exit of launch scripts: absl flags, and one line for each user error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar('T')
 
 
 def parse(argv: Sequence[str]) -> list[str]:
-  """What is left of a command line without absl's flags; UserError for one that cannot be used."""
+  """Parses absl flags; returns the remaining arguments. Raises UserError for an invalid command line."""
   try:
     return flags.FLAGS(list(argv))
   except flags.Error as error:
@@ -26,7 +26,7 @@ def parse(argv: Sequence[str]) -> list[str]:
 
 
 def exit_code(main: Callable[[], int]) -> int:
-  """What `main` returns; for a UserError, also one inside a group, a line on stderr and its exit code."""
+  """Returns the result of `main`; on a UserError, even inside a group, prints it to stderr and returns its code."""
   try:
     return main()
   except Exception as error:
@@ -40,7 +40,7 @@ def exit_code(main: Callable[[], int]) -> int:
 def run_async(main: Coroutine[Any, Any, T]) -> T:
   """Like `asyncio.run`, but an expired wait prints one line and ends the process, because a thread may be stuck.
 
-  `main` has finished its clean-up by then.
+  `main` finishes its clean-up first.
   """
 
   async def guarded() -> T:
@@ -57,12 +57,12 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
 
 
 def _earliest(error: BaseException) -> UserError:
-  """The first UserError of the chain, so that an error in the clean-up does not hide its cause.
+  """Returns the first UserError of the chain, so that an error in the clean-up does not hide its cause.
 
-  Prints programming errors on the way.
+  Prints programming errors along the chain.
   """
   cause, seen = error, set()
-  while error is not None and error not in seen:  # What a group was raised for has the group as its context.
+  while error is not None and error not in seen:  # A cause raised out of its group has that group as context.
     seen |= {error, leaf := first_cause(error)}
     if isinstance(leaf, UserError):
       cause = leaf
@@ -73,14 +73,14 @@ def _earliest(error: BaseException) -> UserError:
 
 
 def leave_at_once(code: int) -> NoReturn:
-  """Ends this process. A normal exit would wait for its threads, and in a job for the other processes."""
+  """Ends this process immediately: a normal exit waits for its threads, and in a job for the other processes."""
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(code)
 
 
 def run(main: Callable[[list[str]], None], parser: Callable[[Sequence[str]], list[str]] = parse) -> None:
-  """Calls `main` with what `parser` leaves of the command line; a UserError is one line on stderr and its exit code."""
+  """Calls `main` with the arguments left by `parser`; a UserError prints one line on stderr and sets the exit code."""
   try:
     app.run(main, flags_parser=parser)
   except UserError as error:

@@ -1,4 +1,4 @@
-"""Nested dicts as flat ones with 'a/b/c' names, the form in which tables and checkpoints speak of parameters."""
+"""Conversion between nested dicts and flat ones with 'a/b/c' names, as tables and checkpoints name parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
-  """{'a': {'b': x}} -> {'a/b': x}, in the tree's own order."""
+  """{'a': {'b': x}} -> {'a/b': x}, in the order of the tree."""
   flat = {}
   for key, value in tree.items():
     name = f'{prefix}{key}'
@@ -19,7 +19,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-  """{'a/b': x} -> {'a': {'b': x}}; the inverse of `flatten`. ValueError where one name is another's parent."""
+  """{'a/b': x} -> {'a': {'b': x}}; the inverse of `flatten`. Raises ValueError if one name is a parent of another."""
   tree: dict[str, Any] = {}
   for name, value in flat.items():
     *parents, leaf = name.split('/')

@@ -1,6 +1,6 @@
-"""Names that every layer shares.
+"""Types shared by all layers.
 
-Alignment, said once for the whole project: `logprobs[t] = log p(tokens[t] | tokens[:t])` of the temperature-scaled
+Alignment, for the whole project: `logprobs[t] = log p(tokens[t] | tokens[:t])` under the temperature-scaled
 distribution. Position 0 of a sequence has no logprob (it is 0 and masked). Only `ops.logprobs` shifts tokens.
 """
 
@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from typing import Any
 
 Params = Mapping[str, Any]
-"""Nested dict of arrays: a model's parameters, as plain data."""
+"""Model parameters as a nested dict of arrays."""
 
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
-"""What `json` reads and writes (nested values are not checked: a recursive alias cannot be)."""
+"""Values that `json` reads and writes (nested values are untyped: type checks do not support recursive aliases)."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Version:
-  """Names one set of policy weights; the same number is never reused for other weights after a crash.
+  """Identifies one set of policy weights; never reused for other weights, even after a crash.
 
   `step` counts completed batches, `attempt` counts starts of the run's process on this run directory.
   """

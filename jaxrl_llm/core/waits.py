@@ -1,4 +1,4 @@
-"""Bounded waits: each has a name, an owner and a deadline, and a stop can cut some of them short.
+"""Bounded waits: each has a name, an owner and a deadline, and a stop can interrupt some of them.
 
 `docs/waits.md` lists them. A wait runs under `bounded` or `limit`, has a timeout whose expiry its caller
 handles, or carries a comment `# wait NAME: BOUND` that says what else ends it; `tests/waits_test.py` rejects any other.
@@ -23,11 +23,11 @@ T = TypeVar('T')
 
 
 class WaitExpired(RunError):
-  """A wait reached its deadline: somebody it depends on is dead or stuck."""
+  """A wait reached its deadline: the party it waits for is dead or stuck."""
 
 
 async def bounded(awaitable: Awaitable[T], *, name: str, owner: str, waits_for: str, deadline_s: float) -> T:
-  """The value of `awaitable`, which is cancelled at the deadline; see `limit`."""
+  """Returns the result of `awaitable`, which is cancelled at the deadline; see `limit`."""
   async with limit(name=name, owner=owner, waits_for=waits_for, deadline_s=deadline_s):
     return await awaitable
 
@@ -35,7 +35,7 @@ async def bounded(awaitable: Awaitable[T], *, name: str, owner: str, waits_for: 
 async def gathered(
   work: Iterable[Coroutine[Any, Any, T]], *, name: str, owner: str, waits_for: str, deadline_s: float
 ) -> list[T]:
-  """The values of all, in their order. WaitExpired when none of them ends for `deadline_s` seconds; see `limit`."""
+  """Returns all results in order. Raises WaitExpired when none completes for `deadline_s` seconds; see `limit`."""
   async with limit(name=name, owner=owner, waits_for=waits_for, deadline_s=deadline_s) as running:
 
     def extend(_: asyncio.Task) -> None:
@@ -51,14 +51,14 @@ async def gathered(
 
 @contextlib.asynccontextmanager
 async def limit(*, name: str, owner: str, waits_for: str, deadline_s: float) -> AsyncIterator[asyncio.Timeout]:
-  """Ends the block at the deadline: dumps all stacks to stderr and raises WaitExpired.
+  """Cancels the block at the deadline, dumps all stacks to stderr and raises WaitExpired.
 
   A TimeoutError that the block itself raises passes through unchanged.
 
   Args:
-    name: the wait's name in the message and in `docs/waits.md`.
-    owner: who waits.
-    waits_for: whom it waits for, and what to look at.
+    name: name of the wait in the message and in `docs/waits.md`.
+    owner: the waiting party, for the message.
+    waits_for: the party or event waited for, and what to inspect.
     deadline_s: seconds.
   """
   try:
@@ -73,7 +73,7 @@ async def limit(*, name: str, owner: str, waits_for: str, deadline_s: float) -> 
 
 @contextlib.contextmanager
 def watched(*, name: str, owner: str, waits_for: str, deadline_s: float) -> Iterator[None]:
-  """Like `limit`, for a block that cannot be interrupted: at the deadline it prints the line and ends the process."""
+  """Like `limit`, for a block that cannot be interrupted: at the deadline, dumps all stacks and ends the process."""
 
   def leave() -> None:
     faulthandler.dump_traceback(file=sys.stderr)
@@ -91,7 +91,7 @@ def watched(*, name: str, owner: str, waits_for: str, deadline_s: float) -> Iter
 
 
 async def ended(process: subprocess.Popen, *, name: str, owner: str, waits_for: str, deadline_s: float) -> int:
-  """Exit code of a process that was asked to end. At the deadline it is killed, and WaitExpired raised; see `limit`."""
+  """Returns the exit code of a process asked to end. At the deadline, kills it and raises WaitExpired; see `limit`."""
   try:
     return await asyncio.to_thread(process.wait, deadline_s)
   except subprocess.TimeoutExpired:
@@ -104,23 +104,23 @@ def _line(name: str, owner: str, waits_for: str, deadline_s: float) -> str:
 
 
 async def unless(stop: asyncio.Future, work: Awaitable[T]) -> T | None:
-  """The value of `work`; None when `stop` is set by then, and `work` has been cancelled and is over.
+  """Returns the result of `work`, or None if `stop` is set first; `work` is then cancelled and awaited.
 
   Args:
-    stop: wins over work that is done at the same time.
-    work: bounded by its own deadlines; never evaluates to None.
+    stop: takes precedence over work that completes at the same time.
+    work: bounded by its own deadlines; its result is never None.
   """
   task = asyncio.ensure_future(work)
   try:
     await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)  # wait work: the deadlines of `work`
     return None if stop.done() else task.result()
   finally:
-    task.cancel()  # without effect on one that is done
+    task.cancel()  # no effect on a completed task
     await asyncio.gather(task, return_exceptions=True)
 
 
 def _dump_stacks() -> None:
-  """Dumps the stacks of all threads and of suspended tasks, which no thread's stack shows."""
+  """Dumps the stacks of all threads and of suspended tasks, which thread stacks do not show."""
   faulthandler.dump_traceback(file=sys.stderr)
   for task in asyncio.all_tasks():
     task.print_stack(limit=8, file=sys.stderr)
@@ -128,14 +128,14 @@ def _dump_stacks() -> None:
 
 
 class IdleClock:
-  """Seconds in which nothing was under way."""
+  """Measures the seconds in which no work was in progress."""
 
   def __init__(self):
     self._under_way, self._since, self._idle = 0, time.monotonic(), 0.0
 
   @contextlib.contextmanager
   def busy(self) -> Iterator[None]:
-    """Something is under way while the block runs; blocks may overlap."""
+    """Marks the block as work in progress; blocks may overlap."""
     if self._under_way == 0:
       self._idle += time.monotonic() - self._since
     self._under_way += 1
@@ -147,7 +147,7 @@ class IdleClock:
         self._since = time.monotonic()
 
   def take(self) -> float:
-    """Idle seconds since the last call."""
+    """Returns the idle seconds since the last call."""
     now = time.monotonic()
     if self._under_way == 0:
       self._idle += now - self._since

@@ -1,8 +1,8 @@
-"""Calls to services that score: JSON out, JSON in, over one or more addresses.
+"""Client for JSON-over-HTTP services with one or more addresses.
 
-Invariant: a call ends with what a service answered with status 200, or in one `RemoteError` that says what its tries
-met. A try that met a fault that may pass (no connection, no answer in time, 429, 5xx) is repeated, at another address
-where there is one; no more than `concurrency` requests are under way at once.
+Invariant: a call returns the body of a 200 response, or raises one `RemoteError` that lists the errors of its tries.
+Transient errors (no connection, timeout, 429, 5xx) are retried, at another address if there is one; at most
+`concurrency` requests are in flight at once.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from jaxrl_llm.core.net.connections import base_url, certificates, check_address
 from jaxrl_llm.core.types import Json
 
 CHAT_PATH = '/v1/chat/completions'
-"""Of OpenAI-compatible servers."""
+"""Chat completions path of OpenAI-compatible servers."""
 _MAX_WAIT_S = 30.0
-"""Longest wait before another try, whatever the service asks for."""
+"""Maximum wait before a retry, regardless of `Retry-After`."""
 _REST_S = 5.0
-"""After a fault an address comes after all others for so long."""
+"""Seconds after an error during which other addresses are preferred."""
 _MAX_ANSWER_BYTES = 4 << 20
 _CONNECT_S = 10.0
 
@@ -33,22 +33,22 @@ _CONNECT_S = 10.0
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RemoteOptions:
   addresses: tuple[str, ...]
-  """`http://host:port/path`, `https://…` or `unix:/path/to.sock`; each request goes to the one that has least to do."""
+  """`http://host:port/path`, `https://…` or `unix:/path/to.sock`; each request goes to the least busy one."""
   key_file: str | None = None
-  """File with the bearer token in its first line."""
+  """File whose first line is the bearer token."""
   ca_file: str | None = None
-  """Certificates that an https server may show; None = the system's."""
+  """CA certificates that verify https servers; None = the system's."""
   concurrency: int = 16
-  """Requests under way at once."""
+  """Maximum requests in flight."""
   request_deadline_s: float = 60.0
-  """Of one try. The scorer's own `deadline_s` is over all of them."""
+  """Seconds for one try. The scorer's own `deadline_s` covers all tries."""
   retries: int = 5
-  """Tries after the first, where a fault may pass. With the default waits that bridges 15 s: a service's restart."""
+  """Retries after transient errors. With the default waits they bridge 15 s: a service restart."""
   first_wait_s: float = 0.5
-  """Before the second try, and twice as long before each later one; `Retry-After` of an answer may make it longer."""
+  """Seconds before the first retry, doubled for each later one; a `Retry-After` header may extend the wait."""
 
   def check(self, where: str) -> None:
-    """Raises UserError for what no request could be made with."""
+    """Raises UserError for options with which no request can be made."""
     _check_addresses(self.addresses, where)
     if self.concurrency < 1 or self.retries < 0:
       raise UserError(f'{where}: concurrency is {self.concurrency} and retries {self.retries}, wanted at least 1 and 0')
@@ -63,11 +63,11 @@ class RemoteOptions:
 
 
 class RemoteError(Exception):
-  """The service gave no answer that counts."""
+  """The service returned no usable response."""
 
 
 class _Passing(Exception):
-  """A fault after which another try may do better."""
+  """A transient error, after which a retry may succeed."""
 
   def __init__(self, what: str, wait_s: float = 0.0):
     super().__init__(what)
@@ -82,16 +82,16 @@ def _check_addresses(addresses: Sequence[str], where: str) -> None:
 
 
 class Remote:
-  """A client of services, and the base of what asks them for something of its own.
+  """Client of replicated services, and base class of specific clients.
 
-  Open as a context manager, within the event loop that calls it.
+  Use as an async context manager in the event loop that makes the calls.
   """
 
   def __init__(self, options: RemoteOptions, where: str, path: str = ''):
     """
     Args:
-      where: whose it is, for errors.
-      path: what follows the addresses, which are whole by themselves where it is empty.
+      where: owner of the client, for errors.
+      path: appended to the addresses; if empty, they are complete URLs.
     """
     self._options, self._where, self._path = options, where, path
     self._sessions: dict[str, aiohttp.ClientSession] = {}
@@ -111,12 +111,12 @@ class Remote:
       await session.close()
 
   def set_addresses(self, addresses: Sequence[str]) -> None:
-    """Requests from now on go to these; those under way end where they are. Raises UserError."""
+    """Sends new requests to these addresses; requests in flight are unaffected. Raises UserError."""
     _check_addresses(addresses, self._where)
     self._addresses = tuple(addresses)
 
   async def post(self, body: Json) -> Json:
-    """What a service answers. Raises RemoteError."""
+    """Posts `body` and returns the JSON response. Raises RemoteError."""
     met: list[str] = []
     wait = self._options.first_wait_s
     while True:
@@ -135,12 +135,12 @@ class Remote:
         finally:
           self._busy[address] -= 1
           self._served[address] += 1
-      # Outside of the slot: others may go meanwhile.
+      # Outside the slot, so that other requests can use it during the wait.
       await asyncio.sleep(min(max(wait, asked), _MAX_WAIT_S))
       wait *= 2
 
   def _choose(self) -> str:
-    """The address with least to do, of those that had no fault just now; of equals the one that served least."""
+    """Returns the least busy address without a recent error; among equals, the one that served least."""
     now = asyncio.get_running_loop().time()
     rests = lambda address: self._rests_until.get(address, now) > now
     return min(self._addresses, key=lambda address: (rests(address), self._busy[address], self._served[address]))
@@ -152,20 +152,20 @@ class Remote:
     return self._sessions[address]
 
   def _url(self, address: str) -> str:
-    # An address that is whole by itself keeps its end.
+    # A complete URL keeps its trailing slash.
     base = base_url(address) if self._path or address.startswith('unix:') else address
-    # As OpenAI's own clients are told their base address, with its version.
+    # OpenAI clients take a base URL that includes the version.
     return base + (self._path.removeprefix('/v1') if base.endswith('/v1') else self._path)
 
   async def _try(self, address: str, body: Json) -> Json:
-    """Raises _Passing or RemoteError."""
+    """Makes one request. Raises _Passing or RemoteError."""
     limit = self._options.request_deadline_s
     timeout = aiohttp.ClientTimeout(total=limit, sock_connect=min(limit, _CONNECT_S))
     request = self._session(address).post(self._url(address), json=body, timeout=timeout, allow_redirects=False)
     try:
       async with request as response:
         data = await _read(response)
-    except TimeoutError:  # Before OSError, of which it is one.
+    except TimeoutError:  # Before OSError, its base class.
       raise _Passing(f'{address}: no answer within {limit:g} s') from None
     except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
       raise _Passing(f'{address}: {type(error).__name__}: {" ".join(str(error).split())}') from None
@@ -202,7 +202,7 @@ def _asked_wait(response: aiohttp.ClientResponse) -> float:
 
 
 def read_object(answer: Any, what: str) -> dict[str, Json]:
-  """The answer, which has to be a JSON object. Raises RemoteError."""
+  """Returns `answer` if it is a JSON object. Raises RemoteError otherwise."""
   if not isinstance(answer, dict):
     raise RemoteError(f'{what} is a {type(answer).__name__}, wanted an object: {json.dumps(answer):.200}')
   return answer

@@ -1,4 +1,4 @@
-"""How clients reach services: addresses, tokens, certificates, sessions. What cannot be used is one line."""
+"""Addresses, tokens, certificates and sessions of service clients; unusable ones raise one-line UserErrors."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import aiohttp
 from jaxrl_llm.core.errors import UserError
 
 _KEEP_ALIVE_S = 2.0
-"""Idle connections are closed from here, before a server closes them under the next request's feet."""
+"""Idle seconds before the client closes a connection: earlier than a server would, perhaps during the next request."""
 
 
 def check_address(address: str, where: str) -> None:
-  """Raises UserError for what no client can reach.
+  """Raises UserError for a malformed address.
 
   Args:
     address: `unix:/path`, `http://…` or `https://…`.
-    where: the field or flag that has it, for the error.
+    where: field or flag that holds it, for the error.
   """
   if not address.startswith(('http://', 'https://', 'unix:/')):
     wanted = 'http://HOST:PORT, https://HOST:PORT or unix:/path/to.sock'
@@ -26,11 +26,11 @@ def check_address(address: str, where: str) -> None:
 
 
 def read_key(file: str | None, where: str) -> str | None:
-  """The bearer token in the first line of a file; None for none.
+  """Returns the bearer token in the first line of a file; None if `file` is None.
 
   Args:
-    file: its path.
-    where: the field or flag that names it, for the error.
+    file: path of the file.
+    where: field or flag that names it, for the error.
   """
   if file is None:
     return None
@@ -44,7 +44,7 @@ def read_key(file: str | None, where: str) -> str | None:
 
 
 def certificates(ca_file: str | None, where: str) -> ssl.SSLContext:
-  """Those that an https server may show: of the file, or, without one, the system's."""
+  """Returns a TLS context that verifies https servers with the CA file, or with the system's authorities if None."""
   try:
     return ssl.create_default_context(cafile=ca_file)
   except OSError as error:
@@ -52,13 +52,13 @@ def certificates(ca_file: str | None, where: str) -> ssl.SSLContext:
 
 
 def open_session(address: str, *, key: str | None, ca_file: str | None, where: str) -> aiohttp.ClientSession:
-  """A session with any number of connections to that address; it belongs to the event loop that runs.
+  """Opens a session with unlimited connections to one address, bound to the running event loop.
 
   Args:
-    address: as `check_address` has it.
+    address: see `check_address`.
     key: bearer token; None: none is sent.
-    ca_file: as `certificates` has it.
-    where: whose it is, for the errors.
+    ca_file: see `certificates`.
+    where: owner of the session, for errors.
   """
   check_address(address, where)
   pool = {'limit': 0, 'keepalive_timeout': _KEEP_ALIVE_S}
@@ -72,5 +72,5 @@ def open_session(address: str, *, key: str | None, ca_file: str | None, where: s
 
 
 def base_url(address: str) -> str:
-  """What URLs begin with; a unix socket has no host, and gets a name."""
+  """Returns the URL prefix of an address; a Unix socket has no host and gets a placeholder."""
   return 'http://service' if address.startswith('unix:') else address.rstrip('/')

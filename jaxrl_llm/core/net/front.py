@@ -1,10 +1,10 @@
-"""Authenticated reverse proxy that stands before an inference server which itself listens on this host alone.
+"""Authenticating reverse proxy for an inference server that itself listens only on this host.
 
-Invariant: nothing of a request reaches the upstream unless it bears the token and is, as sent, one of its routes.
-Connections that have not shown the token have a deadline, and are bounded in number: the oldest give way. So strangers
-hold neither memory nor descriptors, and never keep out who has the token.
+Invariant: no part of a request reaches the upstream unless it bears the token and matches, byte by byte, a route.
+Unauthenticated connections have a deadline and are bounded in number: the oldest are dropped. So strangers hold neither
+memory nor descriptors, and cannot lock out clients that have the token.
 
-Runs on hosts that only serve, so it imports neither JAX nor anything else of this package but errors.
+Runs on serving-only hosts, so it imports neither JAX nor any other module of this package but errors.
 """
 
 from __future__ import annotations
@@ -60,41 +60,41 @@ ROUTES = (
   ('POST', '/update_weight_version'),
   ('POST', RPC_PATH),
 )
-"""(method, path) of what a trainer needs; compared with the path as it was sent, byte by byte."""
+"""(method, path) pairs that a trainer needs; paths are compared as sent, byte by byte."""
 RPC_METHODS = frozenset({'jaxrl_weights', 'jaxrl_digests'})
 MAX_BODY, MAX_RPC_BODY, MAX_UPDATE_BODY = 256 << 20, 64 << 10, 16 << 20
-"""Bytes."""
+"""Maximum body sizes in bytes."""
 
 _TOKEN = re.compile(r'[\x21-\x7e]{16,4096}')
 _HEADER_WORD = re.compile(r'[\x21-\x7e]+')
 _QUERY = re.compile(r'[\x21\x22\x24-\x7e]*')
 _SERVER = {hdrs.SERVER: 'front'}
-"""Instead of aiohttp's, which tells its version and Python's."""
+"""Replaces aiohttp's header, which reveals its version and Python's."""
 _KEEPALIVE_S, _LINGER_S, _SHUTDOWN_S, _CONNECT_S = 75.0, 1.0, 0.2, 10.0
 _STRANGER_S, _STRANGERS = 10.0, 1024
-"""Seconds that a connection has to show the token; most such connections at once (a trainer opens hundreds)."""
+"""Seconds within which a connection must authenticate; most unauthenticated ones (a trainer opens hundreds at once)."""
 _BODY_S = 60.0
-"""Longest pause between two parts of a request's body."""
+"""Maximum seconds between two chunks of a request body."""
 _DESCRIPTORS = 1 << 16
-"""Open files that a process with a front asks for: two for each request under way."""
+"""Open-file limit that a process with a front requests: two files per request in flight."""
 _BACKLOG = 1024
-"""Most connections that wait to be accepted."""
+"""Maximum connections waiting to be accepted."""
 _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrontConfig:
-  """Where to listen, and what guards it."""
+  """Address, token and TLS settings of a front."""
 
   host: str = '127.0.0.1'
   port: int = 0
-  """0 = a free one."""
+  """0 = any free port."""
   token_file: str
-  """Its first line is the bearer token: at least 16 visible ASCII characters. Its owner's alone (mode 600)."""
+  """File whose first line is the bearer token, at least 16 visible ASCII characters; mode 600 (owner only)."""
   tls_cert: str | None = None
-  """PEM file with the certificate, and the chain if there is one."""
+  """PEM file with the certificate, and its chain if any."""
   tls_key: str | None = None
-  """PEM file with the certificate's key, not encrypted."""
+  """PEM file with the certificate's unencrypted key."""
   allow_plaintext: bool = False
   """Whether token and data may cross a network unencrypted."""
 
@@ -111,10 +111,10 @@ class FrontConfig:
 
 
 class Front:
-  """Serves one upstream while it is open. Use as an async context manager, or `start` and `close`."""
+  """Proxies one upstream while open. Use as an async context manager, or call `start` and `close`."""
 
   refused: int
-  """Requests without the token, so far."""
+  """Number of requests without the token so far."""
 
   def __init__(
     self,
@@ -130,10 +130,10 @@ class Front:
       upstream: `unix:/path/to.sock`, or `http://127.0.0.1:PORT`.
       upstream_token: sent to the upstream as bearer token; the front's own token never is.
       publish_root: if given, /update_weights may only name directories below it.
-      routes: (method, path) of what the upstream is there for.
+      routes: (method, path) pairs to pass on.
 
     Raises:
-      UserError: for files that cannot be used, and an upstream that others than this host may reach.
+      UserError: a file cannot be used, or the upstream may be reachable from other hosts.
     """
     self.refused = 0
     self._config = config
@@ -157,15 +157,15 @@ class Front:
 
   @property
   def address(self) -> str:
-    """`https://host:port` or `http://host:port`, of a started front."""
+    """`https://host:port` or `http://host:port`; only after `start`."""
     assert self._runner is not None, 'not started'
     host = f'[{self._config.host}]' if ':' in self._config.host else self._config.host
     return f'{"https" if self._tls else "http"}://{host}:{self._runner.addresses[0][1]}'
 
   async def start(self) -> str:
-    """Binds, and returns the address; UserError if that is not possible."""
+    """Starts listening and returns the address. Raises UserError if the address cannot be bound."""
     assert self._runner is None, 'started already'
-    # A connection per request: cheap on one host, and no request meets what another left behind.
+    # A connection per request: cheap on one host, and no request inherits the state of another.
     pool = {'limit': 0, 'force_close': True}
     self._session = aiohttp.ClientSession(
       connector=aiohttp.UnixConnector(self._socket, **pool) if self._socket else aiohttp.TCPConnector(**pool),
@@ -179,7 +179,7 @@ class Front:
     self._server = _Server(self._handle, handler_cancellation=True, strangers=strangers)
     self._runner = web.ServerRunner(self._server, shutdown_timeout=_SHUTDOWN_S)
     try:
-      # asyncio accepts up to a whole backlog at a time, several times before the first stranger is dropped.
+      # asyncio accepts up to a full backlog at once, several times before the first stranger is dropped.
       await self._listen(self._runner, backlog=min(_BACKLOG, descriptors // 16))
     except OSError as error:
       await self.close()
@@ -190,7 +190,7 @@ class Front:
     return self.address
 
   async def close(self) -> None:
-    """Stops listening; requests under way are broken off."""
+    """Stops listening and aborts requests in flight."""
     runner, self._runner = self._runner, None
     session, self._session = self._session, None
     if runner is not None:
@@ -200,7 +200,7 @@ class Front:
 
   async def _listen(self, runner: web.ServerRunner, *, backlog: int) -> None:
     host, port = self._config.host, self._config.port
-    # The first address only: a name with two would get two sockets, with port 0 on two ports.
+    # Only the first address: a name with two would get two sockets, and with port 0 two ports.
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     await runner.setup()
     await web.TCPSite(runner, found[0][4][0], port, ssl_context=self._tls, backlog=backlog).start()
@@ -228,7 +228,7 @@ class Front:
       self._server.trust(request.protocol)
       return
     self.refused += 1
-    # At powers of two, so that a flood does not fill the log.
+    # Log at powers of two only, so that a flood does not fill the log.
     if self.refused & (self.refused - 1) == 0:
       _log.warning('Refused %d requests without the token so far, the last from %s', self.refused, request.remote)
     raise _Refusal(401, 'wanted one header "Authorization: Bearer TOKEN" with this front\'s token')
@@ -252,7 +252,7 @@ class Front:
     except (aiohttp.ClientError, OSError) as error:
       if response is not None and response.prepared:
         _log.warning('%s %s: broken off in the response: %r', request.method, path, error)
-        # What was sent so far must not look like all of it.
+        # A truncated response must not look complete.
         if request.transport is not None:
           request.transport.abort()
         return response
@@ -263,14 +263,14 @@ class Front:
     return response
 
   async def _body(self, request: web.BaseRequest, path: str) -> bytes | _Upload | None:
-    """What to send on: as it comes in, or read and looked through on the paths that need it."""
+    """Returns the body to send on: a stream, or bytes on the paths whose body is checked."""
     limits = {RPC_PATH: MAX_RPC_BODY}
     if self._publish_root is not None:
       limits |= {UPDATE_PATH: MAX_UPDATE_BODY, ADAPTER_PATH: MAX_UPDATE_BODY}
     upload = _Upload(request, limits.get(path, MAX_BODY))
     if request.headers.get(hdrs.EXPECT, '').lower() == '100-continue':
       await request.writer.write(b'HTTP/1.1 100 Continue\r\n\r\n')
-      # The response itself has not begun.
+      # `100 Continue` does not count as the start of the response.
       request.writer.output_size = 0
     if path not in limits:
       return upload if request.can_read_body else None
@@ -281,7 +281,7 @@ class Front:
     return await asyncio.to_thread(check, content, self._publish_root)
 
   def _headers(self, request: web.BaseRequest, body: bytes | _Upload | None) -> dict[str, str]:
-    """All that the upstream is told of the request's headers."""
+    """Returns the headers for the upstream; it gets no others from the client."""
     headers = {hdrs.ACCEPT_ENCODING: 'identity'}
     if self._upstream_token is not None:
       headers[hdrs.AUTHORIZATION] = f'Bearer {self._upstream_token}'
@@ -293,7 +293,7 @@ class Front:
 
 
 class _Refusal(Exception):
-  """Answered with this status, and never passed on."""
+  """A request answered with this status and never passed on."""
 
   def __init__(self, status: int, message: str, headers: dict[str, str] | None = None):
     super().__init__(message)
@@ -301,13 +301,13 @@ class _Refusal(Exception):
 
 
 class _Server(web.Server):
-  """Connections with this front's limits and error pages."""
+  """HTTP server with this front's connection limits and error pages."""
 
   def __init__(self, *args: Any, strangers: int, **kwargs: Any):
     super().__init__(*args, **kwargs)
     self._permitted = strangers
     self._strangers: dict[web.RequestHandler, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
-    """Connections that have not shown the token, the oldest first, with their deadlines."""
+    """Unauthenticated connections with their deadlines, oldest first."""
 
   def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
     super().connection_made(handler, transport)
@@ -321,7 +321,7 @@ class _Server(web.Server):
     super().connection_lost(handler, exc)
 
   def trust(self, handler: web.RequestHandler) -> None:
-    """Lifts the deadline of a connection."""
+    """Lifts the deadline of an authenticated connection."""
     if stranger := self._strangers.pop(handler, None):
       stranger[1].cancel()
 
@@ -347,7 +347,7 @@ class _Connection(web.RequestHandler):
   def handle_error(
     self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
   ) -> web.StreamResponse:
-    """What is not HTTP (400), and errors of this module (500); says nothing of the inside."""
+    """Responds to invalid HTTP (400) and errors of this module (500) without internal details."""
     if status >= 500:
       _log.error('%s %s failed', request.method, request.raw_path, exc_info=exc)
     if request.writer.output_size > 0:
@@ -358,10 +358,10 @@ class _Connection(web.RequestHandler):
 
 
 class _Upload:
-  """A request's body, read as it is sent on."""
+  """A request body, streamed to the upstream."""
 
   fault: _Refusal | None = None
-  """Why it ended early; aiohttp tells the one who waits for the response only that sending failed."""
+  """Why the body ended early; aiohttp's request call reports only that sending failed."""
 
   def __init__(self, request: web.BaseRequest, limit: int):
     self._content, self._limit = request.content, limit
@@ -395,7 +395,7 @@ class _Upload:
 
 
 def _permit_descriptors() -> int:
-  """Raises this process's soft limit of open files, as far as the hard one permits; returns it, or what is wanted."""
+  """Raises the soft limit of open files toward `_DESCRIPTORS` and the hard limit; returns the smaller of these two."""
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
   if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -437,7 +437,7 @@ def _tls_context(config: FrontConfig) -> ssl.SSLContext | None:
     return None
   context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
   try:
-    # With a password, an encrypted key is an error. Without one it would be asked for on the terminal.
+    # With a password, an encrypted key is an error. Without one, OpenSSL would prompt on the terminal.
     context.load_cert_chain(config.tls_cert, config.tls_key, password='')
   except OSError as error:
     raise UserError(
@@ -448,7 +448,7 @@ def _tls_context(config: FrontConfig) -> ssl.SSLContext | None:
 
 
 def _parse_upstream(upstream: str) -> tuple[str | None, yarl.URL]:
-  """Path of the Unix socket if it is one, and what URLs begin with."""
+  """Returns the path of the Unix socket, or None, and the base URL."""
   kind, _, path = upstream.partition(':')
   if kind == 'unix' and path.startswith('/'):
     return path, yarl.URL('http://localhost')
@@ -467,7 +467,7 @@ def _parse_upstream(upstream: str) -> tuple[str | None, yarl.URL]:
 
 
 def _admit(request: web.BaseRequest, routes: Sequence[tuple[str, str]]) -> tuple[str, str]:
-  """Path and query of an authenticated request that may be passed on; _Refusal of any other."""
+  """Returns path and query of an authenticated request that may be passed on. Raises _Refusal otherwise."""
   path, _, query = request.raw_path.partition('?')
   methods = [method for method, known in routes if known == path]
   if not methods:
@@ -477,7 +477,7 @@ def _admit(request: web.BaseRequest, routes: Sequence[tuple[str, str]]) -> tuple
   if not _QUERY.fullmatch(query):
     raise _Refusal(400, 'the query string holds characters that must be percent-encoded')
   if request.version < aiohttp.HttpVersion11:
-    # Older clients could not tell a response that was broken off from a whole one.
+    # Older clients cannot tell a truncated response from a complete one.
     raise _Refusal(505, 'wanted HTTP/1.1')
   if hdrs.CONTENT_ENCODING in request.headers:
     raise _Refusal(415, 'compressed bodies are not taken')
@@ -515,7 +515,7 @@ def _parse_object(data: bytes) -> dict[str, Any]:
 
 
 def _checked_rpc(body: dict[str, Any]) -> bytes:
-  """Written anew, so that what is called is what was looked at, however the upstream reads repeated keys."""
+  """Re-encodes a checked RPC body, so that the upstream sees the method checked here even if keys are repeated."""
   method = body.get('method')
   if not isinstance(method, str) or method not in RPC_METHODS:
     raise _Refusal(403, f'method may be one of {", ".join(sorted(RPC_METHODS))}')
@@ -523,7 +523,7 @@ def _checked_rpc(body: dict[str, Any]) -> bytes:
 
 
 def _checked_update(body: dict[str, Any], root: str) -> bytes:
-  """Written anew with the directory as resolved here; its files may not lead out of `root` either."""
+  """Re-encodes a checked update with the resolved directory; neither it nor its files may lead out of `root`."""
   info = body.get('update_info')
   if set(body) != {'update_info'} or not isinstance(info, dict) or not set(info) <= {'directory', 'files', 'adapter'}:
     raise _Refusal(400, 'wanted {"update_info": {"directory": …, "files": …, "adapter": …}} and nothing else')
@@ -542,7 +542,7 @@ def _checked_update(body: dict[str, Any], root: str) -> bytes:
 
 
 def _checked_adapter(body: dict[str, Any], root: str) -> bytes:
-  """Written anew with the path as resolved here; no file of it may lead out of `root` either."""
+  """Re-encodes a checked adapter load with the resolved path; neither it nor its files may lead out of `root`."""
   path = body.get('lora_path')
   if set(body) != {'lora_name', 'lora_path', 'load_inplace'} or not isinstance(path, str):
     raise _Refusal(400, 'wanted {"lora_name": …, "lora_path": …, "load_inplace": …} and nothing else')

@@ -1,4 +1,4 @@
-"""A service of this host: a Unix socket that only this user can reach, and a front for others where one is wanted."""
+"""Local HTTP service: a Unix socket that only this user can reach, and optionally a front for other hosts."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from jaxrl_llm.core.net.front import Front, FrontConfig
 async def listening(
   application: web.Application, *, name: str, front: FrontConfig | None, routes: Sequence[tuple[str, str]]
 ) -> AsyncIterator[tuple[str, str | None]]:
-  """Serves while the block runs; gives the socket's address (`unix:…`), and the front's where there is one.
+  """Serves during the block; yields the socket's address (`unix:…`), and the front's if there is one.
 
   Args:
-    application: what answers; a handler is cancelled when its client goes away.
-    name: part of the folder's.
-    front: where others may come, with its token; None: only this user may, through the socket.
-    routes: (method, path) of what the front lets through.
+    application: handles the requests; a handler is cancelled when its client disconnects.
+    name: part of the name of the socket's directory.
+    front: authenticated access for others; None: only this user has access, through the socket.
+    routes: (method, path) pairs that the front lets through.
 
   Raises:
-    UserError: where the front cannot listen.
+    UserError: the front cannot listen.
   """
   with scratch(f'jaxrl-{name}-') as folder:
-    socket = folder / 'socket'  # Short: a socket's path has 107 characters at most.
+    socket = folder / 'socket'  # Short, since a socket's path is limited to 107 characters.
     runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.2, access_log=None)
     await runner.setup()
     try:

@@ -1,23 +1,23 @@
-"""Ties one server's process tree to the life of its owner: what the owner started leaves no process and no file behind.
+"""Process guard: ties a server's process tree to its owner's lifetime, so that no process or file is left behind.
 
   python guard.py --log=FILE [--remove_orphaned=PATH ...] [--grace_s=5] -- COMMAND [ARGUMENT ...]
 
-Runs by its file path with any Python from 3.11 on, imports nothing of jaxrl_llm, needs Linux. The owner starts it with
-`start_new_session=True`, and as stdin a pipe whose write end only the owner holds: closing it, or dying, is the order
-to stop. SIGTERM, SIGINT and SIGHUP are that order too. COMMAND's output is appended to FILE, and so is a line
-`guard: …` for each thing done at the end.
+Runs by its file path with Python 3.11 or later, imports nothing of jaxrl_llm, requires Linux. The owner starts it with
+`start_new_session=True` and, as stdin, a pipe whose write end only the owner holds: closing it, or dying, orders a
+stop. So do SIGTERM, SIGINT and SIGHUP. COMMAND's output is appended to FILE, as is a line `guard: …` for each action at
+the end.
 
-Invariant: when the guard has ended, every process that COMMAND started is gone, whatever it called setsid or ignored;
-so are the files in /dev/shm (of the names in `_NAMES`) that these were seen using and nobody else uses, and, when the
-owner closed the pipe or died, every PATH: an owner that lives and starts COMMAND again still needs them. An order to
-stop gives COMMAND SIGTERM, and all of the tree `grace_s` seconds; when COMMAND ends by itself, the rest is killed at
-once. The exit code is COMMAND's (128 + the number for a signal), 0 after an order to stop, 127 when COMMAND
-cannot be started, and 1 when an order to stop left a process that even SIGKILL does not end.
+Invariant: when the guard has ended, every process that COMMAND started is gone, even if it called setsid or ignored
+signals; so are the files in /dev/shm (with names in `_NAMES`) that these were seen using and no other process uses. If
+the owner closed the pipe or died, every PATH is gone too; a live owner needs them to start COMMAND again. On an order
+to stop, COMMAND gets SIGTERM, and the whole tree has `grace_s` seconds; if COMMAND ends by itself, the rest is killed
+at once. The exit code is COMMAND's (128 + the number for a signal), 0 after an order to stop, 127 if COMMAND cannot be
+started, and 1 if a process survives SIGKILL after an order to stop.
 
-Limits: /dev/shm is looked at ten times a second (less often where looks would cost more than 1 % of a core), so a file
-may stay whose users were all killed before the next look. If the guard itself gets SIGKILL, the kernel kills COMMAND;
-what COMMAND started, and files, may stay. Users of a file that the guard may not inspect (other accounts, other PID
-namespaces) do not keep it from being removed.
+Limits: /dev/shm is scanned ten times a second (less often if scans would cost more than 1 % of a core), so a file whose
+users were all killed before the next scan may stay. If the guard itself gets SIGKILL, the kernel kills COMMAND, but its
+descendants and files may stay. Processes that the guard may not inspect (other accounts, other PID namespaces) do not
+prevent the removal of a file they use.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _PR_SET_CHILD_SUBREAPER = 36
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SHARED = '/dev/shm'
 _NAMES = re.compile(r'psm_|sem\.mp-|sem\.loky-|torch_|vllm')
-"""How the names of files begin that are the servers' kind."""
+"""Name prefixes of shared-memory files that servers create."""
 _MAPPED = re.compile(rb' (\d+) +/dev/shm/')
-"""The inode in a line of /proc/PID/maps."""
+"""Matches the inode in a line of /proc/PID/maps."""
 _LOOK_S = 0.1
-"""Seconds between looks at which files there are."""
+"""Seconds between scans of the directory."""
 _SCAN_S = 1.0
-"""Seconds after which files are looked at again that the tree did not use."""
+"""Seconds before files that the tree did not use are checked again."""
 _THRIFT = 125
-"""Looks take at most one part in so many of a core's time, in the long run."""
+"""Scans take at most 1 / _THRIFT of a core's time in the long run."""
 _CREDIT_S = 0.2
-"""CPU seconds that looks may take beyond that at first, and after a quiet time."""
+"""CPU seconds of credit beyond that rate at the start and after idle periods."""
 _VANISH_S = 30.0
-"""Seconds for processes to vanish after SIGKILL."""
+"""Seconds to wait for processes to vanish after SIGKILL."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,14 +76,14 @@ def _processes() -> Iterator[_Process]:
     try:
       with open(f'/proc/{pid}/stat', 'rb') as file:
         text = file.read().decode(errors='replace')
-    except OSError:  # It has ended.
+    except OSError:  # The process has ended.
       continue
-    name, rest = text.split('(', 1)[1].rsplit(')', 1)  # A name may hold brackets and blanks itself.
+    name, rest = text.split('(', 1)[1].rsplit(')', 1)  # A name may itself contain parentheses and spaces.
     yield _Process(pid, name, int(rest.split()[1]))
 
 
 def _tree() -> Iterator[_Process]:
-  """Every descendant, each as soon as it is found: one that keeps forking and ending is killed on sight or never."""
+  """Yields each descendant on discovery, so that one that keeps forking and ending can be killed in time."""
   tree = {os.getpid()}
   others: list[_Process] = []
   for process in _processes():
@@ -92,37 +92,37 @@ def _tree() -> Iterator[_Process]:
       yield process
     else:
       others.append(process)
-  # A child's number is below its parent's where numbers have wrapped around.
+  # A child's PID is below its parent's if PIDs have wrapped around.
   while found := [process for process in others if process.parent in tree and process.pid not in tree]:
     tree.update(process.pid for process in found)
     yield from found
 
 
 def _files() -> set[tuple[str, int]]:
-  """Name and inode of the files in shared memory that are of the servers' kind."""
+  """Returns name and inode of the shared-memory files whose names match `_NAMES`."""
   with contextlib.suppress(OSError), os.scandir(_SHARED) as entries:
     return {(e.name, e.inode()) for e in entries if _NAMES.match(e.name) and e.is_file(follow_symlinks=False)}
   return set()
 
 
 def _used_by(pid: int) -> set[int]:
-  """Inodes of what a process has mapped or open in shared memory.
+  """Returns the inodes of shared-memory files that a process has mapped or open.
 
-  Not the names: glibc makes a semaphore under a passing name, which /proc shows for ever after as '(deleted)'.
+  Not the names: glibc creates a semaphore under a temporary name, which /proc then always shows as '(deleted)'.
   """
   used: set[int] = set()
-  with contextlib.suppress(OSError):  # It has ended, or is another account's.
+  with contextlib.suppress(OSError):  # The process has ended, or belongs to another account.
     with open(f'/proc/{pid}/maps', 'rb') as maps:
       used.update(map(int, _MAPPED.findall(maps.read())))
     for fd in os.listdir(f'/proc/{pid}/fd'):
-      with contextlib.suppress(OSError):  # It has been closed.
+      with contextlib.suppress(OSError):  # Closed in the meantime.
         if os.readlink(f'/proc/{pid}/fd/{fd}').startswith(f'{_SHARED}/'):
           used.add(os.stat(f'/proc/{pid}/fd/{fd}').st_ino)
   return used
 
 
 class _SharedMemory:
-  """The files in shared memory that the tree was seen using."""
+  """Tracks the shared-memory files that the tree was seen using."""
 
   def __init__(self) -> None:
     self._noted: set[tuple[str, int]] = set()
@@ -132,9 +132,9 @@ class _SharedMemory:
     self._credited = time.monotonic()
 
   def look(self, *, thorough: bool = False) -> float:
-    """Notes what the tree uses now; returns the seconds until the next look.
+    """Records the files that the tree uses now; returns the seconds until the next scan.
 
-    Processes are inspected only for a file that is new, and from time to time for those that the tree did not use.
+    Inspects processes only if a file is new, and periodically for files that the tree did not use.
     """
     began = time.process_time()
     self._credit = min(_CREDIT_S, self._credit + (time.monotonic() - self._credited) / _THRIFT)
@@ -147,13 +147,13 @@ class _SharedMemory:
       used = set().union(*(_used_by(process.pid) for process in _tree()))
       self._noted |= {file for file in unknown if file[1] in used}
       self._foreign = unknown - self._noted
-      # Half of the CPU time at most, so that there is some for a file that is new.
+      # At most half of the CPU time, which leaves some for new files.
       self._next_scan = time.monotonic() + max(_SCAN_S, 2 * _THRIFT * (time.process_time() - began))
     self._credit -= time.process_time() - began
     return max(_LOOK_S, -self._credit * _THRIFT)
 
   def remove(self, say: Callable[[str], None]) -> None:
-    """Removes what is left of the noted files, except what a process outside the tree uses."""
+    """Removes the remaining recorded files, except those that a process outside the tree uses."""
     left = self._noted & _files()
     if not left:
       return
@@ -182,7 +182,7 @@ def _remove(path: str, say: Callable[[str], None]) -> None:
 
 
 def _signal_source() -> int:
-  """A descriptor from which the numbers of arriving signals can be read."""
+  """Returns a descriptor from which the numbers of arriving signals can be read."""
   source, target = os.pipe()
   for end in (source, target):
     os.set_blocking(end, False)
@@ -193,7 +193,7 @@ def _signal_source() -> int:
 
 
 def _start(command: Sequence[str], log: BinaryIO) -> subprocess.Popen:
-  """Starts COMMAND, which the kernel kills with the guard; its orphans become the guard's children."""
+  """Starts COMMAND, which the kernel kills if the guard dies; orphaned descendants become children of the guard."""
   prctl = ctypes.CDLL(None, use_errno=True).prctl
   if prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
     raise OSError(ctypes.get_errno(), 'the kernel does not make the guard a subreaper')
@@ -201,7 +201,7 @@ def _start(command: Sequence[str], log: BinaryIO) -> subprocess.Popen:
 
   def before_exec() -> None:
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != guard:  # It went before the request was made.
+    if os.getppid() != guard:  # The guard died before the request was made.
       os._exit(128 + signal.SIGKILL)
 
   return subprocess.Popen(
@@ -215,14 +215,14 @@ def _start(command: Sequence[str], log: BinaryIO) -> subprocess.Popen:
 
 
 def _ending(code: int) -> str:
-  """How a process ended, by its code as subprocess has it."""
+  """Describes how a process ended, given its `subprocess` return code."""
   if code >= 0:
     return f'with exit code {code}'
   return f'by signal {next((known.name for known in signal.Signals if known == -code), -code)}'
 
 
 class Guard:
-  """Watches one command from its start until nothing of it is left."""
+  """Watches one command until its whole process tree is gone."""
 
   def __init__(self, command: subprocess.Popen, signals: int, *, grace_s: float, say: Callable[[str], None]):
     self._command = command
@@ -233,16 +233,16 @@ class Guard:
     self._memory = _SharedMemory()
     self._order: str | None = None
     self.orphaned = False
-    """Whether the owner's end of the pipe was seen to be closed."""
+    """Whether the owner closed its end of the pipe or died."""
     self._children = True
 
   def watch(self) -> None:
-    """Returns when COMMAND has ended, or when there is an order to stop."""
+    """Waits until COMMAND ends or a stop is ordered."""
     while self._command.returncode is None and self._order is None:
       self._wait(self._memory.look())
 
   def end(self) -> int:
-    """Ends what is left, and removes its files; returns the guard's exit code."""
+    """Ends the remaining processes and removes their files; returns the guard's exit code."""
     self._reap()
     self._memory.look(thorough=True)
     code = self._command.returncode
@@ -250,7 +250,7 @@ class Guard:
       self._say(f'stopping, because the command ended {_ending(code)}')
     else:
       self._say(f'stopping, because {self._order or "the guard failed"}')
-      os.kill(self._command.pid, signal.SIGTERM)  # Its number is its own until it has been waited for.
+      os.kill(self._command.pid, signal.SIGTERM)  # Its PID cannot be reused before it is reaped.
       self._wait_for_all(time.monotonic() + self._grace_s)
       self._memory.look(thorough=True)
     gone = self._kill_all()
@@ -262,7 +262,7 @@ class Guard:
     return code if code >= 0 else 128 - code
 
   def _wait(self, seconds: float) -> None:
-    """Waits until something happens, at most so long, and takes note of it."""
+    """Waits at most `seconds` for a signal or the closed pipe, records it, and reaps children."""
     ready, _, _ = select.select(self._sources, [], [], max(0.0, seconds))
     if self._signals in ready:
       for number in os.read(self._signals, 4096):
@@ -275,7 +275,7 @@ class Guard:
     self._reap()
 
   def _reap(self) -> None:
-    """Collects who has ended. A descendant's orphans are the guard's children: no child means no descendant."""
+    """Reaps ended children. Orphaned descendants become the guard's children, so no child means no descendant."""
     while self._children:
       try:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -292,12 +292,12 @@ class Guard:
       self._wait(min(left, self._memory.look()))
 
   def _kill_all(self) -> bool:
-    """Kills until nothing is left, since processes fork meanwhile; False if some do not vanish."""
+    """Kills repeatedly, since processes may fork meanwhile; returns False if some do not vanish."""
     killed: dict[int, str] = {}
     deadline = time.monotonic() + _VANISH_S
     while self._children and time.monotonic() < deadline:
       for process in _tree():
-        with contextlib.suppress(OSError):  # It has ended, or runs under another account.
+        with contextlib.suppress(OSError):  # The process has ended, or runs under another account.
           os.kill(process.pid, signal.SIGKILL)
           killed.setdefault(process.pid, str(process))
       self._wait(0.01)
@@ -317,19 +317,19 @@ def _seconds(text: str) -> float:
 
 def _sayer(log: BinaryIO) -> Callable[[str], None]:
   def say(text: str) -> None:
-    with contextlib.suppress(OSError):  # A full disk must not keep the guard from its work.
+    with contextlib.suppress(OSError):  # A full disk must not stop the guard.
       log.write(f'guard: {text}\n'.encode(errors='replace'))
 
   return say
 
 
 def _complain(text: str) -> None:
-  with contextlib.suppress(OSError):  # Nobody may read any more.
+  with contextlib.suppress(OSError):  # The reader may be gone.
     os.write(2, f'guard: {text}\n'.encode(errors='replace'))
 
 
 def main(argv: Sequence[str]) -> int:
-  """Returns the exit code; 2 for a command line that cannot be used."""
+  """Runs the guard and returns its exit code; 2 for an invalid command line."""
   parser = argparse.ArgumentParser(
     prog='guard.py', usage='%(prog)s --log=FILE [--remove_orphaned=PATH ...] [--grace_s=5] -- COMMAND [ARGUMENT ...]'
   )
@@ -344,7 +344,7 @@ def main(argv: Sequence[str]) -> int:
     parser.error('no COMMAND after --')
   if sys.stdin is None:
     parser.error('stdin is closed; wanted a pipe whose write end the owner holds')
-  signals = _signal_source()  # Before there is anything to lose.
+  signals = _signal_source()  # First, so that no signal is lost.
   try:
     log = open(options.log, 'ab', buffering=0)
   except OSError as error:

@@ -1,6 +1,6 @@
-"""What was generated, token-exact: written once, never changed.
+"""Token-exact sample records: written once, never changed.
 
-The bytes form (`encode`, `decode`) is msgpack with arrays as little-endian bytes; no pickle.
+The encoding (`encode`, `decode`) is msgpack with arrays as little-endian bytes; no pickle.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Source(enum.StrEnum):
 
 
 class Role(enum.IntEnum):
-  """Who wrote a token (`Sample.role`)."""
+  """Author of a token (`Sample.role`)."""
 
   PROMPT = 0
   POLICY = 1
@@ -35,7 +35,7 @@ class Role(enum.IntEnum):
 
 
 class Finish(enum.StrEnum):
-  """Why a generation ended: a stop token, its length limit, or an abort."""
+  """Reason a generation ended: a stop token, its length limit, or an abort."""
 
   STOP = 'stop'
   LENGTH = 'length'
@@ -61,9 +61,9 @@ class Sample:
   """`<stage>/<task uid>/<visit>/<sample index>`: the same in every attempt of a run."""
   task_id: str
   visit: int
-  """How often the task had been drawn before, in this run."""
+  """How often the task was drawn before in this run."""
   sample_index: int
-  """Which of the group's samples."""
+  """Index within the group."""
   group_id: str
   """Samples with equal group_id share a baseline."""
   trajectory_id: str
@@ -75,18 +75,18 @@ class Sample:
   prompt_len: int
   role: UInt8[np.ndarray, 'time']
   loss_mask: Bool[np.ndarray, 'time']
-  """Tokens that are trained on. Never position 0."""
+  """True for tokens that are trained on; never position 0."""
   sampled: Bool[np.ndarray, 'time']
-  """Tokens that the policy drew."""
+  """True for tokens that the policy sampled."""
   behaviour_logprobs: Float32[np.ndarray, 'time']
-  """0 where not sampled."""
+  """Logprobs under the sampling policy; 0 where not sampled."""
   segments: tuple[Segment, ...] = ()
   temperature: float = 1.0
   finish_reason: Finish = Finish.STOP
   preference: dict[str, str] | None = None
   """{'pair_id', 'label' in chosen, rejected, desirable, undesirable} for preference data."""
   media: tuple[dict[str, Json], ...] = ()
-  """{'kind', 'digest', 'span': [start, end) of the tokens that stand for it, empty where none do} (`media_of`)."""
+  """{'kind', 'digest', 'span': [start, end) of its placeholder tokens, empty if none} (`media_of`)."""
 
   def __post_init__(self):
     length = len(self.tokens)
@@ -114,7 +114,7 @@ class Sample:
 
 
 def media_of(task: Task) -> tuple[dict[str, Json], ...]:
-  """What the record of an attempt says of the task's media: text prompts hold no tokens of theirs."""
+  """Returns `Sample.media` of the task's media; their spans are empty, since text prompts hold no media tokens."""
   return tuple({'kind': shown.kind, 'digest': shown.digest, 'span': [0, 0]} for shown in task.media)
 
 
@@ -122,7 +122,7 @@ _ARRAYS = {'tokens': '<i4', 'role': '|u1', 'loss_mask': '|b1', 'sampled': '|b1',
 
 
 def encode(sample: Sample) -> bytes:
-  """The sample as bytes; `decode` gives it back bit for bit."""
+  """Encodes the sample; `decode` restores it bit for bit."""
   row: dict[str, Any] = {f.name: getattr(sample, f.name) for f in dataclasses.fields(sample)}
   for name, dtype in _ARRAYS.items():
     row[name] = np.ascontiguousarray(row[name], dtype).tobytes()
@@ -133,7 +133,7 @@ def encode(sample: Sample) -> bytes:
 
 
 def decode(data: bytes) -> Sample:
-  """Inverse of `encode`. Raises ValueError for a schema this program does not know."""
+  """Inverse of `encode`. Raises ValueError for an unknown schema."""
   row = msgpack.unpackb(data)
   schema = row.pop('schema', None)
   if schema != SCHEMA:

@@ -1,4 +1,4 @@
-"""A judgement of one sample by one scorer. Append-only; several per sample."""
+"""Score records: one scorer's judgement of one sample. Append-only; several per sample."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ class Status(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-  """What a scorer said. `value` None means unscorable: it leaves the baseline and the loss, and is counted.
+  """Result of one scorer. `value` None means unscorable: excluded from the baseline and the loss, and counted.
 
-  What the completion causes (no answer, a wrong format) is a value, normally 0. None is for what it did not cause.
+  Failures caused by the completion (no answer, wrong format) get a value, normally 0; all other failures get None.
   """
 
   uid: str
-  """The sample's uid."""
+  """Uid of the sample."""
   scorer: str
   value: float | None
   parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  """Named components of `value`, before weights."""
+  """Named components of `value`, before weighting."""
   turn_values: tuple[float, ...] = ()
   status: Status = Status.OK
   evidence: Mapping[str, Json] = dataclasses.field(default_factory=dict)
-  """What the value rests on: the extracted answer, an error's text."""
+  """Basis of the value, such as the extracted answer or the text of an error."""
   time: float = 0.0
   """Seconds the scorer took."""
 
 
 def worth(value: float | None, turn_values: Sequence[float]) -> float | None:
-  """The value of a whole attempt: its own and those of its turns. None, unscorable, stays None."""
+  """Returns the total value of an attempt: its value plus those of its turns; None if unscorable."""
   return None if value is None else value + math.fsum(turn_values)

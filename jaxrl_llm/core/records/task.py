@@ -1,4 +1,4 @@
-"""What to attempt: a prompt, and what a scorer needs to judge an attempt at it."""
+"""Task records: a prompt, and the data that scorers need to judge an attempt at it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Message = Mapping[str, str]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Media:
-  """What a prompt shows beside its text. The bytes stay where they are; the digest says which they are."""
+  """An attachment of a prompt, stored by reference and identified by its digest."""
 
   kind: str
   """'image'."""
   digest: str
-  """32 hex digits of the bytes (xxh3-128)."""
+  """xxh3-128 of the bytes, as 32 hex digits."""
   reference: str
-  """A path relative to the taskset's file, or the bytes as `data:;base64,…`."""
+  """Path relative to the taskset's file, or the bytes as `data:;base64,…`."""
 
 
 def prompt_digest(prompt: tuple[Message, ...], media: tuple[Media, ...] = ()) -> str:
-  """32 hex digits of the prompt's content (xxh3-128 of canonical JSON): what makes two tasks the same task."""
+  """Returns the digest that identifies a task: xxh3-128 of the prompt's canonical JSON, as 32 hex digits."""
   content: list[Json] = [dict(m) for m in prompt]
   content += [{'media': m.kind, 'digest': m.digest} for m in media]
   canonical = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(',', ':'))
@@ -36,19 +36,19 @@ def prompt_digest(prompt: tuple[Message, ...], media: tuple[Media, ...] = ()) ->
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-  """One thing to attempt. Two tasks with the same prompt and media are the same task, whatever their source."""
+  """A task to attempt. Tasks with the same prompt and media are the same task, regardless of source."""
 
   taskset: str
-  """Name of the taskset it came from."""
+  """Name of the source taskset."""
   domain: str
-  """What kind of answer is wanted ('code', 'math', 'k12', 'vision', 'general', ...): chooses scorers."""
+  """Kind of answer expected ('code', 'math', 'k12', 'vision', 'general', ...); selects scorers."""
   prompt: tuple[Message, ...]
   truth: str | None
-  """Reference answer, where there is one."""
+  """Reference answer, if any."""
   fields: Mapping[str, Json]
-  """The source's own row (a verifier's entry, `extra_info`), JSON only. Never shown to the policy."""
+  """Source row (such as a verifier's entry or `extra_info`), JSON only. Never shown to the policy."""
   media: tuple[Media, ...] = ()
-  """In the order in which the prompt speaks of them. A policy of text does not see them."""
+  """Media in the order in which the prompt refers to them. A text-only policy does not see them."""
 
   @property
   def digest(self) -> str:
@@ -56,5 +56,5 @@ class Task:
 
   @property
   def uid(self) -> str:
-    """Stable over runs and sources: taskset name and half of the prompt's digest."""
+    """Identifier stable across runs: taskset name and half of the prompt digest."""
     return f'{self.taskset}:{self.digest[:16]}'
