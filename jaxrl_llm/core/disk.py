@@ -55,7 +55,7 @@ def scratch(prefix: str) -> Iterator[pathlib.Path]:
     unlocked = folder / f'{_OWNER}.tmp'
     with unlocked.open('w') as owner:
       # Lock before renaming: another process would take an unlocked file for an orphan's.
-      fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Nobody else has it open.
+      fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)  # No other process has it open.
       unlocked.rename(folder / _OWNER)
       yield folder
 

@@ -69,8 +69,8 @@ class RemoteError(Exception):
 class _Passing(Exception):
   """A transient error, after which a retry may succeed."""
 
-  def __init__(self, what: str, wait_s: float = 0.0):
-    super().__init__(what)
+  def __init__(self, message: str, wait_s: float = 0.0):
+    super().__init__(message)
     self.wait_s = wait_s
 
 
@@ -128,8 +128,8 @@ class Remote:
         except _Passing as fault:
           met.append(str(fault))
           if len(met) > self._options.retries:
-            told = '; '.join(dict.fromkeys(met))
-            raise RemoteError(f'{len(met)} tries: {told}' if len(met) > 1 else told) from None
+            faults = '; '.join(dict.fromkeys(met))
+            raise RemoteError(f'{len(met)} tries: {faults}' if len(met) > 1 else faults) from None
           asked = fault.wait_s
           self._rests_until[address] = asyncio.get_running_loop().time() + _REST_S
         finally:

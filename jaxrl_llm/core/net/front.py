@@ -201,9 +201,9 @@ class Front:
   async def _listen(self, runner: web.ServerRunner, *, backlog: int) -> None:
     host, port = self._config.host, self._config.port
     # Only the first address: a name with two would get two sockets, and with port 0 two ports.
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     await runner.setup()
-    await web.TCPSite(runner, found[0][4][0], port, ssl_context=self._tls, backlog=backlog).start()
+    await web.TCPSite(runner, addresses[0][4][0], port, ssl_context=self._tls, backlog=backlog).start()
 
   def _unbound(self, error: OSError) -> UserError:
     host, port = self._config.host, self._config.port

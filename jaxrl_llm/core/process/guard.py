@@ -85,17 +85,17 @@ def _processes() -> Iterator[_Process]:
 def _tree() -> Iterator[_Process]:
   """Yields each descendant on discovery, so that one that keeps forking and ending can be killed in time."""
   tree = {os.getpid()}
-  others: list[_Process] = []
+  unrelated: list[_Process] = []
   for process in _processes():
     if process.parent in tree:
       tree.add(process.pid)
       yield process
     else:
-      others.append(process)
+      unrelated.append(process)
   # A child's PID is below its parent's if PIDs have wrapped around.
-  while found := [process for process in others if process.parent in tree and process.pid not in tree]:
-    tree.update(process.pid for process in found)
-    yield from found
+  while late := [process for process in unrelated if process.parent in tree and process.pid not in tree]:
+    tree.update(process.pid for process in late)
+    yield from late
 
 
 def _files() -> set[tuple[str, int]]:
@@ -333,9 +333,9 @@ def main(argv: Sequence[str]) -> int:
   parser = argparse.ArgumentParser(
     prog='guard.py', usage='%(prog)s --log=FILE [--remove_orphaned=PATH ...] [--grace_s=5] -- COMMAND [ARGUMENT ...]'
   )
-  parser.add_argument('--log', required=True, help="Where COMMAND's output is appended.")
+  parser.add_argument('--log', required=True, help="File to which COMMAND's output is appended.")
   parser.add_argument(
-    '--remove_orphaned', action='append', default=[], help='File or directory that goes when the owner is gone.'
+    '--remove_orphaned', action='append', default=[], help='File or directory to remove if the owner is gone.'
   )
   parser.add_argument('--grace_s', type=_seconds, default=5.0, help='Seconds between SIGTERM and SIGKILL.')
   split = argv.index('--') if '--' in argv else len(argv)

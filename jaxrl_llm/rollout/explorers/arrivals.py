@@ -151,14 +151,14 @@ def one_line(text: object, most: int = _MAX_LINE) -> str:
 
 
 @contextlib.contextmanager
-def _reading(what: str) -> Iterator[None]:
+def _reading(kind: str) -> Iterator[None]:
   """Converts any error of the block into Misbehaved: the sender is to blame for an unreadable message."""
   try:
     yield
   except (ValueError, RecursionError) as error:
-    raise Misbehaved(one_line(f'{what}: {error}')) from None
+    raise Misbehaved(one_line(f'{kind}: {error}')) from None
   except Exception as error:
-    raise Misbehaved(one_line(f'{what}: {type(error).__name__}: {error}')) from None
+    raise Misbehaved(one_line(f'{kind}: {type(error).__name__}: {error}')) from None
 
 
 def _check_types(row: Any) -> None:

@@ -187,17 +187,17 @@ class Crew:
     self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
   ) -> AsyncIterator[tuple[Sample, str]]:
     """Implements `Workflow.run`. Raises RunError if the workflow raised in its explorer."""
-    how = {'visit': visit, 'stage': stage, 'samples': samples, 'sampling': sampling_row(sampling)}
-    order = {'task': task_row(task), **how}
+    options = {'visit': visit, 'stage': stage, 'samples': samples, 'sampling': sampling_row(sampling)}
+    order = {'task': task_row(task), **options}
     group = Group(order=order, name=f'{stage}/{task.uid}/{visit}', samples=samples)
     await self._leases.offer(group)
     try:
       for _ in range(samples):
         self._check()
-        found = await group.handed_in.get()  # wait sample: `limits`; `collect`, `suite`; `_check` fails all groups
-        if isinstance(found, Exception):
-          raise found
-        yield found
+        result = await group.handed_in.get()  # wait sample: `limits`; `collect`, `suite`; `_check` fails all groups
+        if isinstance(result, Exception):
+          raise result
+        yield result
     finally:
       self._leases.end(group)
 
@@ -311,10 +311,10 @@ class Crew:
         await response.write(pack(value))
 
     with self._leases.called(read_lease(body), sender) as group:
-      found = frames(body, group)
+      answers = frames(body, group)
       await response.prepare(request)
       try:
-        async with contextlib.aclosing(_beating(found)) as beating:
+        async with contextlib.aclosing(_beating(answers)) as beating:
           async for value in beating:
             await send(value)
         await send(None)
@@ -344,10 +344,10 @@ class Crew:
     return frames()
 
   def _ask(self, body: dict[str, Any], group: Group) -> AsyncIterator[Any]:
-    model, messages, how = read_question(body)
+    model, messages, options = read_question(body)
 
     async def frames() -> AsyncIterator[Any]:
-      yield [0, await self._hub.ask(model, messages, **how)]
+      yield [0, await self._hub.ask(model, messages, **options)]
 
     return frames()
 

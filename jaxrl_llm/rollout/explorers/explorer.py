@@ -221,9 +221,9 @@ async def _take_groups(link: Link, make: Callable[[str], Workflow], under_way: d
 
 async def _run(link: Link, lease: str, workflow: Workflow, order: dict[str, Any]) -> None:
   """Explores one group; reports errors of its workflow to the master. Raises Evicted."""
-  how = {'stage': order['stage'], 'samples': order['samples'], 'sampling': Sampling(**order['sampling'])}
+  options = {'stage': order['stage'], 'samples': order['samples'], 'sampling': Sampling(**order['sampling'])}
   try:
-    async with contextlib.aclosing(workflow.run(read_task(order['task']), order['visit'], **how)) as runs:
+    async with contextlib.aclosing(workflow.run(read_task(order['task']), order['visit'], **options)) as runs:
       async for sample, _ in runs:  # The master decodes the text from the tokens itself.
         handed_in = {'lease': lease, 'sample': encode(sample)}
         await _patiently(functools.partial(link.call, wire.SAMPLE, **handed_in))  # Safe to retry.
