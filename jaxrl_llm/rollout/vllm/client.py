@@ -1,7 +1,7 @@
-"""One vLLM server as its HTTP interface shows it: the only module that knows paths and bodies (vLLM 0.32).
+"""HTTP client of one vLLM server: the only module that knows paths and bodies (vLLM 0.32).
 
-Invariant: what is returned was checked to be whole and what was asked for; anything else is `Lost` (ask again,
-elsewhere), `Refused` (the server is fine and will not do it), or a `UserError` (nobody will).
+Invariant: every returned value was checked to be complete and to match its request; anything else raises `Lost` (retry
+on another server), `Refused` (the server works but rejects the call) or `UserError` (no server can do it).
 """
 
 from __future__ import annotations
@@ -24,51 +24,49 @@ from jaxrl_llm.rollout.api import CUT, Completion, Request
 from jaxrl_llm.rollout.vllm.publication import Publication
 
 MODEL = 'policy'
-"""What the policy is called on our servers (`--served-model-name`)."""
+"""Name of the policy on our servers (`--served-model-name`)."""
 _GENERATE = '/inference/v1/generate'
 _SEED_BITS = 62
 _UNDRAWABLE = -9000.0
-"""vLLM writes -9999 for minus infinity: a token that its own distribution cannot yield."""
-
-
+"""Logprobs below this are impossible: vLLM writes -9999 for minus infinity."""
 _KEPT_ADAPTERS = 2
-"""The newest, and the one that completions under way may still be asked of."""
+"""Adapters loaded at a time: the newest, and the previous one for completions in flight."""
 
 
 class Lost(Exception):
-  """The server did not answer as a working one does: dead, hung, cut off, or out of its mind."""
+  """The server is dead, hung, disconnected, or returned an invalid answer."""
 
 
 class Refused(Exception):
-  """The server works and said no to a command, with its reason."""
+  """The server works but rejected a command; the message holds its reason."""
 
 
 class VllmClient:
-  """Calls to one server."""
+  """Client of one server."""
 
   def __init__(self, address: str, *, key: str | None = None, ca_file: str | None = None, name: str | None = None):
     """
     Args:
       address: `unix:/path`, `http://host:port` or `https://host:port`.
-      key: bearer token, where a front asks for one.
-      ca_file: certificates that an https server may show; None = the system's.
-      name: in segments and messages; None = the address.
+      key: bearer token, if a reverse proxy requires one.
+      ca_file: CA certificates for https servers; None = the system's.
+      name: name in segments and messages; None = the address.
     """
     self.address, self.name = address, name or address
     self._key, self._ca_file = key, ca_file
     self._session: aiohttp.ClientSession | None = None
     self._labels: dict[str, Version] = {}
-    """What was published from here; tokens under another label are somebody else's."""
+    """Versions published through this client, by label; tokens under any other label are rejected."""
     self.adapter: Publication | None = None
-    """What completions are asked of; None: the model itself."""
+    """Adapter that completions use; None = the base model."""
     self._adapters: list[str] = []
-    """Names of those that the server was given from here, the newest last."""
+    """Names of the adapters loaded through this client, newest last."""
     self._closed = False
     check_address(address, f'engine {self.name}')
     self._base = base_url(address)
 
   def _opened(self) -> aiohttp.ClientSession:
-    """Made on first use, for it belongs to the event loop that runs then."""
+    """Opens the session on first use, because it belongs to the running event loop."""
     if self._closed:
       raise Lost(f'{self.name}: its client was closed')
     if self._session is None:
@@ -91,21 +89,21 @@ class VllmClient:
     params: Mapping[str, str] | None = None,
     is_text: bool = False,
   ) -> Any:
-    """The answer's JSON (None for an empty one), or its text.
+    """Returns the response as JSON (None if empty) or as text.
 
     Raises:
-      Lost: no answer within `deadline_s`, a broken one, or a 5xx.
-      Refused: a 4xx.
+      Lost: no response within `deadline_s`, a malformed one, or a 5xx status.
+      Refused: a 4xx status.
     """
     timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=min(deadline_s, 10.0))
-    # After an exception vLLM closes the connection without having said so; the next command must not go out on it.
+    # After an exception vLLM closes the connection unannounced; the next command must not reuse it.
     headers = {} if path == _GENERATE else {'Connection': 'close'}
     try:
       async with self._opened().request(
         method, self._base + path, json=body, params=params, headers=headers, timeout=timeout, allow_redirects=False
       ) as response:
         text = await response.text()
-    except TimeoutError:  # Before OSError, of which it is one.
+    except TimeoutError:  # A subclass of OSError, so caught first.
       raise Lost(f'{self.name}: {path}: no answer within {deadline_s:g} s') from None
     except (aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
       raise Lost(f'{self.name}: {path}: {type(error).__name__}: {" ".join(str(error).split())}') from None
@@ -125,7 +123,7 @@ class VllmClient:
     return True
 
   async def max_model_len(self) -> int:
-    """Tokens of the longest sequence that is served; UserError if there is no vLLM server of ours at the address."""
+    """Returns the server's longest sequence in tokens; raises UserError if no vLLM server of ours is at the address."""
     try:
       answer = await self.call('GET', '/v1/models', deadline_s=30.0)
       return next(int(m['max_model_len']) for m in answer['data'] if m['id'] == MODEL)
@@ -149,15 +147,15 @@ class VllmClient:
       ) from None
 
   async def generate(self, request: Request, index: int, *, seed: int, deadline_s: float) -> Completion:
-    """One completion of a request.
+    """Generates one completion of a request.
 
     Args:
-      index: which of the request's samples.
-      seed: of the engine; with the request's key and the index it gives the sampler's.
+      index: index of the sample within the request.
+      seed: the engine's seed; the sampler's seed is a hash of it, the request's key and the index.
 
     Raises:
-      Lost: no answer, or not what was asked for.
-      UserError: the server refuses the request itself.
+      Lost: no answer, or one that does not match the request.
+      UserError: the server rejects the request itself.
     """
     adapter = self.adapter
     body = {'request_id': f'{request.uid}/{index}', 'token_ids': list(request.prompt), **_model(adapter)}
@@ -165,13 +163,13 @@ class VllmClient:
     try:
       answer = await self.call('POST', _GENERATE, body, deadline_s=deadline_s)
     except Refused as error:
-      if adapter is not None and 'HTTP 404' in str(error):  # It was started again, and knows no adapters.
+      if adapter is not None and 'HTTP 404' in str(error):  # The server was restarted and lost its adapters.
         raise Lost(str(error)) from None
       raise UserError(f'request {request.uid}: {error}') from None
     try:
       (choice,) = answer['choices']
       if adapter is not None:
-        # The server's own labels say what it was brought to last; this was drawn by the adapter that was asked.
+        # The server labels tokens with its latest version; these were sampled with the adapter of the request.
         span = {'version': adapter.label, 'start': 0, 'end': len(choice['token_ids'])}
         choice = {**choice, 'weight_versions': [span]}
       return _completion(choice, request, self.name, self._labels)
@@ -179,14 +177,14 @@ class VllmClient:
       raise Lost(f'{self.name}: answer to {request.uid}: {type(error).__name__}: {error}') from None
 
   async def warm_up(self, *, sampled: bool, deadline_s: float) -> None:
-    """Has the server compile what it compiles at its first requests: greedy, and drawn at random with a seed."""
+    """Triggers the server's lazy compilation with a greedy and, if `sampled`, a seeded random request."""
     for temperature in (0.0, 1.0) if sampled else (0.0,):
       params = {'max_tokens': 2, 'temperature': temperature, 'logprobs': 0, 'ignore_eos': True, 'detokenize': False}
       body = {'token_ids': [0], 'sampling_params': {**params, 'prompt_logprobs': 0, 'seed': 1}}
       await self.call('POST', '/inference/v1/generate', body, deadline_s=deadline_s)
 
   async def prompt_logprobs(self, tokens: Sequence[int], *, deadline_s: float) -> Float32[np.ndarray, 'time']:
-    """Of each token given those before it, at temperature 1; 0 for the first."""
+    """Returns the logprob of each token given its prefix, at temperature 1; 0 for the first."""
     body = {'token_ids': [int(t) for t in tokens], **_model(self.adapter)}
     body['sampling_params'] = {'max_tokens': 1, 'temperature': 0.0, 'prompt_logprobs': 0, 'detokenize': False}
     answer = await self.call('POST', _GENERATE, body, deadline_s=deadline_s)
@@ -198,11 +196,11 @@ class VllmClient:
     return np.array(found, np.float32)
 
   async def weights(self) -> list[dict[str, Any]]:
-    """What each worker of the server holds: `tensors` (name to shape, dtype, slice), `threads`, `device`."""
+    """Returns each worker's `tensors` (name to shape, dtype, slice), `threads`, `device` and sampling settings."""
     return await self._rpc('jaxrl_weights')
 
   async def digests(self, *, deadline_s: float) -> list[dict[str, str]]:
-    """Of the tensors that are loaded, by name, for each worker of the server."""
+    """Returns the digests of the loaded tensors by name, one mapping per worker."""
     return await self._rpc('jaxrl_digests', deadline_s=deadline_s)
 
   async def _rpc(self, method: str, *, deadline_s: float = 60.0) -> list[Any]:
@@ -213,7 +211,7 @@ class VllmClient:
       raise Lost(f'{self.name}: /collective_rpc {method}: answered {str(answer)[:80]}') from None
 
   async def init_transfer(self, info: Mapping[str, Any], *, deadline_s: float = 60.0) -> None:
-    """Before the first update of a server; what is in `info` is the transfer's (`rollout.transfer`)."""
+    """Initializes weight transfer before a server's first update; `info` is specific to the transfer backend."""
     await self.call('POST', '/init_weight_transfer_engine', {'init_info': info}, deadline_s=deadline_s)
 
   async def start_update(self, *, deadline_s: float = 60.0) -> None:
@@ -222,7 +220,7 @@ class VllmClient:
     except Lost as error:
       if 'already active' not in str(error):
         raise
-      # An update was broken off, ours or that of a trainer that died; vLLM begins no other before its end.
+      # An earlier update was interrupted, or its trainer died; vLLM must finish it before it starts another.
       await self.finish_update(deadline_s=deadline_s)
       await self.call('POST', '/start_weight_update', {}, deadline_s=deadline_s)
 
@@ -233,24 +231,24 @@ class VllmClient:
     await self.call('POST', '/finish_weight_update', {}, deadline_s=deadline_s)
 
   async def load_adapter(self, publication: Publication, *, deadline_s: float) -> None:
-    """From now on completions are asked of this adapter; those under way end with theirs.
+    """Loads an adapter for all later completions; those in flight keep theirs.
 
     Raises:
-      Refused: it does not suit the server; what was asked before still is.
+      Refused: the server cannot load it; completions keep using the previous adapter.
       Lost: no answer.
     """
-    # In place: this server may have got it before, or, where somebody attached it, another of that name.
+    # In place: the server may already hold this adapter, or, if attached, an older run's of the same name.
     body = {'lora_name': publication.adapter, 'lora_path': str(publication.directory.absolute()), 'load_inplace': True}
     await self.call('POST', '/v1/load_lora_adapter', body, deadline_s=deadline_s, is_text=True)
     self.adapter = publication
     self._adapters = [*(name for name in self._adapters if name != publication.adapter), publication.adapter]
     while len(self._adapters) > _KEPT_ADAPTERS:
-      with contextlib.suppress(Refused):  # It was started again meanwhile.
+      with contextlib.suppress(Refused):  # The server was restarted and no longer has it.
         await self.call('POST', '/v1/unload_lora_adapter', {'lora_name': self._adapters[0]}, is_text=True)
       del self._adapters[0]
 
   async def pause(self) -> None:
-    """Running requests stay, and get nothing until `resume`."""
+    """Suspends generation; running requests are kept until `resume`."""
     await self.call('POST', '/pause', params={'mode': 'keep'})
     if not (await self.call('GET', '/is_paused')).get('is_paused'):
       raise Lost(f'{self.name}: /pause: accepted, and not paused')
@@ -265,17 +263,17 @@ class VllmClient:
     await self.call('POST', '/update_weight_version', {'new_version': publication.label})
 
   async def served_label(self) -> str:
-    """The version that tokens are labelled with; 'default' on a server that was never given one."""
+    """Returns the label of newly sampled tokens; 'default' if the server was never given one."""
     return str((await self.call('GET', '/weight_info', deadline_s=10.0)).get('weight_version'))
 
   async def reset_cache(self) -> None:
-    """Forgets all keys and values; running requests compute theirs again under the weights that are loaded."""
+    """Clears the KV cache; running requests recompute theirs with the loaded weights."""
     answer = await self.call('POST', '/reset_prefix_cache', params={'reset_running_requests': 'true'})
     if not answer.get('success'):
       raise Lost(f'{self.name}: /reset_prefix_cache: {answer}')
 
   async def tokenize(self, text: str) -> list[int] | None:
-    """None where the server has no tokenizer."""
+    """Tokenizes without special tokens; None if the server has no tokenizer."""
     try:
       answer = await self.call('POST', '/tokenize', {'model': MODEL, 'prompt': text, 'add_special_tokens': False})
     except (Lost, Refused):
@@ -288,13 +286,13 @@ def _model(adapter: Publication | None) -> dict[str, str]:
 
 
 def sampler_seed(seed: int, key: tuple[int, ...], index: int) -> int:
-  """What a server seeds the sampler of one completion with: a hash of the engine's seed, the request and the sample."""
+  """Returns the sampler seed of one completion: a hash of the engine's seed, the request's key and the sample index."""
   words = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, *key, index], '<u4')
   return int.from_bytes(hashlib.blake2b(words.tobytes(), digest_size=8).digest(), 'little') >> (64 - _SEED_BITS)
 
 
 def _message(text: str) -> str:
-  """The reason in an error's body, on one line."""
+  """Extracts the reason from an error body as one line."""
   try:
     error = json.loads(text)['error']
     text = error['message'] if isinstance(error, dict) else str(error)
@@ -322,7 +320,7 @@ _FINISHES = {'stop': Finish.STOP, 'length': Finish.LENGTH}
 
 
 def _completion(choice: Mapping[str, Any], request: Request, engine: str, labels: Mapping[str, Version]) -> Completion:
-  """Checked against what was asked for; ValueError where it is something else."""
+  """Builds a completion from a response; raises ValueError if it does not match the request."""
   tokens: Int32[np.ndarray, 'time'] = np.array(choice['token_ids'], np.int32)
   content = choice['logprobs']['content']
   if [row['token_id'] for row in content] != tokens.tolist():

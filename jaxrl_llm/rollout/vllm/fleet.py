@@ -1,7 +1,7 @@
-"""Several vLLM servers as one engine: dispatch, publishing, and what becomes of it when one of them dies.
+"""One engine over several vLLM servers: dispatch, weight publication and recovery from server failures.
 
-Invariant: a completion is handed out once, and every token of it was drawn under a version that its server had proven
-to hold. What a server owed when it was lost is asked for again elsewhere.
+Invariant: each completion is returned once, and each of its tokens was sampled under a version that its server was
+proven to hold. Requests in flight on a lost server are retried.
 """
 
 from __future__ import annotations
@@ -26,30 +26,28 @@ from jaxrl_llm.rollout.vllm.server import VllmConfig
 from jaxrl_llm.weights.tables import entries
 
 _WATCH_S = 0.25
-"""Seconds between looks at the processes of owned servers."""
+"""Seconds between checks of the owned servers' processes."""
 _ATTACHED_LOOK_S = 2.0
-"""Seconds between looks at an attached server that is not there."""
-
-
+"""Seconds between health checks of an attached server that is down."""
 _BURST = 16
-"""Requests that begin in one turn of the event loop, at most."""
+"""Maximum number of requests dispatched in one iteration of the event loop."""
 _PATIENCE = 3
-"""Failures in a row after which a server is started again though it answers."""
+"""Consecutive failures that a server may have before it is restarted even if it responds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Current:
-  """What all servers are to serve."""
+  """Target version of all servers."""
 
   publication: Publication
   probe: Probe | None
 
 
 class Fleet:
-  """Draws from vLLM servers; see `rollout.api.Engine` for what the methods promise.
+  """Engine that samples from vLLM servers; see `rollout.api.Engine` for the methods' contracts.
 
-  When weights are replaced, a server forgets its cache: the later tokens of what was running are drawn as if the new
-  weights had read all of it, in a segment of their own. With adapters it goes on under its own one to its end.
+  A weight update clears a server's KV cache: running completions recompute theirs with the new weights, and their later
+  tokens form a new segment. With adapters, a running completion keeps its adapter to its end.
   """
 
   def __init__(
@@ -69,17 +67,17 @@ class Fleet:
   ):
     """
     Args:
-      folder: where versions are published; the servers see it under the same path.
-      dtype: of the servers' weights, by Hugging Face's name.
-      max_length: tokens of the longest sequence, prompt included.
-      seed: of all randomness, with the requests' keys.
+      folder: folder of published versions, at the same path on the servers.
+      dtype: data type of the servers' weights, by its Hugging Face name.
+      max_length: longest sequence in tokens, prompt included.
+      seed: seed of all sampling, combined with each request's key.
       run: awaits `function(*args, **kwargs)` on the process's device thread.
-      check_tokenizer: raises a UserError for a server that reads text in another way than the policy.
-      adapter_rank: of the adapters that `folder` publishes; 0: whole weights.
+      check_tokenizer: raises a UserError if a server tokenizes text differently from the policy.
+      adapter_rank: rank of the adapters that `folder` publishes; 0 = whole weights.
     """
     self.name = name
     self.counts: collections.Counter[str] = collections.Counter()
-    """Since the start: completions, tokens, retries, restarts, publications, void (drawn under unproven versions)."""
+    """Totals since the start: completions, tokens, retries, restarts, publications, void (of unproven versions)."""
     self.replicas = tuple(replicas)
     self._config, self._spec, self._folder, self._dtype = config, spec, folder, dtype
     self._max_length, self._seed, self._run = max_length, seed, run
@@ -90,7 +88,7 @@ class Fleet:
     self._shapes = {entry.hf: entry.shape for entry in entries(spec)}
     self._current: _Current | None = None
     self._earlier: _Current | None = None
-    """What was served before; its files stay while a server has not come to the current version."""
+    """Previous target; its files stay until every server has the current version."""
     self._version: Version | None = None
     self._loading = asyncio.Lock()
     self._waiting: collections.deque[asyncio.Future[tuple[Replica, int]]] = collections.deque()
@@ -100,7 +98,7 @@ class Fleet:
     self._failure: Exception | None = None
     self._last_trouble = ''
     self._names: dict[Version, Version] = {}
-    """Of versions that were published and are now known by another name, for the weights did not change."""
+    """New names of published versions that were relabelled because the weights did not change."""
     self._taken: collections.Counter[str] = collections.Counter()
     self._seconds: dict[str, float] = {}
 
@@ -109,10 +107,10 @@ class Fleet:
     return self._version
 
   async def start(self) -> None:
-    """Starts the owned servers, and looks at all of them.
+    """Starts the owned servers and checks all servers.
 
     Raises:
-      UserError: a server that cannot be used, with the reason.
+      UserError: a server cannot be used, with the reason.
     """
     try:
       async with asyncio.TaskGroup() as starts:
@@ -125,7 +123,7 @@ class Fleet:
     self._watcher = asyncio.create_task(self._watch(), name=f'engine {self.name}: watch')
 
   async def close(self) -> None:
-    """Stops the owned servers, and removes what was published."""
+    """Stops the owned servers and removes the published files."""
     self._fail(RunError(f'engine {self.name}: closed'))
     tasks = [task for task in (self._watcher, *self._repairs.values()) if task is not None]
     for task in tasks:
@@ -144,7 +142,7 @@ class Fleet:
       await replica.server.close()
 
   async def _start(self, replica: Replica) -> None:
-    """A server that answers, of the policy's model; it serves no version yet."""
+    """Starts a server if it is owned and checks that it serves the policy's model; it has no version yet."""
     if replica.server is not None:
       replica.server.start()
       await replica.server.ready(deadline_s=self._config.start_deadline_s)
@@ -160,12 +158,12 @@ class Fleet:
       await self._check_tokenizer(replica)
 
   async def load(self, weights: Weights) -> None:
-    """Publishes the weights and brings every server to them; returns when one at least serves them.
+    """Publishes the weights to every server; returns once at least one server serves them.
 
-    A server that cannot be brought there is started again meanwhile.
+    Servers that fail the update are restarted in the background.
 
     Raises:
-      RunError: no server took the version: what differed. The version before goes on serving.
+      RunError: no server accepted the version, with the reason; the previous version stays in service.
     """
     async with self._loading:
       self._check_alive()
@@ -184,7 +182,7 @@ class Fleet:
         self._deal()
         raise RunError(f'version {weights.version} was not published, {self._version or "none"} goes on: {refusals[0]}')
       for replica in held:
-        replica.forget()  # So that it is started again: what others read is not bad, so something here is.
+        replica.forget()  # Forces a restart: other servers accepted the files, so this server is at fault.
         self._repair(replica, 'refused what other servers took')
       await self._until_serving(publication.version)
       self._earlier = before
@@ -196,7 +194,7 @@ class Fleet:
     self._deal()
 
   async def relabel(self, version: Version) -> None:
-    """Servers keep the name that they were brought to; what they draw under it is handed out under the new one."""
+    """Renames the current version in returned completions; the servers keep its old label."""
     async with self._loading:
       self._check_alive()
       if self._current is None:
@@ -205,7 +203,7 @@ class Fleet:
       self._version = version
 
   async def _take(self, replica: Replica) -> str | None:
-    """Brings a serving replica to the current version; its reason where it refused, and goes on as before."""
+    """Updates a serving replica to the current version; returns its reason if it refused and stays HELD."""
     replica.state = State.HELD
     try:
       await self._transact(replica, self._current)
@@ -227,11 +225,11 @@ class Fleet:
     return any(r.state == State.SERVING and r.version == version for r in self.replicas)
 
   def _is_one_behind(self) -> bool:
-    """Whether a server has not come to the current version, and still may."""
+    """Whether a server that was not given up lacks the current version."""
     return any(r.state != State.GONE and r.version != self._current.publication.version for r in self.replicas)
 
   async def _let_go(self) -> None:
-    """Removes what was published before, all but the last of it where a server is behind."""
+    """Removes earlier publications, except the previous one while a server is behind."""
     if not self._is_one_behind():
       self._earlier = None
     kept = [current.publication for current in (self._current, self._earlier) if current is not None]
@@ -241,13 +239,13 @@ class Fleet:
     if replica.state == State.GONE:  # The fleet was closed.
       return
     replica.state = State.SERVING
-    # Not all that it missed at once.
+    # Otherwise 'uniform' dispatch would send it all the requests that it missed.
     serving = [r.assigned for r in self.replicas if r.state == State.SERVING and r is not replica]
     replica.assigned = max([replica.assigned, *serving])
     self._changed.set()
 
   async def _until_serving(self, version: Version) -> None:
-    """Waits until some server serves the version; each way to that has a deadline of its own."""
+    """Waits until a server serves the version; every step towards it has its own deadline."""
     self._check_alive()
     while not self._is_served(version):
       self._changed.clear()
@@ -257,7 +255,7 @@ class Fleet:
       replica.assigned = 0
 
   async def _watch(self) -> None:
-    """Notices owned servers that end by themselves, that none is left for too long, and that all have caught up."""
+    """Detects owned servers that exit, a fleet without servers for too long, and that all servers caught up."""
     loop = asyncio.get_running_loop()
     served = loop.time()
     while self._failure is None:
@@ -283,7 +281,7 @@ class Fleet:
           self._fail(error)
 
   def _repair(self, replica: Replica, reason: str) -> None:
-    """Takes a server out of dispatch and brings it back, started again if need be."""
+    """Takes a server out of dispatch and starts a task that recovers it, by a restart if necessary."""
     if replica in self._repairs or self._failure is not None:
       return
     replica.state = State.DOWN
@@ -308,7 +306,7 @@ class Fleet:
     try:
       await self._bring_back(replica)
     except Exception:
-      await self._end(replica)  # It must not go on using memory and cores beside those that work.
+      await self._end(replica)  # Frees its memory and cores for the working servers.
       raise
 
   async def _bring_back(self, replica: Replica) -> None:
@@ -324,7 +322,7 @@ class Fleet:
         if current is self._current:
           break
       except (Lost, Refused, Unproven) as error:
-        # After a refusal it works, and nothing was written; a newer version may have replaced the file.
+        # After a refusal the server still works and nothing was written; a newer version may have replaced the file.
         works = isinstance(error, Refused)
         attempts += not works or current is self._current
         if attempts > self._config.max_restarts:
@@ -335,7 +333,7 @@ class Fleet:
     self._serve(replica)
 
   async def _is_as_before(self, replica: Replica) -> bool:
-    """Whether a server that failed once works, and still serves what it was brought to."""
+    """Whether a server that failed works and still serves its last proven version."""
     if replica.failures > _PATIENCE or replica.version is None:
       return False
     if replica.server is not None and not replica.server.is_running():
@@ -355,7 +353,7 @@ class Fleet:
     try:
       await self._start(replica)
     except UserError as error:
-      # At the run's start it would be the user's to mend; a server that worked before may come to itself.
+      # At the start of a run the user must fix this; a server that worked before may recover.
       raise Lost(str(error)) from None
 
   async def _await_attached(self, replica: Replica) -> None:
@@ -420,11 +418,11 @@ class Fleet:
   async def _sample(self, request: Request, index: int, results: asyncio.Queue) -> None:
     try:
       results.put_nowait((index, await self._complete(request, index)))
-    except Exception as error:  # The caller's, who waits for results.
+    except Exception as error:  # Raised by the consumer of `results`.
       results.put_nowait(error)
 
   async def _complete(self, request: Request, index: int) -> Completion:
-    """One completion, asked for until a server gives it."""
+    """Generates one completion, with up to `max_retries` retries."""
     deadline_s = self._config.latency_s + request.max_tokens / self._config.min_tokens_per_s
     error: Exception | None = None
     for attempt in range(self._config.max_retries + 1):
@@ -452,12 +450,12 @@ class Fleet:
     )
 
   def _named(self, completion: Completion) -> Completion:
-    """The completion with the newest name of each version."""
+    """Replaces versions that were relabelled by their new names."""
     named = lambda segment: dataclasses.replace(segment, version=self._names.get(segment.version, segment.version))
     return dataclasses.replace(completion, segments=tuple(named(segment) for segment in completion.segments))
 
   async def _acquire(self) -> tuple[Replica, int]:
-    """The server for the next request, which counts as under way there; and which of its lives it is."""
+    """Reserves a server for the next request and counts it as in flight there; returns (replica, its life)."""
     self._check_alive()
     future: asyncio.Future[tuple[Replica, int]] = asyncio.get_running_loop().create_future()
     self._waiting.append(future)
@@ -471,9 +469,9 @@ class Fleet:
       raise
 
   def _deal(self) -> None:
-    """Gives waiting requests to servers, first come first served, as far as these have room.
+    """Dispatches waiting requests to servers with room, first come, first served.
 
-    A few at a time: hundreds that begin in one turn of the event loop would hold up everything else in it.
+    At most `_BURST` at a time: hundreds of starts in one iteration of the event loop would block everything else.
     """
     for _ in range(_BURST):
       if not self._waiting:
@@ -499,7 +497,7 @@ class Fleet:
     return chosen if chosen.in_flight < self._config.max_in_flight else None
 
   def take_metrics(self) -> dict[str, float]:
-    """Measurements since the last call: counts, and the seconds of the publications in between."""
+    """Returns the metrics since the last call: counts, and timings and size of the last publication."""
     counts = {
       f'run/engine_{name}': float(self.counts[name] - self._taken[name]) for name in ('retries', 'restarts', 'void')
     }
