@@ -1,7 +1,7 @@
-"""Published weights: one safetensors file a version, a digest per tensor, there whole or not at all.
+"""Published weights: one safetensors file per version, one digest per tensor, published atomically.
 
-Invariant: a directory under its final name was written to the last byte before it got that name; `Publication.files`
-says what a reader must find in it, and travels beside it, not in it.
+Invariant: a directory gets its final name only after its last byte was written; `Publication.files` lists the digests
+that a reader must find in it, and is sent to readers separately.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ from jaxrl_llm.weights.tables import Entry, entries
 FILE = 'weights.safetensors'
 MANIFEST = 'manifest.json'
 _BLOCK = 1 << 20
-"""Bytes that are converted, digested and written at a time; they stay in a core's cache between the three."""
+"""Bytes converted, digested and written at a time; small enough to stay in a core's cache in between."""
 _ANOTHER = 'is this another model than at the start?'
 _CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16', 'float64': 'F64'}
-"""safetensors' names of dtypes."""
+"""Dtype names of the safetensors format."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Publication:
-  """A version as it lies in files."""
+  """One published version: its files and their digests."""
 
   version: Version
   directory: Path
   files: Mapping[str, Mapping[str, str]]
-  """By file name, the xxh3-128 of each tensor's bytes by its Hugging Face name."""
+  """xxh3-128 digest of each tensor's bytes, by file name and Hugging Face tensor name."""
   nbytes: int
-  """Of all tensors."""
+  """Size of all tensors."""
   base: Publication | None = None
-  """Of an adapter: what it stands on."""
+  """Base weights of an adapter; None for whole weights."""
 
   @property
   def adapter(self) -> str | None:
-    """What servers call an adapter; None for whole weights."""
+    """Name of the adapter on servers; None for whole weights."""
     return None if self.base is None else f'policy-{self.version.attempt}-{self.version.step}'
 
   @property
   def label(self) -> str:
-    """Names the version and its bytes: what servers call the tokens that are drawn under it."""
+    """Label of the version and its bytes, with which servers mark the tokens sampled under it."""
     return f'{self.version}-{xxhash.xxh3_64_hexdigest(json.dumps(self.digests, sort_keys=True).encode())}'
 
   @property
@@ -68,19 +68,19 @@ class Publication:
 
 
 class PublicationFolder:
-  """Where versions are published: the newest and, until it is let go, the one before it.
+  """Folder of published versions: the newest and, until it is released, the previous one.
 
-  The file of a version that was let go is written over by the next one: on shared memory, pages that exist already
-  are filled at the speed of a copy.
+  The next version overwrites the file of a released one: in shared memory, existing pages are filled at the speed of a
+  copy.
   """
 
   def __init__(self, root: str | Path, spec: ModelSpec, *, dtype: str, private: bool = True):
     """
     Args:
-      root: made, and emptied of what a killed run left in it. Servers see it under the same path.
-      spec: of the language model whose weights are published.
-      dtype: of the tensors, by Hugging Face's name: that of the servers, so that what is loaded can be digested.
-      private: whether only this user can read it.
+      root: created, and emptied of a killed run's files. Servers see it under the same path.
+      spec: spec of the language model.
+      dtype: tensor data type by its Hugging Face name; must be the servers', so that digests of loaded weights match.
+      private: whether only this user can read the folder.
     """
     self.root, self._dtype = Path(root), dtype
     self._spec = spec
@@ -94,17 +94,17 @@ class PublicationFolder:
     """Publishes the arrays of a parameter tree, scanned or unrolled, one array in memory at a time.
 
     Args:
-      version: names the publication; a directory of that name is replaced.
-      leaves: (name in the tree, array), each once, in any order; an array may go when the next is asked for.
+      version: name of the publication; an existing directory of that name is replaced.
+      leaves: (name in the tree, array), each once, in any order; an array need not outlive the next iteration.
 
     Raises:
-      UserError: for arrays that are not those of the model.
-      RunError: when the file cannot be written.
+      UserError: the arrays are not those of the model.
+      RunError: the file cannot be written.
     """
     directory, unfinished = self.root / str(version), self.root / 'unfinished'
     with writing(self.root):
       unfinished.mkdir(exist_ok=True)
-      # Not 'w': what lies there already is written over, see above.
+      # Not 'w', which would truncate the existing file: its pages are reused, see the class.
       with os.fdopen(os.open(unfinished / FILE, os.O_RDWR | os.O_CREAT, 0o644), 'r+b', buffering=0) as file:
         digests = self._layout.write(file, leaves)
         file.truncate(self._layout.size)
@@ -119,7 +119,7 @@ class PublicationFolder:
     return publication
 
   def keep_only(self, *publications: Publication) -> None:
-    """Lets all others go; one file of whole weights is kept aside, to be written over."""
+    """Releases all other publications; keeps one file of whole weights to be overwritten."""
     whole = [publication.base for publication in publications if publication.base is not None]
     kept = {publication.directory for publication in (*publications, *whole)} | {self.root / 'unfinished'}
     with writing(self.root):
@@ -132,31 +132,31 @@ class PublicationFolder:
           directory.rename(self.root / 'unfinished')
 
   def _remove(self, directory: Path) -> None:
-    # Under another name first: who is killed in the middle leaves no version without its file.
+    # Renamed first, so that a kill in between leaves no version without its file.
     discarded = self.root / 'discarded'
     directory.rename(discarded)
     shutil.rmtree(discarded)
 
   def close(self) -> None:
-    """Removes all of it."""
+    """Removes the folder."""
     shutil.rmtree(self.root, ignore_errors=True)
 
 
 class AdapterFolder(PublicationFolder):
-  """Versions are adapters in PEFT's form; what they stand on is published once, with the first of them."""
+  """Folder of adapter versions in PEFT format; their base weights are published once, with the first version."""
 
   def __init__(self, root: str | Path, spec: ModelSpec, *, lora: LoraConfig, dtype: str, private: bool = True):
     super().__init__(root, spec, dtype=dtype, private=private)
     self._lora, self._base = lora, None
 
   def write(self, version: Version, leaves: Iterable[tuple[str, np.ndarray]]) -> Publication:
-    """As of whole weights, but the first time with the adapters' arrays among them, and later only of these."""
+    """Publishes an adapter. The first call takes the base weights and the adapter's arrays, later calls only these."""
     adapters: dict[str, np.ndarray] = {}
 
     def others() -> Iterator[tuple[str, np.ndarray]]:
       for name, leaf in leaves:
         if is_adapter(name):
-          adapters[name] = np.array(leaf)  # It may go.
+          adapters[name] = np.array(leaf)  # Copied: the caller may free it.
         else:
           yield name, leaf
 
@@ -180,7 +180,7 @@ class AdapterFolder(PublicationFolder):
 
 
 class _Layout:
-  """Which bytes of the file are whose; the same for all versions of a model."""
+  """Byte layout of the weights file; the same for all versions of a model."""
 
   def __init__(self, spec: ModelSpec, dtype: str):
     self._dtype = dtype_of(dtype)
@@ -192,7 +192,7 @@ class _Layout:
       self._places[entry.hf] = offset
       offset += size
     text = json.dumps(header).encode()
-    # The format pads its header with spaces, so that tensors start at a multiple of 8.
+    # safetensors pads its header with spaces so that tensors start at a multiple of 8 bytes.
     text += b' ' * (-len(text) % 8)
     self._header = len(text).to_bytes(8, 'little') + text
     self.nbytes, self.size = offset, len(self._header) + offset
@@ -202,7 +202,7 @@ class _Layout:
         self._by_leaf.setdefault(name, []).append(entry)
 
   def write(self, file: BinaryIO, leaves: Iterable[tuple[str, np.ndarray]]) -> dict[str, str]:
-    """Digests by Hugging Face name, in the order of the table."""
+    """Writes the file; returns digests by Hugging Face name, in the order of the weights table."""
     _write_all(file, memoryview(self._header))
     digests: dict[str, str] = {}
     staging = np.empty(_BLOCK // self._dtype.itemsize, self._dtype)
@@ -220,7 +220,7 @@ class _Layout:
     return {hf: digests[hf] for hf in self._places}
 
   def _check(self, name: str, leaf: np.ndarray) -> bool:
-    """Whether a leaf stacks the layers; UserError for one that is not the model's."""
+    """Returns whether a leaf stacks the layers; raises UserError if it is not the model's."""
     targets = self._by_leaf.get(name)
     if targets is None:
       raise UserError(f'{name}: no parameter of the {self._spec.family} model that is published; {_ANOTHER}')
@@ -232,10 +232,10 @@ class _Layout:
 
 
 def _write_tensor(file: BinaryIO, tensor: np.ndarray, staging: np.ndarray, helper: ThreadPoolExecutor) -> str:
-  """Writes the tensor in the staging array's dtype; its digest."""
+  """Writes the tensor in the staging array's dtype and returns its digest."""
   flat = np.ascontiguousarray(tensor).reshape(-1)
   if flat.dtype == staging.dtype:
-    # Digesting and writing both let other threads run.
+    # Digesting and writing both release the GIL, so they overlap.
     hashed = helper.submit(digest, flat)
     _write_all(file, memoryview(flat.view(np.uint8)))
     return hashed.result()  # wait digest: computation
@@ -256,15 +256,15 @@ def _write_all(file: BinaryIO, data: memoryview) -> None:
 
 
 def digest(array: np.ndarray) -> str:
-  """xxh3-128 of an array's bytes in C order."""
+  """Returns the xxh3-128 digest of an array's bytes in C order."""
   return xxhash.xxh3_128_hexdigest(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
 
 
 def read_checked(files: Mapping[str, Mapping[str, str]], directory: str | Path) -> dict[str, np.ndarray]:
-  """All tensors of a publication by Hugging Face name, found as announced.
+  """Reads all tensors of a publication, by Hugging Face name, and verifies their digests.
 
   Raises:
-    ValueError: for a file that is missing, truncated, or holds other tensors or other bytes than announced.
+    ValueError: a file is missing, truncated, or its tensors or bytes differ from those announced.
   """
   tensors: dict[str, np.ndarray] = {}
   for file, wanted in files.items():

