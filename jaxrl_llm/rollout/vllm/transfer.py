@@ -1,7 +1,7 @@
-"""How published weights come into a server: from files that both sides see, or through a sender process.
+"""Transfer of published weights to a server: from files that both sides see, or through a sender process.
 
-Invariant: `Refused` means that nothing was written; a send that failed in any other way is `Lost`, for nobody knows
-then what the server holds.
+Invariant: `Refused` means that nothing was written; any other failed send raises `Lost`, because the server's weights
+are then unknown.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from jaxrl_llm.rollout.vllm.server import WORKER, WORKER_MODULE, VllmConfig, che
 
 SENDER = pathlib.Path(__file__).with_name('sender.py')
 _REFUSALS = ('tensors missing', 'cannot be read', 'as read, announced was', 'published as')
-"""In the worker's errors that come before its first write. Paths are no sign: vLLM writes <path> for them."""
+"""Markers of worker errors that precede its first write. Paths cannot be matched: vLLM replaces them by <path>."""
 _LINE = 1 << 28
-"""Bytes of the longest line of a sender: it names all tensors."""
+"""Maximum bytes of one line from a sender; a line may name all tensors."""
 _CONNECT_S = 300.0
-"""For importing vLLM and forming a group."""
+"""Time limit for importing vLLM and forming a group."""
 _LAST_LINES = 5
-"""Of a sender's log, shown when it ends by itself."""
+"""Log lines shown when a sender exits by itself."""
 
 
 @runtime_checkable
 class Transfer(Protocol):
-  """Brings publications into one server."""
+  """Transfers publications to one server."""
 
   backend: str
-  """vLLM's name of it, in `--weight-transfer-config`."""
+  """vLLM's name of the backend in `--weight-transfer-config`."""
 
   async def connect(self, client: VllmClient) -> None:
-    """Once for each start of the server, before the first `send`.
+    """Sets up the transfer, once per start of the server, before the first `send`.
 
     Raises:
-      Refused, Lost: it cannot be set up, with the reason.
+      Refused, Lost: setup failed, with the reason.
     """
     ...
 
   async def send(self, client: VllmClient, publication: Publication, *, deadline_s: float) -> None:
-    """Has the paused server load a publication.
+    """Loads a publication into the paused server.
 
     Raises:
-      Refused: what was read is not what was announced, or does not fit; nothing was written.
-      Lost: the server or the way to it failed, and what it holds is unknown.
+      Refused: the files are not those announced, or do not fit the model; nothing was written.
+      Lost: the server or the transfer failed; the server's weights are unknown.
     """
     ...
 
@@ -60,7 +60,7 @@ class Transfer(Protocol):
 
 
 class FileTransfer:
-  """The server's workers read the published files themselves (`rollout.vllm.worker`)."""
+  """File transfer: the server's workers read the published files themselves (`rollout.vllm.worker`)."""
 
   backend = 'files'
 
@@ -81,7 +81,7 @@ class FileTransfer:
       raise
     try:
       await client.finish_update()
-    except Refused as error:  # After it was written.
+    except Refused as error:  # The weights were already written.
       raise Lost(str(error)) from None
     if publication.adapter is not None:
       await client.load_adapter(publication, deadline_s=deadline_s)
@@ -90,14 +90,14 @@ class FileTransfer:
 
 
 class SenderTransfer:
-  """A process in vLLM's environment reads the published files and sends them (`rollout.vllm.sender`).
+  """NCCL or IPC transfer by a sender process in vLLM's environment, which reads the files (`rollout.vllm.sender`).
 
-  The process makes no call itself: it asks for vLLM's control calls, which are made here, by the server's client. When
-  one of them fails, or the deadline passes, it is ended at once: over NCCL it may be waiting for a server that will
-  not come. A server in the same state must be started again; whoever attached one has to see to that.
+  The process makes no HTTP calls: it requests vLLM's control calls, and the server's client makes them here. If one
+  fails, or the deadline passes, the process is killed: over NCCL it may be waiting for a server that never joins. A
+  server in that state must be restarted, an attached one by its operator.
 
-  Not tried on hardware; see `rollout.vllm.sender` for what that leaves open. Data parallelism within a server is not
-  supported: its workers beyond the first group are not told of, and the group would wait for them.
+  Not tested on hardware; `rollout.vllm.sender` lists the open questions. Data parallelism within a server is not
+  supported: workers beyond the first group are not reported, and the group would wait for them.
   """
 
   def __init__(
@@ -113,12 +113,12 @@ class SenderTransfer:
   ):
     """
     Args:
-      python: of vLLM's environment.
-      log: the process's output is appended to it.
+      python: Python of vLLM's environment.
+      log: file to which the process's output is appended.
       host: address of this host at which the server's workers reach the sender (nccl).
-      env: environment variables of the process; CUDA_VISIBLE_DEVICES says which GPU it sends from. Over NCCL that must
-        be one that the server does not use, with ipc it must be the server's.
-      device: torch's name for it.
+      env: environment variables of the process; CUDA_VISIBLE_DEVICES selects the GPU that it sends from: with nccl one
+        that the server does not use, with ipc the server's.
+      device: torch's name of that device.
     """
     self.backend: str = backend
     self._python, self._log, self._host, self._device = python, log, host, device
@@ -130,7 +130,7 @@ class SenderTransfer:
 
   @property
   def pid(self) -> int | None:
-    """Of the sender, while there is one."""
+    """Process id of the sender; None if there is none."""
     return self._process.pid if self._process else None
 
   async def connect(self, client: VllmClient) -> None:
@@ -155,7 +155,7 @@ class SenderTransfer:
       raise
 
   async def close(self) -> None:
-    """Ends the sender; it has nothing to save."""
+    """Kills the sender; it has no state to save."""
     process, self._process = self._process, None
     if process is not None:
       process.stdin.close()
@@ -192,7 +192,7 @@ class SenderTransfer:
         raise Lost(f'{client.name}: its sender cannot be started: {error}') from None
 
   async def _order(self, client: VllmClient, order: Mapping[str, Any], *, deadline_s: float) -> None:
-    """Gives one order, and makes the calls that the sender wants meanwhile; Refused, Lost as `send` has it."""
+    """Sends one order and makes the calls that the sender requests; raises Refused and Lost like `send`."""
     if self._process is None:
       raise Lost(f'{client.name}: its sender is gone')
     called = False
@@ -211,7 +211,7 @@ class SenderTransfer:
       raise Lost(f'{client.name}: its sender: {answer.get("error", answer)}')
 
   async def _ask(self, client: VllmClient, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes one line, and reads one."""
+    """Writes one line and reads one."""
     process = self._process
     try:
       process.stdin.write(json.dumps(message).encode() + b'\n')
@@ -219,7 +219,7 @@ class SenderTransfer:
       if line := await process.stdout.readline():  # wait sender: `transfer_deadline_s`, of the order
         return dict(json.loads(line))
     except ConnectionError:
-      pass  # It does not read any more.
+      pass  # The sender has closed its stdin.
     except ValueError as error:
       raise Lost(f'{client.name}: its sender: {error}') from None
     code = await process.wait()  # wait sender: `transfer_deadline_s`, of the order
@@ -233,7 +233,7 @@ class SenderTransfer:
 
 
 async def _perform(client: VllmClient, message: Mapping[str, Any], deadline_s: float) -> None:
-  """Makes a call that vLLM's engine wants; Lost if it fails, even where the server only refuses it."""
+  """Makes a call that vLLM's engine requested; raises Lost if it fails, even if the server only refused it."""
   name, body = message['call'], message['body']
   try:
     if name == 'init_weight_transfer_engine':
@@ -251,14 +251,14 @@ async def _perform(client: VllmClient, message: Mapping[str, Any], deadline_s: f
 
 
 def build_transfer(config: VllmConfig, index: int, *, log: pathlib.Path) -> Transfer:
-  """What a configuration asks for.
+  """Builds the configured transfer of one server.
 
   Args:
-    index: of the server.
-    log: of the sender, where there is one.
+    index: index of the server.
+    log: log file of the sender, if there is one.
 
   Raises:
-    UserError: the environment's vLLM cannot do it.
+    UserError: the environment's vLLM does not support the transfer.
   """
   if config.transfer == 'files':
     return FileTransfer()

@@ -1,7 +1,7 @@
-"""Runs inside vLLM's worker processes: loads published weights from files, and says what is loaded.
+"""Extension of vLLM's worker processes: loads published weights from files and reports the loaded weights.
 
-Invariant: nothing is written before all of a publication was read and found to be what the trainer announced, and a
-digest is always that of the live parameters, not of what was meant to be in them.
+Invariant: nothing is written before a whole publication was read and matched the trainer's digests, and reported
+digests are computed from the live parameters, not from the files.
 
 Imported in vLLM's environment, as `--worker-extension-cls jaxrl_llm_worker.Worker` (see `rollout.vllm.server`); imports
 nothing of jaxrl_llm.
@@ -21,27 +21,27 @@ from safetensors import SafetensorError, safe_open
 BACKEND = 'files'
 """Name of this transfer in `--weight-transfer-config`."""
 _SPIN_S = 0.001
-"""Seconds that a CPU worker spins for its next order before it sleeps."""
+"""Seconds for which a CPU worker spins before it sleeps until the next command."""
 
 
 class View(NamedTuple):
-  """A Hugging Face tensor as it lives in this worker: all of it, or its slice of a tensor-parallel model."""
+  """This worker's part of a Hugging Face tensor: the whole tensor, or its tensor-parallel slice."""
 
   tensor: torch.Tensor
   """Writable; shares the memory of the live parameter."""
   dim: int | None = None
-  """Axis that is sliced; None = whole."""
+  """Sliced axis; None = whole."""
   start: int = 0
   length: int | None = None
-  """Of that axis in the whole tensor; None = not known."""
+  """Length of that axis in the whole tensor; None = unknown."""
 
   @property
   def whole(self) -> tuple[int | None, ...]:
-    """Shape of the whole tensor, as far as it is known."""
+    """Shape of the whole tensor, None for an unknown length."""
     return tuple(self.length if axis == self.dim else n for axis, n in enumerate(self.tensor.shape))
 
   def of(self, whole: torch.Tensor) -> torch.Tensor:
-    """The part of a whole tensor that belongs here."""
+    """Returns this worker's slice of a whole tensor."""
     return whole if self.dim is None else whole.narrow(self.dim, self.start, self.tensor.shape[self.dim])
 
   def fits(self, whole: torch.Tensor) -> bool:
@@ -53,10 +53,10 @@ class View(NamedTuple):
 
 
 def hf_views(model: torch.nn.Module) -> dict[str, View]:
-  """Every parameter under its Hugging Face name, with vLLM's fused projections taken apart.
+  """Returns every parameter by its Hugging Face name, with vLLM's fused projections split.
 
-  Modules are told by what they have (`output_sizes`, `shard_indices`, …), not by their classes. Where the server takes
-  adapters, what these stand on is wrapped once more; the adapters themselves are no parameters.
+  Modules are recognized by their attributes (`output_sizes`, `shard_indices`, …), not by class. If the server accepts
+  adapters, base layers are wrapped (`base_layer`); the adapters themselves are not parameters.
   """
   packed = getattr(model, 'packed_modules_mapping', None) or {}
   views: dict[str, View] = {}
@@ -73,12 +73,12 @@ def hf_views(model: torch.nn.Module) -> dict[str, View]:
 
 
 def _parts(module: Any, data: torch.Tensor, parts: list[str] | None) -> Iterator[tuple[str | None, View]]:
-  """(name of the part, view) for one parameter of a module; the name is None where nothing is fused."""
+  """Yields (name of the part, view) for one parameter of a module; the name is None if it is not fused."""
   rank, size = getattr(module, 'tp_rank', 0), getattr(module, 'tp_size', 1)
   dim = 0 if size > 1 else None
   shard = getattr(module, 'shard_indices', None)
   if shard is not None:
-    # Rows beyond the vocabulary are padding; a rank may have nothing else.
+    # Rows beyond the vocabulary are padding; a rank may hold only padding.
     start, rows = shard.org_vocab_start_index, shard.org_vocab_end_index - shard.org_vocab_start_index
     yield None, View(data[:rows], dim, start, module.org_vocab_size)
   elif parts is not None:
@@ -88,7 +88,7 @@ def _parts(module: Any, data: torch.Tensor, parts: list[str] | None) -> Iterator
     replicas = getattr(module, 'num_kv_head_replicas', 1)
     offset = 0
     for i, (part, n) in enumerate(zip(parts, rows, strict=True)):
-      # Keys and values are the same on several ranks where there are more ranks than heads.
+      # With more ranks than KV heads, several ranks hold the same keys and values.
       copies = replicas if i else 1
       yield part, View(data[offset : offset + n], dim, rank // copies * n, n * size // copies)
       offset += n
@@ -101,20 +101,20 @@ def _parts(module: Any, data: torch.Tensor, parts: list[str] | None) -> Iterator
 
 
 def digest(tensor: torch.Tensor) -> str:
-  """xxh3-128 of the tensor's bytes in C order."""
+  """Returns the xxh3-128 digest of a tensor's bytes in C order."""
   data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
   return xxhash.xxh3_128_hexdigest(data.numpy())
 
 
 def read_checked(files: Mapping[str, Mapping[str, str]], directory: str) -> dict[str, torch.Tensor]:
-  """All tensors of a publication, found as announced.
+  """Reads all tensors of a publication and verifies their digests.
 
   Args:
-    files: by file name, the digest of each tensor that it holds.
-    directory: where the files are.
+    files: digest of each tensor, by file name and tensor name.
+    directory: directory of the files.
 
   Raises:
-    ValueError: for a file that is missing, truncated, or holds other tensors or other bytes than announced.
+    ValueError: a file is missing, truncated, or its tensors or bytes differ from those announced.
   """
   tensors: dict[str, torch.Tensor] = {}
   for file, wanted in files.items():
@@ -139,7 +139,7 @@ def _difference(found: set[str], wanted: set[str]) -> str:
 
 
 def load(views: Mapping[str, View], tensors: Mapping[str, torch.Tensor]) -> None:
-  """Copies checked tensors into the live parameters; ValueError before the first write if any does not fit."""
+  """Copies verified tensors into the live parameters; raises ValueError before the first write if any does not fit."""
   if set(tensors) != set(views):
     raise ValueError(f'publication and model differ: {_difference(set(tensors), set(views))}')
   for name, view in views.items():
@@ -154,10 +154,10 @@ def load(views: Mapping[str, View], tensors: Mapping[str, torch.Tensor]) -> None
 
 
 class Worker:
-  """What vLLM's worker gains; every public method is one of `/collective_rpc`."""
+  """Extension class of vLLM's worker; every public method can be called through `/collective_rpc`."""
 
   def jaxrl_weights(self) -> dict[str, Any]:
-    """Name, shape, dtype and slice of each parameter, as Hugging Face names them; and how this worker samples."""
+    """Returns shape, dtype and slice of each parameter by Hugging Face name, and this worker's sampling settings."""
     views = hf_views(self.model_runner.model)
     return {
       'adapter_rank': self._adapter_rank(),
@@ -176,13 +176,13 @@ class Worker:
     }
 
   def _adapter_rank(self) -> int:
-    """Of the largest adapter that this server can be given while it runs; 0: none can."""
+    """Returns the largest rank of adapters that this server can load at run time; 0 = it cannot load adapters."""
     config = getattr(self.vllm_config, 'lora_config', None)
     allowed = os.environ.get('VLLM_ALLOW_RUNTIME_LORA_UPDATING', '').lower() in ('1', 'true')
     return config.max_lora_rank if config is not None and allowed else 0
 
   def jaxrl_digests(self) -> dict[str, str]:
-    """Of the live parameters, by name: what is loaded, whatever was read."""
+    """Returns the digests of the live parameters by Hugging Face name."""
     return {name: digest(view.tensor) for name, view in hf_views(self.model_runner.model).items()}
 
 
@@ -191,7 +191,7 @@ def _keep_weights(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 
 def _wait_without_spinning() -> None:
-  """Shortens the second for which an idle worker spins on its core: on a CPU the trainer needs that core meanwhile."""
+  """Shortens the time for which an idle worker spins, by default one second: on CPUs the trainer needs that core."""
   from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
   wait = SpinCondition.wait
@@ -204,7 +204,7 @@ def _wait_without_spinning() -> None:
 
 
 def _install() -> None:
-  """Registers the transfer, and keeps CPU weights from being packed away at load."""
+  """Registers the transfer engine, and prevents vLLM from packing CPU weights at load."""
   import vllm.model_executor.layers.utils as layers
   from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -213,7 +213,7 @@ def _install() -> None:
   )
   from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-  # vLLM packs linear weights into oneDNN handles on CPUs, and leaves empty parameters behind.
+  # On CPUs vLLM packs linear weights into oneDNN handles and leaves empty parameters.
   layers.dispatch_cpu_unquantized_gemm = _keep_weights
   if torch.version.cuda is None:
     _wait_without_spinning()
@@ -227,10 +227,10 @@ def _install() -> None:
     directory: str = ''
     files: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     adapter: str = ''
-    """Name of the adapter that the files are: vLLM loads it itself, after they were looked at here."""
+    """Name of the adapter in the files, which vLLM loads itself after they were verified here; '' = whole weights."""
 
   class FileTransfer(WeightTransferEngine):
-    """Weights from files that both sides see (shared memory, or a shared file system)."""
+    """Loads weights from files that both sides see (shared memory, or a shared file system)."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
 
