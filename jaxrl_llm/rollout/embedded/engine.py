@@ -1,7 +1,7 @@
-"""The engine inside the trainer's process: requests are dealt to a fixed number of decode slots, freed ones refilled.
+"""Embedded engine: continuous batching in the trainer's process with a fixed number of decode slots.
 
-Invariant: load decides only when a token is drawn, never which: a prompt's bucket and the decode width are functions of
-the request and the configuration, and randomness is counted by request, sample and position.
+Invariant: load affects when a token is sampled, never which one: a prompt's bucket and the decode width depend only on
+the request and the configuration, and randomness is keyed by request, sample and position.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from jaxrl_llm.rollout.embedded.scheduler import Job, Scheduler, Turn
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbeddedConfig:
-  """Shapes of the embedded engine; each of them costs memory or compilations, none changes what is drawn at random."""
+  """Shapes of the embedded engine; they affect memory and compilation, not the random numbers of sampling."""
 
   slots: int = 64
-  """Sequences decoded at a time."""
+  """Number of sequences decoded at a time."""
   prefill_rows: int = 8
-  """Prompts prefilled at a time."""
+  """Number of prompts prefilled at a time."""
   prefill_buckets: tuple[int, ...] = ()
-  """Tokens that prompts are padded to, a program each; empty = powers of two from 16 up to the longest sequence."""
+  """Padded prompt lengths in tokens, one program each; empty = powers of two from 16 up to the longest sequence."""
   decode_steps: int = 16
-  """Tokens of a slot per device call, at most: how soon ended ones are seen, and weights can be replaced."""
+  """Maximum tokens per slot and device call; finished sequences and weight updates wait for the call to end."""
   max_stop_ids: int = 8
-  """Stop tokens of one request, at most."""
+  """Maximum number of stop tokens per request."""
   filters: bool = True
-  """Whether requests may ask for top_p or top_k (evaluation); one program more to compile."""
+  """Whether requests may use top_p or top_k (evaluation); compiles one more program."""
 
   def __post_init__(self):
     for name in ('slots', 'prefill_rows', 'decode_steps', 'max_stop_ids'):
@@ -50,14 +50,14 @@ class EmbeddedConfig:
 
 
 def plan_buckets(buckets: tuple[int, ...], *, max_length: int) -> tuple[int, ...]:
-  """Ascending, each once, none longer than a sequence; powers of two from 16 where none are given."""
-  # Prefill leaves out the prompt's last token, and at least one is drawn: at most max_length - 2 tokens.
+  """Returns unique ascending buckets of at most `max_length`; by default powers of two from 16."""
+  # Prefill omits the prompt's last token, and at least one is sampled: at most max_length - 2 tokens.
   buckets = buckets or tuple(1 << i for i in range(4, max(15, max_length - 3).bit_length() + 1))
   return tuple(sorted({min(bucket, max_length) for bucket in buckets}))
 
 
 def build_programs(model: Model, config: EmbeddedConfig, max_length: int, device: jax.Device) -> Programs:
-  """The programs of an engine for sequences of at most `max_length` tokens, not compiled yet."""
+  """Builds the uncompiled programs of an engine for sequences of at most `max_length` tokens."""
   return Programs(
     model,
     slots=config.slots,
@@ -71,11 +71,11 @@ def build_programs(model: Model, config: EmbeddedConfig, max_length: int, device
 
 
 class EmbeddedEngine:
-  """Draws from a JAX model in this process; see `rollout.api.Engine` for what the methods promise.
+  """Engine that samples from a JAX model in this process; see `rollout.api.Engine` for the methods' contracts.
 
-  When weights are replaced, what a running completion has in its KV cache stays as the old weights made it: its later
-  tokens see keys and values of two versions, and its segments say which tokens are whose. Prompts that were prefilled
-  and not begun are prefilled again. At bound 0 nothing runs when weights are replaced.
+  A weight update keeps the KV cache of running completions: their later tokens attend to keys and values of both
+  versions, and their segments record the version of each token. Prompts that were prefilled but not yet admitted are
+  prefilled again. At staleness bound 0 nothing runs during a weight update.
   """
 
   def __init__(
@@ -91,16 +91,16 @@ class EmbeddedEngine:
   ):
     """
     Args:
-      model: an 'lm' model; its `options.dtype` is the type of weights, activations and KV cache here.
-      max_length: tokens of the longest sequence, prompt included.
-      seed: of all randomness, with the requests' keys.
+      model: an 'lm' model; its `options.dtype` is the data type of weights, activations and KV cache here.
+      max_length: longest sequence in tokens, prompt included.
+      seed: seed of all sampling, combined with each request's key.
       run: awaits `function(*args, **kwargs)` on the process's device thread.
-      name: in segments and messages.
-      device: None = the first of this process.
+      name: name in segments and messages.
+      device: device of the engine; None = the first of this process.
     """
     self.name = name
     self.counts: collections.Counter[str] = collections.Counter()
-    """Since the start: prefill_calls, prefilled_prompts, decode_calls, decode_steps, tokens, completions."""
+    """Totals since the start: prefill_calls, prefilled_prompts, decode_calls, decode_steps, tokens, completions."""
     self._config, self._run, self._max_length = config, run, max_length
     self._vocab = model.spec.vocab_size
     self._programs = build_programs(model, config, max_length, jax.local_devices()[0] if device is None else device)
@@ -140,7 +140,7 @@ class EmbeddedEngine:
     self._fail(RunError(f'engine {self.name}: closed'))
 
   async def load(self, weights: Weights) -> None:
-    """The probe is not looked at: this is the trainer's own model, in its own process."""
+    """Loads weights. The probe is not checked, because this is the trainer's own model in its own process."""
     version = weights.version
     async with self._turns:
       self._check_alive()
@@ -179,14 +179,14 @@ class EmbeddedEngine:
       self._wake.set()
 
   def _check(self, request: Request) -> int:
-    """The bucket of the request's prompt; UserError if it is none that this engine can serve."""
+    """Returns the bucket of the request's prompt; raises UserError if this engine cannot serve the request."""
     length, where = len(request.prompt), f'request {request.uid}'
     if length + request.max_tokens > self._max_length:
       raise UserError(
         f'{where}: {length} prompt tokens and max_tokens {request.max_tokens} are more than the {self._max_length} of '
         f'engine {self.name}; raise rollout.max_prompt_length or max_response_length, or ask for fewer'
       )
-    # The prompt's last token is fed by the first decode step, so that prefill draws nothing.
+    # The first decode step takes the prompt's last token, so that prefill does not sample.
     buckets = [bucket for bucket in self._programs.buckets if bucket >= length - 1]
     if not buckets:
       raise UserError(
@@ -209,7 +209,7 @@ class EmbeddedEngine:
       raise RunError(f'engine {self.name}: ended: {self._failure}') from self._failure
 
   async def _drive(self) -> None:
-    """Runs turns while there is work. An error ends the engine: its state was given to the call that failed."""
+    """Runs turns while there is work. An error ends the engine, because the failed call was donated its state."""
     try:
       while True:
         async with self._turns:
@@ -231,7 +231,7 @@ class EmbeddedEngine:
       job.results.put_nowait(error)
 
   def _execute(self, turn: Turn) -> Decoded:
-    """On the device thread."""
+    """Runs a turn on the device thread."""
     for prefill in turn.prefills:
       tokens = np.zeros((self._config.prefill_rows, prefill.jobs[0].bucket), np.int32)
       for row, job in enumerate(prefill.jobs):

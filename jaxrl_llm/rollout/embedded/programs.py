@@ -1,8 +1,8 @@
-"""The embedded engine's compiled programs and what they keep on the device: prefill, admit, decode.
+"""Compiled programs of the embedded engine (prefill, admit, decode) and their state on the device.
 
-Invariant: every shape is fixed when the programs are built (`slots` rows to decode, `prefill_rows` rows and a planned
-bucket to prefill), so a row's arithmetic is the same whatever the other rows hold, and nothing compiles later: the
-programs are compiled ahead of time and refuse other shapes. Called from one thread only.
+Invariant: every shape is fixed when the programs are built (`slots` rows for decode, `prefill_rows` rows and a planned
+bucket for prefill), so a row's arithmetic does not depend on the other rows, and nothing compiles later: the programs
+are compiled ahead of time and reject other shapes. Not thread-safe: call from one thread only.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from jaxrl_llm.rollout.embedded.sampling import draw, draw_filtered
 
 
 class Slots(NamedTuple):
-  """What each slot is at. A slot whose `remaining` is 0 is free, or waits to be read."""
+  """State of the decode slots. A slot with `remaining` 0 is free or waits to be harvested."""
 
   cache: Cache
   token: Int32[Array, 'slots']
-  """The newest token, not yet in the cache."""
+  """Newest token, not yet in the cache."""
   position: Int32[Array, 'slots']
-  """Of that token."""
+  """Position of `token` in its sequence."""
   remaining: Int32[Array, 'slots']
-  """Tokens that may still be drawn."""
+  """Number of tokens that may still be sampled."""
   top_k: Int32[Array, 'slots']
   temperature: Float[Array, 'slots']
   top_p: Float[Array, 'slots']
   key: UInt32[Array, 'slots 2']
   stop_ids: Int32[Array, 'slots stops']
-  """-1 where there is none."""
+  """Stop tokens, padded with -1."""
 
 
 class Admission(NamedTuple):
-  """One slot's row of the matrix that `admit` takes, in this order; floats and key words are there as their bits."""
+  """One slot's row of the matrix for `admit`, in this column order; floats and key words are stored bitwise."""
 
   source: int
-  """Row of the prefill, -1: the slot keeps what it has."""
+  """Row of the prefill; -1 = the slot keeps its state."""
   token: int
   position: int
   remaining: int
@@ -63,22 +63,22 @@ class Admission(NamedTuple):
 
 
 def admissions_matrix(slots: int, max_stop_ids: int) -> Int32[np.ndarray, 'slots columns']:
-  """What `admit` takes, as yet admitting nothing."""
+  """Returns a matrix for `admit` that admits nothing yet."""
   return np.full((slots, 9 + max_stop_ids), -1, np.int32)
 
 
 class Decoded(NamedTuple):
-  """What one call of decode drew."""
+  """Result of one decode call."""
 
   tokens: Int32[np.ndarray, 'steps slots']
-  """Those of slot i are the first `produced[i]` of column i."""
+  """Sampled tokens; those of slot i are the first `produced[i]` of column i."""
   logprobs: Float[np.ndarray, 'steps slots']
   produced: Int32[np.ndarray, 'slots']
   remaining: Int32[np.ndarray, 'slots']
 
 
 class Programs:
-  """Holds the weights and the slots; `compile` and `load` come before anything else."""
+  """Programs with their weights and slots; call `compile` and `load` first."""
 
   def __init__(
     self,
@@ -94,14 +94,14 @@ class Programs:
   ):
     """
     Args:
-      model: decodes in its compute dtype, in which the weights are kept too.
-      slots: rows that are decoded at a time.
-      max_length: tokens of the longest sequence, prompt included.
-      prefill_rows: prompts that are prefilled at a time.
-      buckets: tokens to which a prompt is padded, ascending.
-      decode_steps: tokens of a slot per call, at most.
-      max_stop_ids: of one request.
-      device: where all of it is.
+      model: model whose compute dtype is also that of the stored weights.
+      slots: number of rows decoded at a time.
+      max_length: longest sequence in tokens, prompt included.
+      prefill_rows: number of prompts prefilled at a time.
+      buckets: padded prompt lengths in tokens, ascending.
+      decode_steps: maximum tokens per slot and call.
+      max_stop_ids: maximum number of stop tokens per request.
+      device: device of the weights, the slots and the programs.
     """
     self.slots, self.buckets, self.prefill_rows, self.decode_steps = slots, buckets, prefill_rows, decode_steps
     self.max_stop_ids, self.max_length = max_stop_ids, max_length
@@ -115,7 +115,7 @@ class Programs:
     self._state: Slots | None = None
 
   def lower(self, *, filtered: bool) -> dict[tuple[str, int], jax.stages.Lowered]:
-    """Every program that the engine will run: ('prefill' or 'admit', bucket), ('decode', whether filtered)."""
+    """Lowers every program of the engine; keys are ('prefill' or 'admit', bucket) and ('decode', whether filtered)."""
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._place)
@@ -136,12 +136,12 @@ class Programs:
     return lowered
 
   def compile(self, *, filtered: bool) -> None:
-    """Compiles every program, those of filtered sampling only if asked for, and empties the slots."""
+    """Compiles every program, the one for filtered sampling only if `filtered`, and empties the slots."""
     self._compiled = {name: lowered.compile() for name, lowered in self.lower(filtered=filtered).items()}
     self._state = jax.jit(self._empty, out_shardings=self._place)()
 
   def load(self, params: Params) -> None:
-    """Copies the weights, nested or flat, scanned or unrolled, into buffers of its own."""
+    """Copies the weights (nested or flat, scanned or unrolled) into buffers of this object."""
     given = flatten(unstack_layers(unflatten(flatten(params))))
     wanted = flatten(self._shapes)
     shapes = {name: np.shape(leaf) for name, leaf in given.items()}
@@ -152,23 +152,23 @@ class Programs:
     ]
     if wrong:
       raise ValueError(f'weights are not those of this model ({len(wrong)} arrays differ): {"; ".join(wrong[:4])}')
-    # np.array copies even what a device array on a CPU shares, so device_put may alias it: nobody else has it.
+    # np.array always copies, even from a CPU device array, so device_put may alias the result.
     copies = {name: jax.device_put(np.array(leaf, wanted[name].dtype), self._place) for name, leaf in given.items()}
     self._params = jax.block_until_ready(unflatten(copies))
 
   def prefill(self, tokens: Int32[np.ndarray, 'rows bucket']) -> Cache:
-    """Keys and values of `prefill_rows` prompts, zero-padded to a bucket."""
+    """Computes keys and values of `prefill_rows` prompts, zero-padded to a bucket."""
     return self._compiled['prefill', tokens.shape[1]](self._params, tokens)
 
   def admit(self, prefilled: Cache, admissions: Int32[np.ndarray, 'slots columns']) -> None:
-    """Copies prefilled rows into slots and sets what else a slot needs; see `Admission`."""
+    """Copies prefilled rows into slots and sets the slots' other fields; see `Admission`."""
     self._state = self._compiled['admit', prefilled[0]['k'].shape[1]](self._state, prefilled, admissions)
 
   def decode(self, control: Int32[np.ndarray, 'controls'], *, filtered: bool) -> Decoded:
-    """Draws up to `decode_steps` tokens in every active slot.
+    """Samples up to `decode_steps` tokens in every active slot.
 
     Args:
-      control: first the number of active slots at which to stop early, then 1 for each slot that may go on.
+      control: number of active slots at which to stop early, followed by 1 for each slot that may continue, else 0.
       filtered: whether top-k and top-p are applied.
     """
     self._state, out = self._compiled['decode', filtered](self._params, self._state, control)
@@ -197,7 +197,7 @@ def _empty_slots(model: Model, slots: int, length: int, stops: int) -> Slots:
 
 
 def _prefill(model: Model, params: Params, tokens: Int32[Array, 'rows bucket']) -> Cache:
-  """What padding writes is overwritten by decode before any token may look at it."""
+  """Computes keys and values of padded prompts; decode overwrites those of padding before any token attends to them."""
   rows, bucket = tokens.shape
   positions = jnp.broadcast_to(jnp.arange(bucket, dtype=jnp.int32), tokens.shape)
   _, cache = model.decode(params, tokens, positions, model.init_cache(rows, bucket))
@@ -243,7 +243,7 @@ class _Carry(NamedTuple):
 def _decode(
   model: Model, params: Params, state: Slots, control: Int32[Array, 'controls'], *, steps: int, filtered: bool
 ) -> tuple[Slots, Int32[Array, 'rows slots']]:
-  """Steps until all are done; what was drawn comes back as one integer array, so that one transfer brings it."""
+  """Runs decode steps; returns all results as one integer array, so that they need one transfer to the host."""
   slots = state.token.shape[0]
   kernel = model.head_kernel(params)
   state = state._replace(remaining=jnp.where(control[1:] > 0, state.remaining, 0))
