@@ -1,11 +1,11 @@
-"""Logits to a token and its logprob, with randomness that is a function of counters alone.
+"""Token sampling with counter-based randomness: logits to a token and its logprob.
 
-Invariant: what a row draws depends on that row's logits, settings, key and position, and on nothing else: not on the
-other rows, the row's place, or how often a program was called before. A token of probability zero is never drawn.
+Invariant: a row's sample depends only on that row's logits, settings, key and position, not on the other rows, the
+row's index, or earlier calls. A token of probability zero is never sampled.
 
-A draw inverts the cumulative distribution in two levels, first over blocks of the vocabulary and then inside one,
-with a uniform number for each: on a CPU 20 times as fast as the Gumbel trick at a vocabulary of 32k and 2.7 times at
-32, because it needs two random numbers a row instead of one a token.
+Sampling inverts the cumulative distribution in two levels, first over blocks of the vocabulary and then within one,
+with one uniform number each: on a CPU 20 times as fast as the Gumbel trick at a vocabulary of 32k and 2.7 times at
+32, because it needs two random numbers per row instead of one per token.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import xxhash
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
 BLOCK = 256
-"""Tokens in a block; a vocabulary of at most so many is one block."""
+"""Tokens per block; a vocabulary of at most this size is one block."""
 
 
 class Draw(NamedTuple):
-  """One token per row."""
+  """One sampled token per row."""
 
   tokens: Int32[Array, 'rows']
   logprobs: Float32[Array, 'rows']
-  """Of the temperature-scaled distribution after its filters, if any; for greedy rows of the unscaled one."""
+  """Logprobs under the temperature-scaled distribution after any filters; for greedy rows under the unscaled."""
 
 
 def row_key(*, seed: int, words: tuple[int, ...], sample_index: int) -> UInt32[np.ndarray, '2']:
-  """The two words of a completion's random key: xxh3-64 of (seed, sample index, request's key words)."""
+  """Returns the two words of a completion's random key: xxh3-64 of (seed, sample index, request's key words)."""
   counters = np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, sample_index, *words], '<u4')
   return np.array(divmod(xxhash.xxh3_64_intdigest(counters.tobytes()), 1 << 32), np.uint32)
 
@@ -42,12 +42,12 @@ def draw(
   positions: Int[Array, 'rows'],
   temperature: Float[Array, 'rows'],
 ) -> Draw:
-  """Draws from softmax(logits / temperature); at temperature 0 takes the largest logit (the first among equals).
+  """Samples from softmax(logits / temperature); at temperature 0 takes the first of the largest logits.
 
   Args:
-    logits: of the next token.
+    logits: logits of the next token.
     keys: one per completion, see `row_key`.
-    positions: of the token that is drawn, in its sequence.
+    positions: position of the sampled token in its sequence.
     temperature: >= 0.
   """
   greedy = temperature == 0
@@ -63,18 +63,18 @@ def draw_filtered(
   top_k: Int[Array, 'rows'],
   top_p: Float[Array, 'rows'],
 ) -> Draw:
-  """Like `draw` after top-k and then top-p of what is left, both on the temperature-scaled distribution.
+  """Like `draw` after top-k and then top-p of the remaining tokens, both on the temperature-scaled distribution.
 
-  Tokens tied with the last one kept are kept too. Logprobs are those of the filtered, renormalised distribution.
-  No sort: the threshold is found bit by bit, 32 passes over the row for each filter (8 times as fast at 32k).
+  Tokens tied with the last kept token are kept too. Logprobs are under the filtered, renormalised distribution.
+  Thresholds come from a bitwise search instead of a sort, 32 passes over the row per filter (8 times as fast at 32k).
 
   Args:
     logits: as in `draw`.
     keys: as in `draw`.
     positions: as in `draw`.
     temperature: as in `draw`.
-    top_k: tokens to keep, -1 for all.
-    top_p: mass to keep, 1 for all.
+    top_k: number of tokens to keep, -1 for all.
+    top_p: probability mass to keep, 1 for all.
   """
   greedy = temperature == 0
   scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
@@ -89,7 +89,7 @@ def draw_filtered(
 
 
 def _choose(scaled, allowed, keys, positions, greedy) -> Draw:
-  """A token of softmax(allowed), or the largest of `scaled` where greedy, and its logprob under softmax(allowed)."""
+  """Samples from softmax(allowed), or takes the argmax of `scaled` where greedy; logprobs are of softmax(allowed)."""
   uniforms = jax.vmap(_uniforms)(keys, positions)
   top = allowed.max(-1, keepdims=True)
   weights = jnp.exp(allowed - top)
@@ -100,7 +100,7 @@ def _choose(scaled, allowed, keys, positions, greedy) -> Draw:
 
 
 def _uniforms(key: UInt32[Array, '2'], position: Int[Array, '']) -> Float32[Array, '2']:
-  """Two numbers in [0, 1) for one token."""
+  """Returns two uniform numbers in [0, 1) for one token."""
   key = jax.random.fold_in(jax.random.wrap_key_data(key, impl='threefry2x32'), position)
   return jax.random.uniform(key, (2,), jnp.float32)
 
@@ -108,7 +108,7 @@ def _uniforms(key: UInt32[Array, '2'], position: Int[Array, '']) -> Float32[Arra
 def _invert(
   weights: Float32[Array, 'rows vocab'], uniforms: Float32[Array, 'rows 2']
 ) -> tuple[Int32[Array, 'rows'], Float32[Array, 'rows']]:
-  """Indices drawn in proportion to `weights`, and the sums of the weights."""
+  """Samples indices in proportion to `weights`; returns (indices, sums of the weights)."""
   rows, vocab = weights.shape
   if vocab <= BLOCK:
     return _first_above(weights, uniforms[:, 0]), weights.sum(-1)
@@ -121,11 +121,11 @@ def _invert(
 
 
 def _first_above(weights: Float32[Array, 'rows n'], uniforms: Float32[Array, 'rows']) -> Int32[Array, 'rows']:
-  """The first index whose cumulative weight exceeds `uniform` of the total.
+  """Returns the first index whose cumulative weight exceeds `uniform` times the total.
 
   Rounding can leave none (a total so small that uniform times total rounds up to it) or put a step where the weight
-  is zero (a parallel cumulative sum need not be monotone): only positive weights count, and the largest is the last
-  resort.
+  is zero (a parallel cumulative sum need not be monotone): only positive weights count, and the largest weight is the
+  fallback.
   """
   cumulative = jnp.cumsum(weights, axis=-1)
   above = (cumulative > uniforms[:, None] * cumulative[:, -1:]) & (weights > 0)
@@ -134,13 +134,13 @@ def _first_above(weights: Float32[Array, 'rows n'], uniforms: Float32[Array, 'ro
 
 
 def _first_true(mask: Bool[Array, 'rows n']) -> Int32[Array, 'rows']:
-  """The first index that is set, or the last index: a minimum, which XLA vectorises where it does not argmax."""
+  """Returns the first set index, or the last if none is set; by a minimum, which XLA vectorises, unlike argmax."""
   last = mask.shape[-1] - 1
   return jnp.where(mask, jnp.arange(mask.shape[-1], dtype=jnp.int32), last).min(-1)
 
 
 def _ordered_bits(values: Float32[Array, 'rows n']) -> UInt32[Array, 'rows n']:
-  """Integers in the same order as the floats, -0 with +0."""
+  """Maps floats to integers of the same order; -0 equals +0."""
   bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
   return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -148,7 +148,7 @@ def _ordered_bits(values: Float32[Array, 'rows n']) -> UInt32[Array, 'rows n']:
 def _threshold(
   ranks: UInt32[Array, 'rows n'], weights: Float32[Array, 'rows n'], needed: Array
 ) -> UInt32[Array, 'rows']:
-  """Per row the largest t such that the weights where ranks >= t sum to at least `needed`; 0 if there is none."""
+  """Returns per row the largest t such that weights with ranks >= t sum to at least `needed`; 0 if there is none."""
 
   def step(i, found):
     candidate = found | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))

@@ -1,8 +1,7 @@
-"""Which sample sits in which decode slot: the embedded engine's host side, without a device or a clock.
+"""Host-side scheduler of the embedded engine: assigns samples to decode slots, without a device or a clock.
 
-Invariant: requests begin in the order of arrival (later ones of the same bucket may share an earlier one's prefill),
-a free slot never stays free while a sample that may take it waits, and requests that need different decode programs
-never decode together.
+Invariant: requests start in order of arrival (later ones of the same bucket may share an earlier one's prefill), no
+slot stays free while an eligible sample waits, and requests that need different decode programs never decode together.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ from jaxrl_llm.rollout.embedded.sampling import row_key
 
 
 class Job:
-  """A request and how far it has got."""
+  """A request and its progress."""
 
   def __init__(self, request: Request, bucket: int):
     self.request, self.bucket = request, bucket
     self.admitted = 0
-    """Samples that have a slot or had one."""
+    """Number of samples that have or had a slot."""
     self.left = False
-    """Nobody waits for it any more."""
+    """Whether the caller has stopped consuming results."""
     self.results: asyncio.Queue[tuple[int, Completion] | Exception] = asyncio.Queue()
 
   @property
   def pending(self) -> int:
-    """Samples that wait for a slot."""
+    """Number of samples waiting for a slot."""
     return 0 if self.left else self.request.samples - self.admitted
 
 
 @dataclasses.dataclass(eq=False)
 class Prefill:
-  """Prompts whose keys and values are on the device, or will be when the turn has run."""
+  """Prompts whose keys and values are on the device, or will be after the turn."""
 
   jobs: tuple[Job, ...]
   cache: Cache | None = None
@@ -64,7 +63,7 @@ class Occupant:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Turn:
-  """What the device does between two looks at the queue: prefill, admit, decode."""
+  """Device work between two looks at the queue: prefill, admit, decode."""
 
   prefills: list[Prefill]
   admissions: list[tuple[Prefill, Int32[np.ndarray, 'slots columns']]]
@@ -73,7 +72,7 @@ class Turn:
 
 
 class Scheduler:
-  """Queue, prefilled prompts and slots; `plan`, let the device do it, `harvest`, and so on."""
+  """Queue, prefilled prompts and slots; alternates `plan`, execution on the device, and `harvest`."""
 
   def __init__(self, *, name: str, seed: int, slots: int, max_length: int, prefill_rows: int, max_stop_ids: int):
     self._name, self._seed, self._prefill_rows, self._max_stop_ids = name, seed, prefill_rows, max_stop_ids
@@ -92,12 +91,12 @@ class Scheduler:
     self._waiting.append(job)
 
   def jobs(self) -> set[Job]:
-    """All that have not ended."""
+    """Returns all unfinished jobs."""
     running = {slot.job for slot in self._slots if slot is not None}
     return running | set(self._waiting) | {job for prefill in self._ready for job in prefill.jobs}
 
   def reweigh(self, version: Version) -> None:
-    """New weights: running samples begin a segment, prefilled prompts with samples to come are prefilled again."""
+    """Handles new weights: running samples start a segment, prompts with pending samples are prefilled again."""
     for occupant in self._slots:
       if occupant is not None:
         drawn = [segment for segment in occupant.segments if segment[0] < occupant.length]
@@ -106,13 +105,13 @@ class Scheduler:
     self._ready = []
 
   def relabel(self, version: Version) -> None:
-    """The same weights by another name: what running samples draw under them goes by it."""
+    """Renames the current weights in the newest segment of running samples."""
     for occupant in self._slots:
       if occupant is not None:
         occupant.segments[-1] = (occupant.segments[-1][0], version)
 
   def plan(self, version: Version | None) -> Turn | None:
-    """Frees what nobody waits for, fills free slots, and says what to run; None where there is nothing."""
+    """Drops abandoned jobs, fills free slots and returns the next turn; None if there is no work."""
     self._slots = [None if slot is None or slot.job.left else slot for slot in self._slots]
     self._waiting = [job for job in self._waiting if not job.left]
     self._ready = [prefill for prefill in self._ready if prefill.pending]
@@ -124,21 +123,21 @@ class Scheduler:
     active = sum(occupied)
     if not active:
       return None
-    # With samples waiting, a call ends as soon as an eighth of the slots can be refilled.
+    # While samples wait, a call ends as soon as an eighth of the slots can be refilled.
     pending = sum(part.pending for part in (*self._ready, *self._same_kind()))
     until = max(0, active - min(pending, max(1, len(self._slots) // 8))) if pending else 0
     control = np.array([until, *occupied], np.int32)
     return Turn(prefills=prefills, admissions=admissions, control=control, filtered=self._filtered)
 
   def _same_kind(self) -> Iterable[Job]:
-    """Waiting jobs up to the first that needs the other decode program, so that none is passed over for ever."""
+    """Yields waiting jobs up to the first that needs the other decode program, so that no job starves."""
     for job in self._waiting:
       if job.request.sampling.filtered != self._filtered:
         return
       yield job
 
   def _take_prompts(self) -> list[Prefill]:
-    """Prefills for the slots that would stay free, in the order of arrival, filled up with prompts of equal bucket."""
+    """Forms prefills for the remaining free slots in order of arrival, filled up with prompts of the same bucket."""
     taken = []
     short = self.free_slots - sum(prefill.pending for prefill in self._ready)
     candidates = list(self._same_kind())
@@ -153,7 +152,7 @@ class Scheduler:
     return taken
 
   def _fill_slots(self, version: Version | None) -> list[tuple[Prefill, Int32[np.ndarray, 'slots columns']]]:
-    """Deals pending samples to free slots; per prefill a matrix with a row for every slot."""
+    """Assigns pending samples to free slots; returns one admission matrix per prefill, with a row for every slot."""
     free = [i for i, slot in enumerate(self._slots) if slot is None]
     samples = [
       (prefill, row, job) for prefill in self._ready for row, job in enumerate(prefill.jobs) for _ in range(job.pending)
@@ -183,7 +182,7 @@ class Scheduler:
     )
 
   def harvest(self, decoded: Decoded) -> int:
-    """Takes what was drawn, hands out what has ended, and says how many have."""
+    """Stores sampled tokens, delivers finished completions and returns their number."""
     steps, slots = np.nonzero(np.arange(len(decoded.tokens))[:, None] < decoded.produced)
     lengths = np.array([0 if slot is None else slot.length for slot in self._slots])
     self._tokens[slots, lengths[slots] + steps] = decoded.tokens[steps, slots]
