@@ -1,6 +1,6 @@
-"""Hugging Face model directories: where they are, what they hold, and whole exports.
+"""Hugging Face model directories: lookup, special tokens, tokenizer files and complete exports.
 
-Invariant: a directory that `export` wrote is loaded by transformers and vLLM as it is, and by `load_params` to the bit.
+Invariant: transformers and vLLM load a directory written by `export` unchanged, and `load_params` reads it bit-exactly.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ _TOKENIZER_FILES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpecialTokens:
-  """Token ids with a meaning, as a model directory states them."""
+  """Special token ids of a model directory."""
 
   bos_id: int | None
   """Beginning of text."""
   eos_ids: tuple[int, ...]
-  """Any of these ends a completion."""
+  """Tokens that end a completion."""
   pad_id: int | None
   """Padding."""
 
 
 def read_special_tokens(directory: str | Path) -> SpecialTokens:
-  """Token ids of a directory: those of generation_config.json where it has them, otherwise those of config.json.
+  """Reads special token ids from generation_config.json, falling back to config.json for missing ones.
 
-  Raises UserError for an id that is outside the vocabulary.
+  Raises UserError for an id outside the vocabulary.
   """
   directory = Path(directory)
   values = read_json(directory / 'config.json')
@@ -73,7 +73,7 @@ def read_special_tokens(directory: str | Path) -> SpecialTokens:
     own = read_json(directory / 'generation_config.json')
     values = {**values, **{name: value for name, value in own.items() if value is not None}}
   for name in ('bos_token_id', 'pad_token_id'):
-    if values.get(name) == -1:  # How the first Llama models wrote that they have none.
+    if values.get(name) == -1:  # Early Llama models write -1 for none.
       values[name] = None
   eos = values.get('eos_token_id')
   eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
@@ -88,7 +88,7 @@ def read_special_tokens(directory: str | Path) -> SpecialTokens:
 
 
 def copy_tokenizer(source: str | Path, target: str | Path) -> list[str]:
-  """Copies the tokenizer and its chat template, unchanged; the names of what there was."""
+  """Copies the tokenizer and its chat template unchanged; returns the names of the copied files."""
   source, target = Path(source), Path(target)
   names = [name for name in _TOKENIZER_FILES if (source / name).is_file()]
   names += [str(path.relative_to(source)) for path in sorted(source.glob('additional_chat_templates/*.jinja'))]
@@ -99,7 +99,7 @@ def copy_tokenizer(source: str | Path, target: str | Path) -> list[str]:
 
 
 def _warn_of_misreading(family: str, tokenizer_dir: Path) -> None:
-  # transformers 5 holds the class that a qwen2 directory names for a mistake, and splits all text as Qwen2 does.
+  # transformers 5 ignores the tokenizer class that a qwen2 directory names, and splits text as Qwen2 does.
   path = tokenizer_dir / 'tokenizer_config.json'
   name = read_json(path).get('tokenizer_class') if path.exists() else None
   if family == 'qwen2' and name not in ('Qwen2Tokenizer', 'Qwen2TokenizerFast'):
@@ -123,24 +123,24 @@ def export(
   bos_id: int | None = None,
   shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-  """Writes a directory that transformers and vLLM load unchanged; weights last, so that with them it is whole.
+  """Writes a directory that transformers and vLLM load unchanged; weights come last and mark it complete.
 
-  A model with a 'scalar' head is what AutoModelForSequenceClassification loads, one with a 'value' head what
-  AutoModelForTokenClassification loads, each with one label and without generation_config.json.
+  AutoModelForSequenceClassification loads a model with a 'scalar' head, AutoModelForTokenClassification one with a
+  'value' head, each with one label and without generation_config.json.
 
   Args:
-    directory: where; made if need be.
+    directory: output directory, created if missing.
     params: scanned or unrolled tree of NumPy or addressable JAX arrays.
-    spec: the model.
-    dtype: of the weights.
-    tokenizer_dir: whose tokenizer and chat template are copied; None for weights without a tokenizer.
+    spec: spec of the model.
+    dtype: data type of the weights.
+    tokenizer_dir: directory of the tokenizer and chat template to copy; None = weights without a tokenizer.
     eos_ids: tokens that end a completion.
-    pad_id: padding, if any; see `write_config` for what a 'scalar' head makes of None.
-    bos_id: beginning of text, if any.
+    pad_id: padding token, if any; see `write_config` for None with a 'scalar' head.
+    bos_id: beginning-of-text token, if any.
     shard_bytes: see `save_params`.
 
   Returns:
-    The files of weights.
+    Paths of the weights files.
   """
   directory = Path(directory)
   if tokenizer_dir is not None and not any((Path(tokenizer_dir) / name).is_file() for name in _TOKENIZER_FILES):
@@ -152,7 +152,7 @@ def export(
       generation = {'bos_token_id': bos_id, 'eos_token_id': one_or_list(eos_ids), 'pad_token_id': pad_id}
       write_json(directory / 'generation_config.json', {k: v for k, v in generation.items() if v is not None})
     else:
-      # An earlier export's would speak of special tokens before this one's config.json.
+      # The file of an earlier export would override the special tokens of the new config.json.
       (directory / 'generation_config.json').unlink(missing_ok=True)
     if tokenizer_dir is not None:
       _warn_of_misreading(spec.family, Path(tokenizer_dir))
@@ -165,16 +165,16 @@ _HUB_FILES = ('*.json', '*.safetensors', '*.jinja', '*.txt', 'tokenizer.model')
 
 
 def resolve(source: str | Path) -> Path:
-  """The directory of a model: `source` itself if it is one, otherwise the snapshot of that hub id.
+  """Returns a model's directory: `source` itself if it is a directory, otherwise the snapshot of that hub id.
 
-  A snapshot comes from huggingface_hub's cache or is fetched into it.
+  A snapshot comes from huggingface_hub's cache or is downloaded into it.
   """
   path, name = Path(source).expanduser(), str(source)
   if path.is_dir():
     return path
   if path.exists():
     raise UserError(f'{name}: is a file, wanted a model directory or a hub id such as Qwen/Qwen3-0.6B')
-  # 'runs/quickstart' could be either; beside a directory 'runs' it is a path.
+  # 'runs/quickstart' could be either; if a directory 'runs' exists it is a path.
   if not _HUB_ID.fullmatch(name) or ('/' in name and path.parent.is_dir()):
     raise UserError(f'{name}: no such directory, and as a path no hub id either (those look like Qwen/Qwen3-0.6B)')
   try:

@@ -1,6 +1,6 @@
-"""Hugging Face's config.json to and from ModelSpec, in its transformers v4 and v5 forms.
+"""Conversion between Hugging Face's config.json, in transformers v4 and v5 form, and ModelSpec.
 
-Invariant: a setting that changes the numbers is honoured or refused, never ignored.
+Invariant: a setting that affects numerical results is honoured or rejected, never ignored.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
   'qwen3': {'num_key_value_heads': 32, 'max_position_embeddings': 32768, 'head_dim': 128},
   'llama': {'max_position_embeddings': 2048},
 }
-"""What transformers assumes for an absent key, where it is no constant of all families."""
+"""Defaults of transformers for absent keys that differ between families."""
 
 _CLASSIFIERS: Mapping[str, Mapping[str, str]] = {
   'qwen2': {'scalar': 'Qwen2ForSequenceClassification', 'value': 'Qwen2ForTokenClassification'},
   'qwen3': {'scalar': 'Qwen3ForSequenceClassification', 'value': 'Qwen3ForTokenClassification'},
   'llama': {'scalar': 'LlamaForSequenceClassification', 'value': 'LlamaForTokenClassification'},
 }
-"""Transformers' classes of one output: `architectures` in the config.json of a reward model and of a critic."""
+"""Transformers classes with one output, by head: `architectures` in the config.json of a reward model or a critic."""
 
 _ROPE_KEYS: Mapping[str, frozenset[str]] = {
   'default': frozenset(),
   'linear': frozenset({'factor'}),
   'llama3': frozenset({'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'}),
 }
-"""Supported rope types and the numbers that each reads."""
-
+"""Supported rope types and their numeric parameters."""
 
 _SAME_NAMES = (
   'vocab_size',
@@ -55,11 +54,11 @@ _SAME_NAMES = (
   'max_position_embeddings',
   'initializer_range',
 )
-"""Fields of ModelSpec that config.json has under the same name."""
+"""Fields of ModelSpec with the same name in config.json."""
 
 
 class _Config:
-  """The settings of one config.json, read with its path in every error."""
+  """Settings of one config.json; every error names its path."""
 
   def __init__(self, path: Path, values: Mapping[str, Any]):
     self.path, self.values = path, values
@@ -68,7 +67,7 @@ class _Config:
     return UserError(f'{self.path}: {name} is {one_line(json.dumps(got), 200)}, wanted {wanted}')
 
   def number(self, name: str, default: int | float | None, kind: type, values: Mapping[str, Any] | None = None) -> Any:
-    """A positive number; null and absent are the default, and without one an error."""
+    """Returns a positive number; null or absent means the default, or an error if that is None."""
     values = self.values if values is None else values
     value = values.get(name)
     value = default if value is None else value
@@ -89,16 +88,16 @@ class _Config:
 def _is_positive(value: int | float, kind: type) -> bool:
   try:
     return math.isfinite(value) and value > 0 and kind(value) == value
-  except OverflowError:  # An integer beyond the range of floats.
+  except OverflowError:  # An integer outside the range of floats.
     return False
 
 
 JSON_BYTES = 64 << 20
-"""Size of the largest file that `read_json` takes; the indexes of large models have a few MB."""
+"""Maximum file size for `read_json`; indexes of large models have a few MB."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-  """A JSON object from a file, or a UserError that names the file."""
+  """Reads a JSON object from a file; raises a UserError that names the file."""
   try:
     values = parse_json(read_bytes(path, JSON_BYTES).decode())
   except FileNotFoundError:
@@ -111,11 +110,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_spec(directory: str | Path) -> ModelSpec:
-  """The model that a directory's config.json describes.
+  """Reads the model spec from a directory's config.json.
 
-  Both forms are read: v4 (`rope_theta`, `rope_scaling`) and v5 (`rope_parameters`). Where a file has both, they must
-  agree. Absent keys mean what they mean to transformers. The head follows from the class in `architectures`, and is
-  'lm' without one.
+  Supports the v4 form (`rope_theta`, `rope_scaling`) and the v5 form (`rope_parameters`); if a file has both, they must
+  agree. Absent keys have transformers' defaults. The class in `architectures` determines the head; without one it is
+  'lm'.
   """
   path = Path(directory) / 'config.json'
   config = _Config(path, read_json(path))
@@ -127,7 +126,7 @@ def read_spec(directory: str | Path) -> ModelSpec:
   defaults = _DEFAULTS[family]
   heads = config.number('num_attention_heads', None, int)
   hidden = config.number('hidden_size', None, int)
-  # A null num_key_value_heads means one per head; only an absent one means the class's default.
+  # A null num_key_value_heads means one per attention head; only an absent key means the class's default.
   kv_default = heads if 'num_key_value_heads' in config.values else defaults.get('num_key_value_heads', heads)
   head_default = defaults.get('head_dim', hidden // heads) if 'head_dim' not in config.values else hidden // heads
   positions = config.number('max_position_embeddings', defaults['max_position_embeddings'], int)
@@ -160,7 +159,7 @@ def read_spec(directory: str | Path) -> ModelSpec:
 
 
 def _refuse_unsupported(config: _Config, family: str) -> None:
-  """Settings that would change the numbers and that the decoder does not have."""
+  """Rejects settings that affect numerical results and that the decoder does not implement."""
   values = config.values
   if values.get('hidden_act', 'silu') not in ('silu', 'swish'):
     raise config.error('hidden_act', values['hidden_act'], '"silu"')
@@ -176,8 +175,8 @@ def _refuse_unsupported(config: _Config, family: str) -> None:
   kinds = values.get('layer_types') or []
   if not isinstance(kinds, list):
     raise config.error('layer_types', kinds, 'a list with the kind of each layer')
-  # Without layer_types, a window holds from layer max_window_layers on, and only where it is switched on; Llama has no
-  # windows, and what a file means by one is unknown.
+  # Without layer_types, the window applies from layer max_window_layers on, and only if use_sliding_window is true.
+  # Llama has no windows, so the meaning of one in its file is unknown.
   first = values.get('max_window_layers')
   if first is not None and not isinstance(first, int):
     raise config.error('max_window_layers', first, 'a number of layers')
@@ -191,12 +190,12 @@ def _refuse_unsupported(config: _Config, family: str) -> None:
 
 
 def _classes(family: str) -> dict[str, str]:
-  """Transformers' classes of a family, by our name of their head."""
+  """Returns a family's transformers classes by our name of the head."""
   return {'lm': FAMILIES[family].architecture, **_CLASSIFIERS.get(family, {})}
 
 
 def _head(config: _Config, family: str) -> str:
-  """The head of the class that a file names; an error for any other class, and for more than one output."""
+  """Returns the head of the class in `architectures`; rejects unknown classes and more than one output."""
   names, classes = config.values.get('architectures'), _classes(family)
   if not names:
     return 'lm'
@@ -209,7 +208,7 @@ def _head(config: _Config, family: str) -> str:
 
 
 def _require_one_label(config: _Config) -> None:
-  # Transformers counts the labels of id2label; without one num_labels is the count, and without either it is 2.
+  # Transformers takes the number of labels from id2label, else from num_labels, else it is 2.
   labels, count = config.values.get('id2label'), config.values.get('num_labels')
   if labels is not None and (not isinstance(labels, dict) or len(labels) != 1):
     raise config.error('id2label', labels, 'one label: a reward model or critic has one output')
@@ -218,7 +217,7 @@ def _require_one_label(config: _Config) -> None:
 
 
 def _attention_bias(config: _Config, family: str) -> bool:
-  """Qwen2 has biases on q, k and v always; in Llama and Qwen3 `attention_bias` puts them on all four projections."""
+  """Whether q, k and v have biases: always in Qwen2; `attention_bias` in Llama and Qwen3, for all four projections."""
   value = config.flag('attention_bias', FAMILIES[family].qkv_bias)
   if family == 'qwen2' and not value:
     raise config.error('attention_bias', value, 'true: qwen2 always has biases on q, k and v')
@@ -226,7 +225,7 @@ def _attention_bias(config: _Config, family: str) -> bool:
 
 
 def _read_rope(config: _Config, default_theta: float, positions: int) -> tuple[float, RopeScaling | None]:
-  """Base and scaling; an error where the two forms disagree."""
+  """Reads base and scaling; rejects a file whose two forms disagree."""
   v4, v5 = config.values.get('rope_scaling'), config.values.get('rope_parameters')
   read = functools.partial(_rope, config, default_theta=default_theta, positions=positions)
   if v4 and v5:
@@ -261,7 +260,7 @@ def _rope(
   if kind == 'linear':
     return theta, RopeScaling(kind='linear', factor=factor)
   original = config.number('original_max_position_embeddings', positions, int, values)
-  # Beside the scaling it is read by some versions of transformers and not by others.
+  # Only some versions of transformers read this key outside the scaling object.
   if config.values.get('original_max_position_embeddings') not in (None, original):
     got = config.values['original_max_position_embeddings']
     raise config.error('original_max_position_embeddings', got, f'{original}, as in {name}: remove one of them')
@@ -286,7 +285,7 @@ def _write_rope(spec: ModelSpec) -> dict[str, Any]:
 
 
 def one_or_list(ids: Sequence[int]) -> int | list[int] | None:
-  """Token ids as Hugging Face writes them: null, a number, or a list."""
+  """Formats token ids as Hugging Face does: null, a number, or a list."""
   return None if not ids else ids[0] if len(ids) == 1 else list(ids)
 
 
@@ -302,13 +301,13 @@ def write_config(
   """Writes config.json in transformers v5 form.
 
   Args:
-    directory: where; it exists.
-    spec: the model; its head decides the class.
-    dtype: of the weights beside it, by Hugging Face's name.
-    bos_id: beginning of text, if any.
+    directory: existing output directory.
+    spec: spec of the model; its head determines the class.
+    dtype: data type of the weights, by its Hugging Face name.
+    bos_id: beginning-of-text token, if any.
     eos_ids: tokens that end a completion.
-    pad_id: padding, if any. Transformers scores the last token that is not it, so that a 'scalar' head must have one:
-      where it is None, `bos_id`, with which no sequence ends, or else the first of `eos_ids`.
+    pad_id: padding token, if any. Transformers scores the last token that is not padding, so a 'scalar' head requires
+      one: the default is `bos_id`, which never ends a sequence, or else the first of `eos_ids`.
   """
   family = spec.family
   if spec.head not in _classes(family):
@@ -356,10 +355,10 @@ def write_config(
 
 
 def _one_output(head: str) -> dict[str, Any]:
-  """What config.json says of a head with one output."""
+  """Returns the config.json settings of a head with one output."""
   if head == 'lm':
     return {}
-  # Without 'regression' vLLM gives the sigmoid of an output.
+  # Without 'regression' vLLM returns the sigmoid of the output.
   labels = {'id2label': {'0': 'LABEL_0'}, 'label2id': {'LABEL_0': 0}, 'problem_type': 'regression'}
   return labels | ({'classifier_dropout': 0.0} if head == 'value' else {})
 

@@ -1,7 +1,7 @@
-"""Parameter trees to and from streams of Hugging Face tensors.
+"""Conversion between parameter trees and streams of Hugging Face tensors.
 
-Invariant: a tensor passes through as it is (a view where memory allows, the same bits in the same dtype); scanned and
-unrolled trees give the same stream and are filled from the same stream.
+Invariant: tensors pass through unchanged (the same bits in the same dtype, as views where possible); scanned and
+unrolled trees produce the same stream and are filled from the same stream.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DTYPES = {
   'float16': np.dtype(np.float16),
   'float64': np.dtype(np.float64),
 }
-"""The dtypes that weights may have, by the names that Hugging Face gives them."""
+"""Supported data types of weights, by Hugging Face name."""
 
 
 def dtype_of(name: str) -> np.dtype:
@@ -36,15 +36,15 @@ def dtype_of(name: str) -> np.dtype:
 
 
 def to_hf(params: Params, spec: ModelSpec) -> Iterator[tuple[str, np.ndarray]]:
-  """The tensors of a tree under their Hugging Face names, one at a time.
+  """Yields the tensors of a tree by Hugging Face name, one at a time.
 
   Args:
     params: scanned or unrolled tree of NumPy arrays or addressable JAX arrays.
-    spec: the model they belong to.
+    spec: spec of their model.
 
   Yields:
-    Names and arrays. Layers of a scanned tree are views of it, and so is anything that already lies in this host's
-    memory: copy what must outlive a donation. All layers of one parameter follow each other, and `tables.zeros` them.
+    (name, array). Arrays are views of host memory where possible, including layers of a scanned tree: copy those that
+    must outlive a donation. All layers of a parameter are consecutive; `tables.zeros` come last.
   """
   flat = flatten(params)
   scanned = any(name.startswith('layers/attention/') for name in flat)
@@ -81,10 +81,10 @@ def _check_tree(flat: dict[str, Any], spec: ModelSpec, *, scanned: bool) -> None
 def from_hf(
   tensors: Iterable[tuple[str, np.ndarray]], spec: ModelSpec, *, scan_layers: bool, dtype: str = 'float32'
 ) -> Params:
-  """A tree of NumPy arrays from tensors in any order; the inverse of `to_hf`.
+  """Builds a tree of NumPy arrays from tensors in any order; the inverse of `to_hf`.
 
-  Arrays that need neither stacking nor another dtype are passed on, not copied. A tied model's `lm_head.weight` is the
-  embedding once more: it is ignored if its shape is the embedding's, whatever its values.
+  Arrays that need neither stacking nor a dtype conversion are not copied. A tied model's `lm_head.weight` duplicates
+  the embedding: it is ignored if it has the embedding's shape, whatever its values.
   """
   inventory, flat, to = Inventory(spec, 'tensors'), {}, dtype_of(dtype)
   for name, tensor in tensors:
@@ -109,14 +109,14 @@ def fill(
   dtype: np.dtype,
   place: Callable[[str, np.ndarray], Any],
 ) -> Params:
-  """A tree whose arrays are read one after the other, each placed and let go before the next is read.
+  """Builds a tree array by array; each is placed and released before the next is read.
 
   Args:
-    read: the tensor of an entry, with the entry's shape.
-    spec: the model.
+    read: returns the tensor of an entry, with the entry's shape.
+    spec: spec of the model.
     scan_layers: whether to stack the layers.
-    dtype: of the tree's arrays.
-    place: (name in the tree, array) to what the tree holds; it may keep the array, which is never written again.
+    dtype: data type of the tree's arrays.
+    place: maps (name in the tree, array) to the tree's leaf; it may keep the array, which is never modified later.
   """
   flat = {}
   for path, group in groupby(entries(spec), key=lambda entry: entry.path):

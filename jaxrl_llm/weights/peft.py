@@ -1,7 +1,7 @@
-"""Adapters as a directory that the `peft` library, vLLM and others load: adapter_config.json and its weights.
+"""LoRA adapters in PEFT format (adapter_config.json and weights), as the `peft` library, vLLM and others load them.
 
-Invariant: names come from the family's weights table, as those of the models do; A and B are stored as they are trained
-(`[rank, in]` and `[out, rank]`, which is PEFT's own arrangement).
+Invariant: tensor names derive from the family's weights table, as for models; A and B are stored as trained
+(`[rank, in]` and `[out, rank]`, which is also PEFT's layout).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
 _PREFIX = 'base_model.model.'
 _ARRAYS = {'lora_a': 'lora_A', 'lora_b': 'lora_B'}
 _HEAD = 'score'
-"""transformers' name of the module of one output."""
+"""transformers' module name of a one-output head."""
 
 
 def to_peft(params: Params, spec: ModelSpec) -> Iterator[tuple[str, np.ndarray]]:
-  """The arrays of adapters, scanned or unrolled, under PEFT's names; and the output, where that is trained too."""
+  """Yields the adapters' arrays, scanned or unrolled, by PEFT name, and other trained parameters such as the head."""
   flat = flatten(params)
   for entry in entries(spec):
     for name in {entry.path, entry.unrolled}:
@@ -48,13 +48,14 @@ def to_peft(params: Params, spec: ModelSpec) -> Iterator[tuple[str, np.ndarray]]
 def export_adapter(
   directory: str | Path, params: Params, spec: ModelSpec, lora: LoraConfig, *, base: str | None
 ) -> None:
-  """Writes the directory; weights last, so that with them it is whole.
+  """Writes an adapter directory; weights come last and mark it complete.
 
   Args:
-    directory: where; made if need be.
-    params: what is trained (`models.lora.split`), NumPy or addressable JAX arrays.
-    spec: the model that the adapters belong to.
-    base: what they stand on: a directory or hub id; None: who loads them has to know.
+    directory: output directory, created if missing.
+    params: trained parameters (`models.lora.split`), NumPy or addressable JAX arrays.
+    spec: spec of the adapters' model.
+    lora: rank, alpha and targets of the adapters.
+    base: directory or hub id of the base model; None = the reader must know it.
   """
   directory = Path(directory)
   of = {entry.path.split('/')[-2]: _module(entry) for entry in entries(spec) if entry.path.endswith('/kernel')}

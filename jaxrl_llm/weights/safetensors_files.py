@@ -1,7 +1,7 @@
-"""Safetensors files of a model directory, read and written shard by shard.
+"""Reading and writing of a model directory's safetensors files, shard by shard.
 
-Invariant: names and shapes of all files are checked before the first parameter is read, and on the host there is never
-more than one array of a tree beyond what the caller keeps (when reading), or one shard (when writing).
+Invariant: names and shapes in all files are checked before the first parameter is read; host memory holds at most one
+array of the tree beyond those that the caller keeps (when reading), or one shard (when writing).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from jaxrl_llm.weights.layout import dtype_of, fill, to_hf
 from jaxrl_llm.weights.tables import Entry, Inventory, entries, zeros
 
 SHARD_BYTES = 5_000_000_000
-"""Size above which weights are split, by default; many small files and few large ones are both awkward to copy."""
+"""Default size in bytes above which weights are sharded; many small and few large files are both awkward to copy."""
 
 _SINGLE, _INDEX = 'model.safetensors', 'model.safetensors.index.json'
 _WEIGHT_FILE = re.compile(r'model(-\d{5}-of-\d{5})?\.safetensors')
 _PLAIN_NAME = re.compile(r'[^/\\\0]+\.safetensors')
 _READABLE = ('F32', 'BF16', 'F16', 'F64')
-"""Safetensors' names of the dtypes that weights may have in a file."""
+"""Supported data types of tensors in a file, by safetensors name."""
 _CHECKED_ELEMENTS = 1 << 22
-"""Elements of a tensor that are checked at a time, so that the check takes little memory."""
+"""Elements checked at a time, to limit the memory of the check."""
 
 
 def keep(path: str, array: np.ndarray) -> np.ndarray:
-  """The `place` of `load_params` that leaves arrays on the host."""
+  """Default `place` of `load_params`: leaves arrays on the host."""
   del path
   return array
 
@@ -52,21 +52,21 @@ def load_params(
   dtype: str = 'float32',
   place: Callable[[str, np.ndarray], Any] = keep,
 ) -> Params:
-  """The parameters of a directory, one array of the tree at a time.
+  """Reads the parameters of a directory, one array of the tree at a time.
 
   Args:
-    directory: holds model.safetensors, or model.safetensors.index.json and what it lists.
-    spec: the model, as `read_spec` gives it.
+    directory: directory with model.safetensors, or model.safetensors.index.json and the files that it lists.
+    spec: spec of the model, as returned by `read_spec`.
     scan_layers: whether to stack the layers.
-    dtype: of the parameters; the files' own may be another.
-    place: (name in the tree, host array) to what the tree shall hold, for example a sharded device array. It may keep
-      the array or alias its memory: nothing writes to it again.
+    dtype: data type of the parameters; that of the files may differ.
+    place: maps (name in the tree, host array) to the tree's leaf, for example a sharded device array. It may keep the
+      array or alias its memory, which is never modified later.
 
   Returns:
-    The tree. A tied model's `lm_head.weight`, if the files have one, is ignored: the embedding is the one that counts.
+    The tree. A tied model's `lm_head.weight` is ignored if the files have one; the embedding is used.
 
   Raises:
-    UserError: the files are not those of this model, are damaged, or hold a number that is not finite as `dtype`.
+    UserError: the files belong to another model, are damaged, or have a value that is not finite as `dtype`.
   """
   to = dtype_of(dtype)
   with contextlib.ExitStack() as stack:
@@ -75,7 +75,7 @@ def load_params(
 
     def read(entry: Entry) -> np.ndarray:
       path = where[entry.hf]
-      with np.errstate(over='ignore'):  # What overflows is refused next.
+      with np.errstate(over='ignore'):  # Overflows are rejected by the next check.
         tensor = _read(path, files[path], entry.hf).astype(to, copy=False)
       _require_finite(path, entry.hf, tensor)
       return tensor
@@ -142,7 +142,7 @@ def _weight_map(directory: Path) -> Mapping[str, str]:
 
 
 def _check_files(directory: Path, files: Mapping[Path, Any], spec: ModelSpec) -> dict[str, Path]:
-  """Which file holds which tensor of the model, from the files' headers and the values of what must be 0."""
+  """Checks the files' headers, and values that must be 0; returns the file of each of the model's tensors."""
   inventory, where = Inventory(spec, str(directory)), {}
   for path, file in files.items():
     for name in file.keys():  # noqa: SIM118 (not a dict)
@@ -163,19 +163,19 @@ def _check_files(directory: Path, files: Mapping[Path, Any], spec: ModelSpec) ->
 def save_params(
   directory: str | Path, params: Params, spec: ModelSpec, *, dtype: str = 'float32', shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
-  """Writes the weights: one model.safetensors, or shards and their index where they are more than `shard_bytes`.
+  """Writes the weights as one model.safetensors, or as shards with an index if they exceed `shard_bytes`.
 
-  Each file appears under its name when it is whole. Earlier weights in the directory are replaced.
+  Each file gets its name only when it is complete. Earlier weights in the directory are replaced.
 
   Args:
-    directory: where; made if need be.
+    directory: output directory, created if missing.
     params: scanned or unrolled tree of NumPy or addressable JAX arrays.
-    spec: the model.
-    dtype: of the tensors in the files.
-    shard_bytes: most bytes of tensors per file; a larger tensor has a file of its own.
+    spec: spec of the model.
+    dtype: data type of the tensors in the files.
+    shard_bytes: maximum bytes of tensors per file; a larger tensor gets its own file.
 
   Returns:
-    The files of weights.
+    Paths of the weights files.
   """
   directory, to = Path(directory), dtype_of(dtype)
   shards = _plan_shards(spec, to.itemsize, shard_bytes)
@@ -183,7 +183,7 @@ def save_params(
   written: dict[str, str] = {}
   with writing(directory):
     directory.mkdir(parents=True, exist_ok=True)
-    # Without its index a set of shards of which some are already the new ones is no model to anybody.
+    # Without an index, a mixture of old and new shards cannot be loaded as a model.
     (directory / _INDEX).unlink(missing_ok=True)
     for number, shard in enumerate(shards, start=1):
       name = _SINGLE if len(shards) == 1 else f'model-{number:05d}-of-{len(shards):05d}.safetensors'
@@ -219,20 +219,20 @@ def _plan_shards(spec: ModelSpec, itemsize: int, shard_bytes: int) -> list[list[
 
 
 def _write_shard(path: Path, shard: list[Entry], tensors: Iterator[tuple[str, np.ndarray]], dtype: np.dtype) -> None:
-  # save_file writes the memory from the first element on, whatever the strides: a transposed view would be saved
-  # wrong without a word.
+  # save_file writes contiguous memory from the first element on and ignores strides: a transposed view would be
+  # silently corrupted.
   arrays = {}
   for _ in shard:
     name, tensor = next(tensors)
     arrays[name] = np.ascontiguousarray(tensor.astype(dtype, copy=False))
   save_file(arrays, path, metadata={'format': 'pt'})
-  # Files of the same directory have the same readers; the library's temporary file is for its owner alone.
+  # The library's temporary file is readable by its owner only; the directory's other files are readable by all.
   path.chmod(0o644)
 
 
 @contextlib.contextmanager
 def writing(directory: Path) -> Iterator[None]:
-  """Turns a full disk and its like into one line that names the directory."""
+  """Turns write errors, such as a full disk, into a one-line RunError that names the directory."""
   try:
     yield
   except (OSError, SafetensorError) as error:

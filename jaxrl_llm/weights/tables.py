@@ -1,7 +1,7 @@
-"""The names of parameters: ours and Hugging Face's, one table per family.
+"""Tables of parameter names, ours and Hugging Face's, one per family.
 
-Invariant: a family has one list of rows, and both directions read it; a row is a rename, never a transpose, because
-kernels are stored `[out, in]` on both sides.
+Invariant: both directions of the conversion use the same rows; a row is a rename, never a transpose, because kernels
+are stored `[out, in]` on both sides.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from jaxrl_llm.models.spec import ModelSpec
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """One parameter, or one per layer where the names hold `{i}`."""
+  """One parameter, or one per layer if the names contain `{i}`."""
 
   hf: str
   """Name in the safetensors file."""
   ours: str
   """Name in the unrolled tree; the scanned tree's is the same without `{i}/`, with a leading layer axis."""
   axes: tuple[str, ...]
-  """What each axis counts: names in `_sizes`."""
+  """Name in `_sizes` of each axis."""
   when: str = 'always'
-  """The specs that have it: a name in `_CONDITIONS`."""
+  """Condition on the spec under which the parameter exists: a name in `_CONDITIONS`."""
 
   @property
   def stacked(self) -> bool:
@@ -92,11 +92,11 @@ _DERIVED = (
   Row(_LAYER + 'self_attn.rotary_emb.inv_freq', 'layers/{i}/frequencies', ('half_head_dim',)),
   Row('lm_head.weight', 'head/kernel', ('vocab', 'hidden'), 'tied'),
 )
-"""What a file may hold beside its parameters, because it follows from them or from the configuration: the buffers of
+"""Redundant tensors that a file may contain, because they follow from its parameters or configuration: the buffers of
 old Llama files, and the unembedding of a tied model, which is the embedding."""
 
 _ZERO = (Row('score.bias', 'head/bias', ('one',), 'one_output'),)
-"""What a file may hold beside its parameters only where it is 0, because our models do not have it."""
+"""Tensors that a file may contain only with value 0, because our models do not have them."""
 
 
 def _sizes(spec: ModelSpec) -> Mapping[str, int]:
@@ -119,11 +119,11 @@ class Entry:
   hf: str
   """Name in the safetensors file."""
   path: str
-  """Name in the scanned tree: without the layer."""
+  """Name in the scanned tree, without the layer index."""
   layer: int | None
-  """Which layer it belongs to; None outside the layers."""
+  """Index of its layer; None outside the layers."""
   shape: tuple[int, ...]
-  """As in the file; the scanned tree's has the layer axis before it."""
+  """Shape in the file; the scanned tree adds a leading layer axis."""
 
   @property
   def unrolled(self) -> str:
@@ -142,19 +142,19 @@ def _expand(rows: Iterable[Row], spec: ModelSpec) -> tuple[Entry, ...]:
 
 
 def entries(spec: ModelSpec) -> tuple[Entry, ...]:
-  """All tensors of a model. Those of one row (one array of the scanned tree) are neighbours, in the layers' order."""
+  """Returns a model's tensors; those of one row (one array of the scanned tree) are consecutive, in layer order."""
   if spec.family not in TABLES:
     raise UserError(f'model family {spec.family!r} has no weights table; there are {", ".join(TABLES)}')
   return _expand(TABLES[spec.family], spec)
 
 
 def zeros(spec: ModelSpec) -> tuple[Entry, ...]:
-  """Tensors of 0 that files have beside a model's parameters: transformers' class of a value per token has a bias."""
+  """Returns the extra tensors that are written as 0: the head's bias in transformers' token-classification class."""
   return _expand(_ZERO, spec) if spec.head == 'value' else ()
 
 
 class Inventory:
-  """Checks the names and shapes that one source holds against a table; `finish` raises one error with all findings."""
+  """Checks the names and shapes of one source against a table; `finish` raises one error with all findings."""
 
   def __init__(self, spec: ModelSpec, source: str):
     self._spec, self._source = spec, source
@@ -167,12 +167,12 @@ class Inventory:
     self._misshaped: list[str] = []
 
   def see(self, name: str, shape: Iterable[int], read: Callable[[], np.ndarray]) -> Entry | None:
-    """The entry that a tensor fills; None if there is none, or if it is wrong (which `finish` will tell).
+    """Returns a tensor's entry; None if it has none or is wrong, which `finish` reports.
 
     Args:
-      name: as in the file.
-      shape: of the tensor.
-      read: gives the tensor; called only where it must be 0, and a UserError tells if it is not.
+      name: name in the file.
+      shape: shape of the tensor.
+      read: returns the tensor; called only if its value must be 0, and any other value raises a UserError.
     """
     shape = tuple(shape)
     if name in self._seen:
@@ -199,7 +199,7 @@ class Inventory:
       )
 
   def finish(self) -> None:
-    """Raises a UserError if anything was unmapped, doubled, missing or mis-shaped."""
+    """Raises a UserError for all unmapped, duplicate, missing and mis-shaped tensors."""
     missing = [name for name in self._wanted if name not in self._seen]
     unmapped = [
       f'{name}{_nearest(name, missing) or _nearest(name, self._wanted)}' for name in self._unmapped[:_EXAMPLES]
