@@ -70,15 +70,15 @@ def read_special_tokens(directory: str | Path) -> SpecialTokens:
   values = read_json(directory / 'config.json')
   vocab_size = values.get('vocab_size')
   if (directory / 'generation_config.json').exists():
-    own = read_json(directory / 'generation_config.json')
-    values = {**values, **{name: value for name, value in own.items() if value is not None}}
+    generation = read_json(directory / 'generation_config.json')
+    values = {**values, **{name: value for name, value in generation.items() if value is not None}}
   for name in ('bos_token_id', 'pad_token_id'):
     if values.get(name) == -1:  # Early Llama models write -1 for none.
       values[name] = None
   eos = values.get('eos_token_id')
   eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-  others = [(name, values[name]) for name in ('bos_token_id', 'pad_token_id') if values.get(name) is not None]
-  for name, token in [('eos_token_id', token) for token in eos_ids] + others:
+  single_ids = [(name, values[name]) for name in ('bos_token_id', 'pad_token_id') if values.get(name) is not None]
+  for name, token in [('eos_token_id', token) for token in eos_ids] + single_ids:
     if type(token) is not int or token < 0 or (type(vocab_size) is int and token >= vocab_size):
       raise UserError(
         f'{directory}: {name} has {one_line(token, 100)}, wanted token ids below vocab_size {vocab_size} of '

@@ -185,8 +185,8 @@ def _refuse_unsupported(config: _Config, family: str) -> None:
   )
   if any(kind != 'full_attention' for kind in kinds) or (windowed and not kinds):
     got = {name: values.get(name) for name in ('sliding_window', 'use_sliding_window', 'max_window_layers')}
-    told = one_line(f'{json.dumps(got)}, layer_types {sorted(set(map(str, kinds)))}')
-    raise UserError(f'{config.path}: attention has a sliding window ({told}), wanted full attention in every layer')
+    details = one_line(f'{json.dumps(got)}, layer_types {sorted(set(map(str, kinds)))}')
+    raise UserError(f'{config.path}: attention has a sliding window ({details}), wanted full attention in every layer')
 
 
 def _classes(family: str) -> dict[str, str]:
@@ -327,7 +327,7 @@ def write_config(
       f'llama in Hugging Face form needs hidden_size {spec.hidden_size} to be a multiple of '
       f'{spec.num_attention_heads} heads'
     )
-  own = {
+  family_settings = {
     'qwen2': {'use_sliding_window': False, 'sliding_window': None},
     'qwen3': {'use_sliding_window': False, 'sliding_window': None, 'attention_bias': has_bias},
     'llama': {'attention_bias': has_bias, 'mlp_bias': spec.mlp_bias},
@@ -344,7 +344,7 @@ def write_config(
     'rope_parameters': _write_rope(spec),
     'attention_dropout': 0.0,
     'use_cache': True,
-    **own,
+    **family_settings,
     **_one_output(spec.head),
     'bos_token_id': bos_id,
     'eos_token_id': one_or_list(eos_ids),
@@ -364,24 +364,22 @@ def _one_output(head: str) -> dict[str, Any]:
 
 
 def _scoring_pad(directory: str | Path, pad_id: int | None, bos_id: int | None, eos_ids: Sequence[int]) -> int:
-  found = next((token for token in (pad_id, bos_id, *eos_ids) if token is not None), None)
-  if found is None:
+  pad = next((token for token in (pad_id, bos_id, *eos_ids) if token is not None), None)
+  if pad is None:
     raise UserError(
       f'{directory}: pad_id, bos_id and eos_ids are all unset; transformers finds the token that a reward model scores '
       'by the padding after it: name a padding token'
     )
   if pad_id is None:
-    logging.warning(
-      '%s: no padding token is known; config.json names token %d: pad sequences with it', directory, found
-    )
-  if found in eos_ids:
+    logging.warning('%s: no padding token is known; config.json names token %d: pad sequences with it', directory, pad)
+  if pad in eos_ids:
     logging.warning(
       '%s: token %d is both padding and an end of text; of a sequence that ends with it transformers scores the token '
       'before, our own forward pass the last one',
       directory,
-      found,
+      pad,
     )
-  return found
+  return pad
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

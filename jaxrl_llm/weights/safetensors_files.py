@@ -124,8 +124,8 @@ def _weight_files(directory: Path) -> list[Path]:
   other = next(
     (path.name for pattern in ('*.bin', '*.pth', '*.gguf') for path in sorted(directory.glob(pattern))), None
   )
-  found = f'found {other}, convert it to safetensors' if other else 'no weights here'
-  raise UserError(f'{directory}: holds neither {_SINGLE} nor {_INDEX}: {found}')
+  reason = f'found {other}, convert it to safetensors' if other else 'no weights here'
+  raise UserError(f'{directory}: holds neither {_SINGLE} nor {_INDEX}: {reason}')
 
 
 def _weight_map(directory: Path) -> Mapping[str, str]:

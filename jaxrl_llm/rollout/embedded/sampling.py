@@ -150,9 +150,9 @@ def _threshold(
 ) -> UInt32[Array, 'rows']:
   """Returns per row the largest t such that weights with ranks >= t sum to at least `needed`; 0 if there is none."""
 
-  def step(i, found):
-    candidate = found | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+  def step(i, threshold):
+    candidate = threshold | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
     reached = jnp.where(ranks >= candidate[:, None], weights, 0.0).sum(-1) >= needed
-    return jnp.where(reached, candidate, found)
+    return jnp.where(reached, candidate, threshold)
 
   return jax.lax.fori_loop(0, 32, step, jnp.zeros(ranks.shape[0], jnp.uint32))

@@ -208,7 +208,7 @@ class Scheduler:
       logprobs=self._logprobs[slot, : occupant.length].copy(),
       finish=finish,
       segments=tuple(
-        Segment(start=start, end=end, version=version, engine=self._name, finish=how)
-        for (start, version), end, how in zip(occupant.segments, ends, finishes, strict=True)
+        Segment(start=start, end=end, version=version, engine=self._name, finish=reason)
+        for (start, version), end, reason in zip(occupant.segments, ends, finishes, strict=True)
       ),
     )

@@ -190,10 +190,10 @@ class VllmClient:
     answer = await self.call('POST', _GENERATE, body, deadline_s=deadline_s)
     try:
       rows = answer['prompt_logprobs']
-      found = [0.0, *(row[str(token)]['logprob'] for row, token in zip(rows[1:], body['token_ids'][1:], strict=True))]
+      values = [0.0, *(row[str(token)]['logprob'] for row, token in zip(rows[1:], body['token_ids'][1:], strict=True))]
     except (KeyError, TypeError, ValueError) as error:
       raise Lost(f'{self.name}: prompt_logprobs: {type(error).__name__}: {error}') from None
-    return np.array(found, np.float32)
+    return np.array(values, np.float32)
 
   async def weights(self) -> list[dict[str, Any]]:
     """Returns each worker's `tensors` (name to shape, dtype, slice), `threads`, `device` and sampling settings."""

@@ -153,7 +153,7 @@ class AdapterFolder(PublicationFolder):
     """Publishes an adapter. The first call takes the base weights and the adapter's arrays, later calls only these."""
     adapters: dict[str, np.ndarray] = {}
 
-    def others() -> Iterator[tuple[str, np.ndarray]]:
+    def base_leaves() -> Iterator[tuple[str, np.ndarray]]:
       for name, leaf in leaves:
         if is_adapter(name):
           adapters[name] = np.array(leaf)  # Copied: the caller may free it.
@@ -161,8 +161,8 @@ class AdapterFolder(PublicationFolder):
           yield name, leaf
 
     if self._base is None:
-      self._base = super().write(version, others())
-    elif (other := next(others(), None)) is not None:
+      self._base = super().write(version, base_leaves())
+    elif (other := next(base_leaves(), None)) is not None:
       raise UserError(f'{other[0]}: no parameter of an adapter, of which alone versions are published; {_ANOTHER}')
     directory, unfinished = self.root / f'adapter-{version}', self.root / 'unfinished-adapter'
     with writing(self.root):
@@ -271,10 +271,10 @@ def read_checked(files: Mapping[str, Mapping[str, str]], directory: str | Path) 
     path = Path(directory) / file
     try:
       with safe_open(path, 'np') as opened:
-        found = set(opened.keys())
-        if found != set(wanted):
+        names = set(opened.keys())
+        if names != set(wanted):
           raise ValueError(
-            f'{path}: tensors missing {sorted(set(wanted) - found)[:4]}, unknown {sorted(found - set(wanted))[:4]}'
+            f'{path}: tensors missing {sorted(set(wanted) - names)[:4]}, unknown {sorted(names - set(wanted))[:4]}'
           )
         tensors.update({name: opened.get_tensor(name) for name in wanted})
     except (SafetensorError, OSError) as error:

@@ -151,17 +151,17 @@ class Replica:
   async def _label(self, publication: Publication, deadline_s: float) -> None:
     whole = publication.base or publication
     if whole is publication or whole.label != self.holds:
-      found = await self.client.digests(deadline_s=deadline_s)
-      await asyncio.to_thread(self._check_digests, found, whole)
+      digests = await self.client.digests(deadline_s=deadline_s)
+      await asyncio.to_thread(self._check_digests, digests, whole)
       self.holds = whole.label
     await self.client.set_version(publication)
     await self.client.reset_cache()
     await self.client.resume()
 
-  def _check_digests(self, found: list[dict[str, str]], publication: Publication) -> None:
-    if len(found) != len(self.slices):
-      raise Unproven(f'engine {self.name}: {len(found)} workers answered, {len(self.slices)} were looked at')
-    for worker, (loaded, slices) in enumerate(zip(found, self.slices)):
+  def _check_digests(self, digests: list[dict[str, str]], publication: Publication) -> None:
+    if len(digests) != len(self.slices):
+      raise Unproven(f'engine {self.name}: {len(digests)} workers answered, {len(self.slices)} were looked at')
+    for worker, (loaded, slices) in enumerate(zip(digests, self.slices)):
       wanted = _expected(publication, slices)
       differing = sorted(name for name in wanted.keys() | loaded.keys() if wanted.get(name) != loaded.get(name))
       if differing:
@@ -172,8 +172,8 @@ class Replica:
 
   async def _check_probe(self, probe: Probe, tolerance: float, deadline_s: float) -> None:
     for sequence, wanted in zip(probe.sequences, probe.logprobs, strict=True):
-      found = await self.client.prompt_logprobs(sequence.tolist(), deadline_s=deadline_s)
-      worst = float(np.abs(found - wanted).max())
+      logprobs = await self.client.prompt_logprobs(sequence.tolist(), deadline_s=deadline_s)
+      worst = float(np.abs(logprobs - wanted).max())
       if not worst <= tolerance:
         raise Unproven(
           f"engine {self.name}: its logprobs of the probe differ from the trainer's by up to {worst:.3g}, "
@@ -271,11 +271,11 @@ def _check_model(where: str, tensors: Mapping[str, Any], shapes: Mapping[str, tu
   if names:
     raise UserError(f'{where}: serves another model than the policy: only one of the two has {", ".join(names[:4])}')
   for name, wanted in shapes.items():
-    found, cut = tuple(tensors[name]['shape']), tensors[name]['slice']
+    shape, cut = tuple(tensors[name]['shape']), tensors[name]['slice']
     whole = [axis for axis in range(len(wanted)) if not cut or axis != cut[0]]
-    if len(found) != len(wanted) or any(found[axis] != wanted[axis] for axis in whole):
+    if len(shape) != len(wanted) or any(shape[axis] != wanted[axis] for axis in whole):
       hint = ' (another vocabulary)' if name in ('model.embed_tokens.weight', 'lm_head.weight') else ''
-      raise UserError(f"{where}: {name} is {found}, the policy's is {wanted}{hint}; serve the policy's config.json")
+      raise UserError(f"{where}: {name} is {shape}, the policy's is {wanted}{hint}; serve the policy's config.json")
     if tensors[name]['dtype'] != dtype:
       raise UserError(
         f'{where}: {name} is {tensors[name]["dtype"]}, published is {dtype}; start it with --dtype={dtype}, or set '

@@ -182,36 +182,36 @@ def split_cores(servers: int, workers: int = 1) -> list[str]:
 
 def options(args: Mapping[str, Any]) -> list[str]:
   """Formats vLLM options: True is a switch, False its --no- form; mappings are JSON, lists several words."""
-  found: list[str] = []
+  words: list[str] = []
   for name, value in args.items():
     option = name.replace('_', '-')
     if value is True:
-      found.append(f'--{option}')
+      words.append(f'--{option}')
     elif value is False:
-      found.append(f'--no-{option}')
+      words.append(f'--no-{option}')
     elif isinstance(value, Mapping):
-      found += [f'--{option}', json.dumps(dict(value))]
+      words += [f'--{option}', json.dumps(dict(value))]
     elif isinstance(value, list | tuple):
-      found += [f'--{option}', *map(str, value)]
+      words += [f'--{option}', *map(str, value)]
     elif value is not None:
-      found += [f'--{option}', str(value)]
-  return found
+      words += [f'--{option}', str(value)]
+  return words
 
 
 def parse_options(words: Sequence[str]) -> dict[str, Any]:
   """Parses typed options, the inverse of `options`: an option without values is a switch, one with several a list."""
-  found: dict[str, Any] = {}
+  parsed: dict[str, Any] = {}
   name = None
   for word in words:
     if word.startswith('--'):
       name, _, value = word.removeprefix('--').partition('=')
       name = name.replace('-', '_')
-      found[name] = [value] if value else []
+      parsed[name] = [value] if value else []
     elif name is None:
       raise UserError(f"vLLM's options: {word!r} belongs to none; wanted --name value")
     else:
-      found[name].append(word)
-  return {name: True if not values else values[0] if len(values) == 1 else values for name, values in found.items()}
+      parsed[name].append(word)
+  return {name: True if not values else values[0] if len(values) == 1 else values for name, values in parsed.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -227,8 +227,8 @@ class ServerCommand:
   """Files of the modules that vLLM's processes can import, by name; nothing else of this project is on their path."""
 
   def argv(self, socket: pathlib.Path) -> list[str]:
-    own = ['--model', str(self.model), '--uds', str(socket)]
-    return [str(self.python), '-m', 'vllm.entrypoints.openai.api_server', *own, *options(self.args)]
+    server_options = ['--model', str(self.model), '--uds', str(socket)]
+    return [str(self.python), '-m', 'vllm.entrypoints.openai.api_server', *server_options, *options(self.args)]
 
   def variables(self, modules: pathlib.Path) -> dict[str, str]:
     return {

@@ -174,7 +174,7 @@ class SenderTransfer:
     shutil.copyfile(SENDER, script)
     shutil.copyfile(WORKER, self._folder / f'{WORKER_MODULE}.py')
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(('XLA_', 'JAX_'))}
-    own = {'PYTHONPATH': str(self._folder), 'VLLM_NO_USAGE_STATS': '1', 'HF_HUB_OFFLINE': '1'}
+    variables = {'PYTHONPATH': str(self._folder), 'VLLM_NO_USAGE_STATS': '1', 'HF_HUB_OFFLINE': '1'}
     self._log_start = self._log.stat().st_size if self._log.exists() else 0
     with self._log.open('ab') as log:
       try:
@@ -184,7 +184,7 @@ class SenderTransfer:
           stdin=asyncio.subprocess.PIPE,
           stdout=asyncio.subprocess.PIPE,
           stderr=log,
-          env={**inherited, **own, **self._env},
+          env={**inherited, **variables, **self._env},
           limit=_LINE,
           start_new_session=True,
         )

@@ -49,7 +49,7 @@ class View(NamedTuple):
       return False
     if self.dim is not None and self.start + self.tensor.shape[self.dim] > whole.shape[self.dim]:
       return False
-    return all(wanted in (None, found) for wanted, found in zip(self.whole, whole.shape, strict=True))
+    return all(wanted in (None, length) for wanted, length in zip(self.whole, whole.shape, strict=True))
 
 
 def hf_views(model: torch.nn.Module) -> dict[str, View]:
@@ -121,9 +121,9 @@ def read_checked(files: Mapping[str, Mapping[str, str]], directory: str) -> dict
     path = os.path.join(directory, file)
     try:
       with safe_open(path, 'pt') as opened:
-        found = set(opened.keys())
-        if found != set(wanted):
-          raise ValueError(f'{path}: {_difference(found, set(wanted))}')
+        names = set(opened.keys())
+        if names != set(wanted):
+          raise ValueError(f'{path}: {_difference(names, set(wanted))}')
         tensors.update({name: opened.get_tensor(name) for name in wanted})
     except (SafetensorError, OSError) as error:
       raise ValueError(f'{path}: cannot be read: {" ".join(str(error).split())}') from None
@@ -133,8 +133,8 @@ def read_checked(files: Mapping[str, Mapping[str, str]], directory: str) -> dict
   return tensors
 
 
-def _difference(found: set[str], wanted: set[str]) -> str:
-  missing, more = sorted(wanted - found), sorted(found - wanted)
+def _difference(names: set[str], wanted: set[str]) -> str:
+  missing, more = sorted(wanted - names), sorted(names - wanted)
   return f'tensors missing {missing[:4]}, unknown {more[:4]}'
 
 
