@@ -1,6 +1,6 @@
 """Breaks the package in thirty places, one at a time, and requires that the tests named for each notice.
 
-  python tests/mutate.py [--only=NAME,…] [--tree=DIRECTORY] [--before] [--out=FILE]
+  python tests/mutate.py [--only=NAME,…] [--tree=DIRECTORY] [--out=FILE]
 
 Each mutation in tests/mutations.json has a name, a file, a text that occurs once in it (`old`), its replacement (`new`)
 and the tests that must then fail (`caught_by`). The mutations are made in a clone of the commit that is checked out;
@@ -62,19 +62,18 @@ class Result:
   seconds: float
 
 
-def read_mutations(only: Sequence[str], *, before: bool) -> list[Mutation]:
+def read_mutations(only: Sequence[str]) -> list[Mutation]:
   """Reads tests/mutations.json.
 
   Args:
     only: names of the mutations to read; all where it is empty.
-    before: whether to take the ids that tests had at commit 3662f19, where the file has them.
   """
   try:
     rows = json.loads(FILE.read_text())
     mutations = [
       Mutation(
         **{name: row[name] for name in ('name', 'file', 'old', 'new')},
-        caught_by=tuple(row.get('before', row['caught_by']) if before else row['caught_by']),
+        caught_by=tuple(row['caught_by']),
       )
       for row in rows
     ]
@@ -212,7 +211,6 @@ def main(argv: Sequence[str]) -> int:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--only', default='', help='names of mutations, with commas between them; all by default')
   parser.add_argument('--tree', type=pathlib.Path, help='a tree to work in instead of a clone; nobody else may use it')
-  parser.add_argument('--before', action='store_true', help='take the ids that tests had at commit 3662f19')
   parser.add_argument('--out', type=pathlib.Path, help='a file to write the table to as well')
   options = parser.parse_args(argv)
   signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # So that the mutation is taken back.
@@ -225,7 +223,7 @@ def main(argv: Sequence[str]) -> int:
       options.out.write_text('\n'.join(lines) + '\n')
 
   try:
-    mutations = read_mutations([name for name in options.only.split(',') if name], before=options.before)
+    mutations = read_mutations([name for name in options.only.split(',') if name])
     with tree_to_break(options.tree) as tree:
       check(tree, mutations)
       begin, ids = time.monotonic(), list(dict.fromkeys(test for m in mutations for test in m.caught_by))
