@@ -10,12 +10,14 @@ __version__ = '0.1.0'
 
 def __getattr__(name: str) -> Any:
   # Deferred, because importing a module of the package must not import what the public names need.
-  if name.startswith('_') or name == 'api':
+  if name == 'api' or (name.startswith('__') and name != '__all__'):
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-  try:
-    return getattr(importlib.import_module(f'{__name__}.api'), name)
-  except AttributeError:
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}') from None
+  public = importlib.import_module(f'{__name__}.api')
+  if name == '__all__':
+    return public.__all__
+  if name not in public.__all__:
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  return getattr(public, name)
 
 
 def __dir__() -> list[str]:

@@ -3,6 +3,7 @@
 import ast
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 
@@ -72,8 +73,19 @@ def test_the_console_command_lists_every_command():
 
 @pytest.mark.parametrize('name', cli.COMMANDS)
 def test_every_command_describes_itself(name, capsys):
-  with pytest.raises(SystemExit) as ended:
-    sys.exit(cli.launch(name, [f'jaxrl {name}', '--help']))
+  before = signal.getsignal(signal.SIGINT)
+  try:
+    with pytest.raises(SystemExit) as ended:
+      sys.exit(cli.launch(name, [f'jaxrl {name}', '--help']))
+  finally:
+    signal.signal(signal.SIGINT, before)
   assert not ended.value.code
   text = capsys.readouterr().out
-  assert f'jaxrl {name}' in text and '  --' in text
+  assert f'jaxrl {name}' in text
+  assert ('--config: ' in text) == (name in ('train', 'evaluate', 'curate'))
+
+
+def test_all_public_names_can_be_imported_at_once():
+  names = {}
+  exec('from jaxrl_llm import *', names)
+  assert set(api.__all__) <= set(names)

@@ -86,6 +86,7 @@ def test_imports_point_down(path):
   package, nested = name.split('.')[1], innermost_package(name)
   for target in imported_modules(path.read_text(), '.'.join(path.relative_to(ROOT).parent.parts)):
     other = target.split('.')[1]
+    assert other in LEVEL, f'{path} imports {target}, which is for users alone'
     assert other == package or LEVEL[other] < LEVEL[package], f'{path} ({package}) imports {target}, not below it'
     if nested in NESTED:
       inner = innermost_package(target) if other == package else other
@@ -100,8 +101,9 @@ def test_every_nested_package_exists():
   assert all((PACKAGE / name.replace('.', '/') / '__init__.py').is_file() for name in NESTED)
 
 
-@pytest.mark.parametrize('path', sorted(CONFIGS.glob('*.py')), ids=lambda p: p.name)
+@pytest.mark.parametrize('path', sorted((ROOT / 'configs').glob('*.py')), ids=lambda p: p.name)
 def test_configurations_import_public_names_alone(path):
+  assert (CONFIGS / path.name).samefile(path)
   assert {name.split('.')[1] for name in imported_modules(path.read_text(), 'configs')} <= {'api'}
 
 

@@ -9,8 +9,8 @@ import pytest
 
 pytestmark = pytest.mark.full
 
-PROGRAM = """
-import asyncio, json, sys
+IN_A_NOTEBOOK = """
+import asyncio, json, os, sys, threading
 
 from jaxrl_llm.api import UserError, load_config, train
 
@@ -20,24 +20,44 @@ async def in_a_notebook(config, workdir):
 
 
 if __name__ == '__main__':
-  config = load_config(sys.argv[1], json.loads(sys.argv[3]))
-  in_loop = asyncio.run(in_a_notebook(config, sys.argv[2]))
-  again = train(config, sys.argv[2])
-  assert again == in_loop and again.finished
-  assert again.model.is_dir() and again.report.is_file()
+  spec, workdir, overrides = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+  in_loop = asyncio.run(in_a_notebook(load_config(spec, overrides), workdir))
+  assert in_loop.finished and in_loop.model.is_dir() and in_loop.report.is_file()
+  for changed in ({**overrides, 'seed': 1}, overrides):  # A refusal leaves the directory free.
+    try:
+      again = train(load_config(spec, changed), workdir)
+    except UserError as error:
+      print(error)
+  assert again == in_loop
   print(json.dumps(again.metrics[-1]))
-  try:
-    train(load_config(sys.argv[1], {**json.loads(sys.argv[3]), 'seed': 1}), sys.argv[2])
-  except UserError as error:
-    print(error)
+"""
+
+INTERRUPTED = """
+import json, pathlib, signal, sys, threading, time
+
+from jaxrl_llm.api import load_config, train
+
+if __name__ == '__main__':
+  config, workdir = load_config(sys.argv[1], json.loads(sys.argv[3])), sys.argv[2]
+
+  def interrupt():
+    while not list(pathlib.Path(workdir, 'checkpoints').glob('*/COMMIT')):
+      time.sleep(0.05)
+    signal.raise_signal(signal.SIGINT)
+
+  threading.Thread(target=interrupt, daemon=True).start()
+  first = train(config, workdir)
+  assert not first.finished and first.metrics, first
+  second = train(config, workdir)
+  assert second.finished and len(second.metrics) > len(first.metrics)
 """
 
 
-def test_a_run_from_python_is_that_of_the_command_line(tmp_path):
-  """Bit for bit, in a running event loop too; started again, it returns the same; another seed is refused."""
+def run(tmp_path, program, overrides=None):
+  """The program's lines, run with QUICK's flags as overrides."""
   flags = dict(flag.removeprefix('--config.').split('=', 1) for flag in job.QUICK[1:])
-  overrides = {**flags, 'compilation_cache': str(job.session() / 'programs')}
-  (tmp_path / 'program.py').write_text(PROGRAM)
+  (tmp_path / 'program.py').write_text(program)
+  overrides = {**flags, 'compilation_cache': str(tmp_path / 'programs'), **(overrides or {})}
   done = subprocess.run(
     [sys.executable, tmp_path / 'program.py', 'quickstart', tmp_path / 'run', json.dumps(overrides)],
     env=job.environment(),
@@ -47,7 +67,35 @@ def test_a_run_from_python_is_that_of_the_command_line(tmp_path):
     timeout=600,
   )
   assert done.returncode == 0, done.stderr
-  *_, last_row, refusal = done.stdout.splitlines()
+  return done.stdout.splitlines()
+
+
+def test_a_run_in_a_notebook_is_that_of_the_command_line(tmp_path):
+  """Bit for bit, and its programs are kept; another seed is refused; started again, it returns the same."""
+  *lines, last_row = run(tmp_path, IN_A_NOTEBOOK)
   assert json.loads(last_row) == job.rows(tmp_path / 'run')[-1]
-  assert 'seed' in refusal
+  assert any(line.startswith('seed ') or ' seed' in line for line in lines), lines
+  assert any((tmp_path / 'programs').iterdir())
   job.assert_equal_runs(tmp_path / 'run', job.quick_run())
+
+
+def test_an_interrupt_ends_a_run_from_a_script_with_a_commit(tmp_path):
+  shared = {'compilation_cache': str(job.session() / 'programs')}
+  run(tmp_path, INTERRUPTED, shared)
+  job.assert_equal_runs(tmp_path / 'run', job.quick_run())
+
+
+@pytest.mark.parametrize(
+  ('variables', 'program', 'line'),
+  [
+    ({'JAX_COORDINATOR_ADDRESS': '127.0.0.1:1'}, '', 'train: JAX_COORDINATOR_ADDRESS is set; start a job of several'),
+    ({}, 'import multiprocessing\nmultiprocessing.parent_process = lambda: 1\n', 'train: called while a scorer'),
+    ({}, 'import pathlib\nkey = pathlib.Path("x")\nload_config("quickstart", {"seed": key})\n', 'override seed: '),
+  ],
+)
+def test_what_cannot_work_is_one_clear_line(tmp_path, variables, program, line):
+  program = f"from jaxrl_llm.api import load_config, train\n{program}train(load_config('quickstart'), 'run')"
+  command = [sys.executable, '-c', program]
+  env = {**job.environment(), **variables}
+  done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+  assert f'UserError: {line}' in done.stderr and not (tmp_path / 'run').exists(), done.stderr

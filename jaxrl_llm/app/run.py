@@ -9,7 +9,7 @@ import os
 import pathlib
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +43,9 @@ from jaxrl_llm.tasks.taskset import taskset_loader
 from jaxrl_llm.weights.hf import export
 from jaxrl_llm.weights.peft import export_adapter
 
+Stop = Callable[[int], object]
+"""Ends a run with a commit, given the number of a signal."""
+
 
 @dataclasses.dataclass(frozen=True)
 class _Setting:
@@ -65,20 +68,46 @@ class Exports(NamedTuple):
   critic: Params | None = None
 
 
-async def run(config: Config, path: pathlib.Path, *, handles_signals: bool = True) -> int:
+class _Process(NamedTuple):
+  """This process's part in a run."""
+
+  device: DeviceThread
+  coordinator: Coordinator
+  workdir: Workdir | None
+  """None in processes that do not lead."""
+  stop: asyncio.Future[int]
+  """The number of the signal that ends the run with a commit."""
+  begun: asyncio.Event
+  """Set once a stop has something to commit."""
+
+
+async def run(config: Config, path: pathlib.Path, *, on_start: Callable[[Stop], None] | None = None) -> int:
   """Runs `config` in the run directory `path`. Returns the process's exit code: 0 only for a finished run.
 
   Args:
-    handles_signals: whether SIGINT and SIGTERM stop the run with a commit; works in the main thread only.
+    on_start: receives a function that ends the run with a commit, to be called in the run's event loop with a signal's
+      number. None: the run handles SIGINT and SIGTERM itself, which only the main thread can.
   """
   device = DeviceThread()
   stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
   request_stop = lambda signum: stop.done() or stop.set_result(signum)
   coordinator = Coordinator(device, on_signal=request_stop)
   begun = asyncio.Event()
-  if handles_signals:
+  if on_start is None:
     _handle_signals(coordinator, request_stop, begun)
-  workdir = Workdir(path) if coordinator.leads else None
+  else:
+    on_start(request_stop)
+  if not coordinator.leads:
+    return await _run(config, path, _Process(device, coordinator, None, stop, begun))
+  workdir = Workdir(path)
+  try:
+    return await _run(config, path, _Process(device, coordinator, workdir, stop, begun))
+  finally:
+    workdir.close()
+
+
+async def _run(config: Config, path: pathlib.Path, process: _Process) -> int:
+  device, coordinator, workdir, stop, begun = process
   checkpoints = Checkpoints(path / 'checkpoints', config.checkpoint, leads=coordinator.leads)
   prepared: Prepared | None = None
 

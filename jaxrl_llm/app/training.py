@@ -1,9 +1,10 @@
-"""Python API for runs: takes a configuration, returns metrics and paths.
+"""Runs from Python: a configuration in, metrics and paths out.
 
 from jaxrl_llm.api import load_config, train
 
-result = train(load_config('quickstart', {'stages.grpo.steps': 100}), 'runs/first')
-result.metrics[-1]['val-core/eval/acc/mean@1'], result.model
+if __name__ == '__main__':  # Scorer processes import this file too.
+  result = train(load_config('quickstart', {'stages.grpo.steps': 100}), 'runs/first')
+  print(result.metrics[-1], result.model)
 """
 
 from __future__ import annotations
@@ -12,35 +13,43 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import json
+import multiprocessing
 import os
 import pathlib
+import signal
+import threading
 from collections.abc import Mapping
 
-from jaxrl_llm.app.run import run
+import jax
+
+from jaxrl_llm.app.run import Stop, run
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import apply_overrides, load_file
+from jaxrl_llm.core.errors import UserError, first_cause
 from jaxrl_llm.core.types import Json
+from jaxrl_llm.parallel.mesh import available_devices
+from jaxrl_llm.runtime.machine import use_compilation_cache
 from jaxrl_llm.runtime.writers import METRICS_FILE, read_jsonl
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainResult:
-  """Result of a run that has ended."""
+  """A run that has ended."""
 
   workdir: pathlib.Path
   finished: bool
-  """False after Ctrl-C or SIGTERM; the same call then resumes the run."""
+  """False after an interrupt; the same call then resumes the run."""
   metrics: list[dict[str, Json]]
-  """Rows of metrics.jsonl, including those of earlier starts."""
+  """Rows of metrics.jsonl, those of earlier starts included."""
 
   @property
   def model(self) -> pathlib.Path:
-    """Directory of the exported Hugging Face model of a finished run."""
+    """The exported Hugging Face model of a finished run."""
     return self.workdir / 'hf'
 
   @property
   def report(self) -> pathlib.Path:
-    """Report file of a finished run."""
+    """The report of a finished run."""
     return self.workdir / 'report.html'
 
 
@@ -48,31 +57,72 @@ def load_config(spec: str, overrides: Mapping[str, Json] | None = None) -> Confi
   """Loads `FILE.py[:VARIANT]` or the name of a shipped configuration, as --config does.
 
   Args:
-    overrides: values by dotted key, such as {'stages.grpo.steps': 10}. Strings are parsed as on the command line.
+    overrides: values by dotted key, such as {'stages.grpo.steps': 10}. A string is read as on the command line.
 
   Raises:
-    UserError: the file or an override is invalid.
+    UserError: the file or an override does not fit.
   """
-  texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in (overrides or {}).items()}
-  return apply_overrides(load_file(spec, Config), texts)
+  return apply_overrides(load_file(spec, Config), {key: _text(key, value) for key, value in (overrides or {}).items()})
+
+
+def _text(key: str, value: Json) -> str:
+  if isinstance(value, str):
+    return value
+  try:
+    return json.dumps(value)
+  except TypeError:
+    raise UserError(f'override {key}: {type(value).__name__}, wanted text, a number, a list or a mapping') from None
 
 
 def train(config: Config, workdir: str | os.PathLike[str]) -> TrainResult:
   """Trains in this process and returns when the run ends. A run directory with commits is resumed.
 
-  In a notebook, whose event loop is already running, the run gets its own thread and no signal handlers.
+  The run has a thread and an event loop of its own, so that it also works in a notebook. An interrupt (Ctrl-C) ends
+  it with a commit. In a script, the call belongs under `if __name__ == '__main__':`, because the processes of scorers
+  import the script. A job of several processes starts with `jaxrl train` instead.
 
   Raises:
     UserError: the configuration or the run directory cannot be used, or the run cannot continue.
   """
+  if multiprocessing.parent_process() is not None:
+    raise UserError("train: called while a scorer's process imports this file; wanted under if __name__ == '__main__':")
+  if os.environ.get('JAX_COORDINATOR_ADDRESS') and not jax.distributed.is_initialized():
+    raise UserError('train: JAX_COORDINATOR_ADDRESS is set; start a job of several processes with jaxrl train')
   path = pathlib.Path(workdir)
+  available_devices()  # Fails here, before anything is written.
+  if config.compilation_cache:
+    use_compilation_cache(config.compilation_cache)
   try:
-    asyncio.get_running_loop()
-  except RuntimeError:
-    code = asyncio.run(run(config, path))
-  else:
-    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='train') as thread:  # wait main: see below
-      work = thread.submit(lambda: asyncio.run(run(config, path, handles_signals=False)))
-      code = work.result()  # wait main: the run's own waits
-  metrics, _ = read_jsonl(path / METRICS_FILE)
+    code = _run_in_a_thread(config, path)
+  except Exception as error:
+    if isinstance(cause := first_cause(error), UserError):
+      raise cause from error
+    raise
+  metrics, _ = read_jsonl(path / METRICS_FILE) if (path / METRICS_FILE).exists() else ([], 0)
   return TrainResult(workdir=path, finished=code == 0, metrics=metrics)
+
+
+def _run_in_a_thread(config: Config, path: pathlib.Path) -> int:
+  """Returns the run's exit code."""
+  ended: concurrent.futures.Future[int] = concurrent.futures.Future()
+  interrupts = []
+
+  async def work() -> None:
+    loop = asyncio.get_running_loop()
+
+    def on_start(stop: Stop) -> None:
+      interrupts.append(lambda: loop.call_soon_threadsafe(stop, signal.SIGINT))
+
+    try:
+      ended.set_result(await run(config, path, on_start=on_start))
+    except BaseException as error:
+      ended.set_exception(error)
+
+  # Not joined: after an expired wait, a thread of the loop may be stuck for good.
+  threading.Thread(target=lambda: asyncio.run(work()), name='train', daemon=True).start()
+  try:
+    return ended.result()  # wait main: the run's own waits
+  except KeyboardInterrupt:
+    for interrupt in interrupts:
+      interrupt()
+    return ended.result()  # wait main: the run's own waits

@@ -99,13 +99,18 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def parse_flags(
-  absl_argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS, document: str | None = None
+  absl_argv: Sequence[str],
+  flag_values: flags.FlagValues = flags.FLAGS,
+  document: str | None = None,
+  *,
+  takes_config: bool = True,
 ) -> None:
   """Parses a command's flags with absl. --help prints `document` and the flags, and exits with 0.
 
   Args:
     absl_argv: the command line, program name first.
     document: describes the command; by default the main module's docstring.
+    takes_config: whether the command also takes --config, which --help then explains.
 
   Raises:
     UserError: absl refuses a flag, or an argument is no flag.
@@ -113,7 +118,7 @@ def parse_flags(
   if {'--help', '-h', '-help', '--helpshort'} & set(absl_argv[1:]):
     text = document or sys.modules['__main__'].__doc__ or ''
     own = flag_values.main_module_help() or flag_values.get_help()
-    config = f'\n{_CONFIG_HELP}\n' if document is None or '--config' in document else ''
+    config = f'\n{_CONFIG_HELP}\n' if takes_config else ''
     sys.stdout.write(f'{text.strip()}\n\n{own.strip()}\n{config}')
     sys.exit(0)
   try:

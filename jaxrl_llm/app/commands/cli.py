@@ -22,6 +22,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
+import jaxrl_llm
+
 COMMANDS = (*('train', 'serve', 'evaluate', 'report', 'score', 'curate', 'buffer', 'replay', 'convert', 'tokenizer'),)
 _HANDLE_SIGNALS = ('train', 'score')
 """Commands that install their own Ctrl-C handler once they run."""
@@ -42,7 +44,7 @@ def main() -> int:
     print(__doc__.strip())
     return 0
   if name == '--version':
-    print(sys.modules['jaxrl_llm'].__version__)
+    print(jaxrl_llm.__version__)
     return 0
   if name not in COMMANDS:
     close = difflib.get_close_matches(name, COMMANDS, n=1)

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-  parse_flags(argv, FLAGS, __doc__)
+  parse_flags(argv, FLAGS, __doc__, takes_config=False)
   for name in ('source', 'target'):
     if FLAGS[name].value is None:
       raise UserError(f'--{name} is missing; usage: jaxrl convert --source=DIR --target=DIR')

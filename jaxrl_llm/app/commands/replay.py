@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-  parse_flags(argv, FLAGS, __doc__)
+  parse_flags(argv, FLAGS, __doc__, takes_config=False)
   if FLAGS.workdir is None:
     raise UserError('--workdir is missing; usage: jaxrl replay --workdir=DIR [--step=N]')
   check_alone()

@@ -63,10 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(argv: Sequence[str]) -> int:
   flag_args, overrides = _split(argv)
-  if {'--help', '-h', '-help', '--helpshort'} & set(flag_args):
-    print(__doc__, FLAGS.get_help(), sep='\n')
-    return 0
-  parse_flags(flag_args, FLAGS, __doc__)
+  parse_flags(flag_args, FLAGS, __doc__, takes_config=False)
   for name in ('scorer', 'rows', 'out'):
     if FLAGS[name].value is None:
       raise UserError(f'--{name} is missing; {USAGE}')

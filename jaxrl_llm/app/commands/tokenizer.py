@@ -53,7 +53,7 @@ def _parsed_options() -> dict:
 
 
 def _main(argv: Sequence[str]) -> int:
-  parse_flags(argv, FLAGS, __doc__)
+  parse_flags(argv, FLAGS, __doc__, takes_config=False)
   for name in ('source', 'target'):
     if FLAGS[name].value is None:
       raise UserError(f'--{name} is missing; usage: jaxrl tokenizer --source=SOURCE --target=DIR')

@@ -103,10 +103,11 @@ def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
   if has_compiler(chip):
     return
   prefix = pathlib.Path(sys.prefix).resolve()
-  # Search the current directory, then beside this process's environment.
-  environments = [folder / AOT_ENVIRONMENT for folder in (pathlib.Path.cwd(), prefix.parent)]
-  python = next((path for path in (env / 'bin' / 'python' for env in environments) if path.exists()), None)
-  if python is None or prefix == python.parents[1].resolve():
+  # Beside this process's own environment, or in the current directory.
+  environments = [folder / AOT_ENVIRONMENT for folder in (prefix.parent, pathlib.Path.cwd())]
+  pythons = [env / 'bin' / 'python' for env in environments if env.resolve() != prefix]
+  python = next((path for path in pythons if path.exists()), None)
+  if python is None:
     raise UserError(
       f"--topology={topology}: wants the compilers of {AOT_ENVIRONMENT}, which is not there; make it with 'bash "
       "launch/install_aot.sh'"

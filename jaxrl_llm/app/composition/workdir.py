@@ -46,7 +46,7 @@ class WorkdirInUse(UserError):
 
 
 class Workdir:
-  """Creates and locks the run directory; the lock lasts until the process ends, however it ends."""
+  """Creates and locks the run directory; the lock lasts until `close` or the end of the process, however it ends."""
 
   def __init__(self, path: pathlib.Path):
     self.path = path.absolute()
@@ -70,6 +70,10 @@ class Workdir:
     self._lock.truncate(0)
     self._lock.write(str(os.getpid()))
     self._lock.flush()
+
+  def close(self) -> None:
+    """Releases the directory."""
+    self._lock.close()
 
   def adopt(self, config: Config) -> None:
     """Writes config.json, or raises UserError for a changed configuration once a step is committed.

@@ -43,7 +43,7 @@ def run(argv: Sequence[str], document: str | None = None) -> int:
 
 
 def _run(argv: Sequence[str], document: str | None) -> int:
-  parse_flags(argv, FLAGS, document)
+  parse_flags(argv, FLAGS, document, takes_config=False)
   if FLAGS.master is None:
     raise UserError('--master is missing; wanted the address that the run printed')
   logging.set_verbosity(logging.INFO)

@@ -153,7 +153,7 @@ def run(argv: Sequence[str], document: str | None = None) -> int:
 
 
 def _run(argv: Sequence[str], document: str | None) -> int:
-  parse_flags(argv, FLAGS, document)
+  parse_flags(argv, FLAGS, document, takes_config=False)
   if FLAGS.model is None:
     raise UserError('--model is missing; wanted a reward model: a directory, a hub id, or a run that trained it')
   front = read_front(FLAGS)

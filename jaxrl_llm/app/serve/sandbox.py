@@ -45,7 +45,7 @@ def run(argv: Sequence[str], document: str | None = None) -> int:
 
 
 def _run(argv: Sequence[str], document: str | None) -> int:
-  parse_flags(argv, FLAGS, document)
+  parse_flags(argv, FLAGS, document, takes_config=False)
   front = read_front(FLAGS)
   server = SandboxServer(isolation=FLAGS.isolation, at_once=FLAGS.programs or os.cpu_count() or 1)
   try:

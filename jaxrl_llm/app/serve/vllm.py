@@ -190,7 +190,7 @@ def front_config(i: int) -> FrontConfig | None:
 def parse(argv: Sequence[str], document: str | None = None) -> list[str]:
   """Parses the host's flags and returns vLLM's options, which follow `--`."""
   split = argv.index('--') if '--' in argv else len(argv)
-  parse_flags(argv[:split], FLAGS, document)
+  parse_flags(argv[:split], FLAGS, document, takes_config=False)
   return list(argv[split + 1 :])
 
 

@@ -16,7 +16,8 @@ from jaxrl_llm.core.waits import WaitExpired, ended
 GUARD = pathlib.Path(guard.__file__)
 _STOP_S = 45.0
 """Longest wait for a guard to end, in seconds; the guard's limits are shorter: 5 s of grace and 30 s after SIGKILL."""
-_TAIL_BYTES = 64 << 10
+_TAIL_BYTES = 1 << 20
+"""Most of a log that is read."""
 _GUARD_SAYS = 'guard:'
 
 
@@ -50,13 +51,18 @@ class Child:
     return self._guard is not None and self._guard.poll() is None
 
   def start(self, command: Sequence[str], env: Mapping[str, str], *, first_line: str = '') -> None:
-    """Starts `command` with the environment `env`. `first_line` goes into the log before the command's output."""
+    """Starts `command` with the environment `env`, once an earlier one has ended.
+
+    Args:
+      first_line: goes into the log before the command's output.
+    """
+    if self.is_running():
+      raise RuntimeError(f'{self.name} is running')
     self._close_pipe()
     self.log.parent.mkdir(parents=True, exist_ok=True)
-    self._log_start = self.log.stat().st_size if self.log.exists() else 0
-    if first_line:
-      with self.log.open('a') as log:
-        log.write(f'{first_line}\n')
+    with self.log.open('a') as log:
+      log.write(f'{first_line}\n' if first_line else '')
+    self._log_start = self.log.stat().st_size
     orphaned = [f'--remove_orphaned={path}' for path in self._remove]
     # -P: the modules beside the guard are not for import.
     guard_command = [sys.executable, '-P', str(GUARD), f'--log={self.log}', f'--grace_s={self._grace_s:g}', *orphaned]
