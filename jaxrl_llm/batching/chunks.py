@@ -7,7 +7,7 @@ from typing import Any
 import flax.struct
 
 Leaf = Any
-"""An array, or what stands for one while a program is traced, sharded or restored: so it is not checked here."""
+"""An array, or its stand-in while a program is traced, sharded or restored; hence no shape check here."""
 
 
 @flax.struct.dataclass
@@ -23,24 +23,24 @@ class Chunks:
   loss_mask: Leaf
   """bool[chunks, time], tokens that are trained on"""
   reported: Leaf
-  """bool[chunks, time], tokens that get a logprob: the samples' own loss_mask, also of rows that the loss leaves out"""
+  """bool[chunks, time], tokens with a reported logprob: the samples' loss_mask, also of rows left out of the loss"""
   is_expert: Leaf
   """bool[chunks, time]"""
   behaviour_logprobs: Leaf
-  """f32[chunks, time], the sampler's"""
+  """f32[chunks, time], under the sampler"""
   proximal_logprobs: Leaf
-  """f32[chunks, time], the policy's before the batch"""
+  """f32[chunks, time], under the policy before the batch"""
   reference_logprobs: Leaf
-  """f32[chunks, time], 0 where no reference is read"""
+  """f32[chunks, time], under the reference; 0 if no reference is read"""
   advantages: Leaf
   """f32[chunks, time]"""
   values: Leaf
-  """f32[chunks, time], the critic's before the batch; 0 where there is none"""
+  """f32[chunks, time], critic values before the batch; 0 without a critic"""
   returns: Leaf
-  """f32[chunks, time], what the critic learns; 0 where there is none"""
+  """f32[chunks, time], regression targets of the critic; 0 without a critic"""
   temperature: Leaf
   """f32[chunks, segments]"""
   pair: Leaf
-  """i32[chunks, segments], 1.. in each micro-batch for sequences of a preference pair, else 0"""
+  """i32[chunks, segments], number of the preference pair in its micro-batch, from 1; 0 = no pair"""
   label: Leaf
   """f32[chunks, segments], 1 chosen, -1 rejected, 0 neither"""

@@ -1,11 +1,11 @@
-"""Which optimizer step, rank, micro-batch and chunk each row goes to: lengths in, placements out.
+"""Sequence packing: assigns rows to optimizer steps, ranks, micro-batches and chunks by their lengths.
 
 Invariants: every row is placed exactly once and whole; rows of one unit share optimizer step, rank and micro-batch;
 every rank has the same number of chunks in every micro-batch. Pure and deterministic: every process that packs the same
 lengths gets the same placements.
 
-A unit is what may not be separated: a sequence, a preference pair, a group that a loss couples.
-Source of the procedure: DeepSeek-R1 (arXiv:2501.12948v2), B.1: sort by length, distribute over data-parallel ranks,
+A unit is a set of rows that stay together: a sequence, a preference pair, a group that a loss couples.
+Source: DeepSeek-R1 (arXiv:2501.12948v2), B.1: sort by length, distribute over data-parallel ranks,
 best-fit into fixed-length chunks within a rank, equal chunk counts.
 """
 
@@ -24,7 +24,7 @@ from jaxrl_llm.core.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Packing:
-  """Where each row of one optimizer step lies, in `micro_batches` arrays of shape [ranks * chunks, chunk_len]."""
+  """Placement of one optimizer step's rows in `micro_batches` arrays of shape [ranks * chunks, chunk_len]."""
 
   ranks: int
   chunks: int
@@ -35,11 +35,11 @@ class Packing:
   length: Int32[np.ndarray, 'rows']
   micro_batch: Int32[np.ndarray, 'rows']
   chunk: Int32[np.ndarray, 'rows']
-  """Within the micro-batch, over all ranks."""
+  """Chunk index in the micro-batch, across all ranks."""
   offset: Int32[np.ndarray, 'rows']
-  """First token's place in the chunk."""
+  """Position of the first token in the chunk."""
   segment: Int32[np.ndarray, 'rows']
-  """1-based number of the row in its chunk, by offset; 0 is padding."""
+  """1-based index of the row in its chunk, by offset; 0 is padding."""
 
   @property
   def tokens(self) -> int:
@@ -47,23 +47,23 @@ class Packing:
 
   @property
   def utilisation(self) -> float:
-    """Fraction of the places, on all ranks and in all micro-batches, that hold a token."""
+    """Fraction of token slots, over all ranks and micro-batches, that hold a token."""
     return self.tokens / (self.micro_batches * self.ranks * self.chunks * self.chunk_len)
 
 
 def deal(units: Sequence[Sequence[int]], steps: int, *, seed: int) -> list[list[int]]:
-  """Deals units into optimizer steps by a seeded permutation; step sizes differ by at most one unit.
+  """Distributes units over optimizer steps by a seeded permutation; step sizes differ by at most one unit.
 
-  Dealt before anything is sorted by length: cutting a length-sorted batch into minibatches would give minibatches of
-  very different mean lengths, which is another algorithm.
+  Runs before any sorting by length: splitting a length-sorted batch would give minibatches of very different mean
+  lengths, which is a different algorithm.
 
   Args:
     units: row numbers of each unit.
     steps: optimizer steps, at most one per unit.
-    seed: the permutation is a function of it and of the number of units.
+    seed: determines the permutation, together with the number of units.
 
   Returns:
-    For each optimizer step the *unit* numbers (positions in `units`) that it takes, in permuted order.
+    For each optimizer step, its *unit* numbers (indices into `units`), in permuted order.
   """
   if not 0 < steps <= len(units):
     raise UserError(
@@ -130,9 +130,9 @@ def _check(lengths: Sequence[int], units: Sequence[Sequence[int]], ranks: int, c
 
 
 def _deal_ranks(order: Sequence[int], totals: Sequence[int], ranks: int) -> list[list[int]]:
-  """Deals units, longest first, in rounds of one unit per rank; in each round the lightest rank picks first.
+  """Assigns units to ranks, longest first, in rounds of one unit per rank; the least loaded rank picks first.
 
-  The second round is the snake's way back; later rounds go on levelling what the snake would let drift apart.
+  The first two rounds equal snake order; later rounds keep levelling loads that snake order would let drift apart.
   """
   owned: list[list[int]] = [[] for _ in range(ranks)]
   loads = [0] * ranks
@@ -153,7 +153,7 @@ class _RankBins:
     self.places: dict[int, tuple[int, int, int]] = {}
     self._rows: list[int] = []
     self._by_free: list[tuple[int, int]] = []
-    """(free tokens, chunk) of the opened chunks, sorted: the first one that is large enough fits best."""
+    """(free tokens, chunk) of the open chunks, sorted: the first one with enough room is the best fit."""
 
   def place(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
     """Places one unit, its rows sorted longest first."""
@@ -168,7 +168,7 @@ class _RankBins:
         self._put(row, lengths[row], chunk)
 
   def _fit_unit(self, wanted: list[int], rows: Sequence[int]) -> list[int]:
-    """The chunk for each row: in the fullest micro-batch that takes them all, else in a new one."""
+    """Returns the chunk of each row: in the fullest micro-batch that fits them all, else in a new one."""
     first = range(0, len(self.used), self.chunks)
     free = {c: [self.chunk_len - n for n in self.used[c : c + self.chunks]] for c in first}
     for frees in free.values():
@@ -206,7 +206,7 @@ class _RankBins:
 
 
 def _best_fit(wanted: Sequence[int], free: Sequence[int]) -> list[int] | None:
-  """Best-fit of sizes (descending) into `free`; the place of each, or None when one does not fit."""
+  """Best-fits sizes (descending) into `free`; returns the index of each, or None if one does not fit."""
   free, fitted = list(free), []
   for size in wanted:
     fits = [(space, place) for place, space in enumerate(free) if space >= size]

@@ -1,7 +1,7 @@
-"""What one step trains on and does: made by process 0, the same in every process, recorded, replayable.
+"""Step plans: rows and decisions of a training step, made by process 0, the same in every process, replayable.
 
-Everything else about a step (packing, advantages, shapes) is a pure function of its plan, so it is derived where it is
-needed instead of being sent.
+Everything else about a step (packing, advantages, shapes) is a pure function of its plan, so it is derived where needed
+instead of being sent.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
 
 _DRAWS = 16
-"""Optimizer steps that a shape is planned on."""
+"""Number of optimizer steps drawn to plan a shape."""
 _KEPT = 0.97
-"""Of the utilisation that the narrowest micro-batches reach."""
+"""Minimum utilisation, relative to that of the narrowest micro-batches."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Row:
   source: str
   """ArrayRecord file, relative to the run directory."""
   index: int
-  """Record in that file."""
+  """Record index in that file."""
   length: int
   prompt_len: int
   group: str
@@ -40,46 +40,46 @@ class Row:
   truncated: bool
   """Ended by the length limit."""
   version_step: int
-  """Step of the oldest version that wrote a token of it; -1 for rows that no version wrote."""
+  """Step of the oldest policy version that generated any of its tokens; -1 if no version of this run did."""
   correct: bool | None = None
-  """What the taskset's own measure of correctness says; None = unknown, or not a rollout."""
+  """Correctness by the taskset's own measure; None = unknown, or not a rollout."""
   turn_rewards: tuple[float, ...] = ()
-  """Rewards of single turns, on top of `reward`; each counts at its turn's last token."""
+  """Per-turn rewards, in addition to `reward`; each is credited at its turn's last token."""
   trajectory: str = ''
-  """Rows of one trajectory that was recorded step by step share it; empty: the row is a trajectory of its own."""
+  """Id shared by the rows of a trajectory recorded step by step; empty: the row is a whole trajectory."""
   step_index: int = 0
-  """Which step of its trajectory the row is."""
+  """Index of the row's step in its trajectory."""
   masked: bool = False
-  """In its group's baseline, and not trained on."""
+  """Counts in its group's baseline but is not trained on."""
   pair: str = ''
-  """Preference pair that the row belongs to; empty: none."""
+  """Id of the row's preference pair; empty: none."""
   label: int = 0
-  """In its pair: 1 chosen, -1 rejected."""
+  """Role in the pair: 1 chosen, -1 rejected."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPlan:
-  """One step: its rows, how they are dealt into optimizer steps, and what is done beside the update."""
+  """One step: its rows, their split into optimizer steps, and the actions besides the update."""
 
   step: int
   """Completed batches before this one."""
   stage: str
   rows: tuple[Row, ...] = ()
   optimizer_steps: tuple[tuple[int, ...], ...] = ()
-  """Row numbers of each optimizer step, in order; an epoch more is the same rows dealt again."""
+  """Row numbers of each optimizer step, in order; each further epoch splits the same rows again."""
   proximal: bool = False
   """Whether a forward pass computes the proximal logprobs before the update."""
   proximal_reason: str = ''
-  """Why; empty where none is made."""
+  """Reason for that pass; empty without one."""
   held_out: tuple[Row, ...] = ()
-  """Rows that the policy is measured on after the update, where the step ends with an evaluation."""
+  """Rows on which to measure the policy after the update, if the step ends with an evaluation."""
   evaluate: bool = False
   commit: bool = False
   commit_by_clock: bool = False
   stop: int = 0
-  """0, or the signal to leave for after committing what is done; such a plan has no rows."""
+  """0, or the signal that ends the run after a commit of the completed batches; such a plan has no rows."""
   counts: dict[str, int] = dataclasses.field(default_factory=dict)
-  """What was counted while the batch was collected (dropped samples and groups by reason)."""
+  """Counters from collecting the batch (dropped samples and groups by reason)."""
 
   def to_json(self) -> Json:
     return dataclasses.asdict(self)
@@ -96,29 +96,29 @@ class StepPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-  """The planned shape of one optimizer step's arrays, `[micro_batches, ranks * chunks, chunk_len]`: compiled once."""
+  """Planned shape of an optimizer step's arrays, `[micro_batches, ranks * chunks, chunk_len]`: compiled once."""
 
   ranks: int
   """Data-parallel ranks."""
   chunks: int
   """Chunks per rank and micro-batch."""
   chunk_len: int
-  """Tokens of a chunk."""
+  """Tokens per chunk."""
   micro_batches: int
-  """Upper bound; how many are in use is a run-time number, so that it compiles nothing."""
+  """Upper bound; the number in use is a run-time value, so changing it does not recompile."""
   segments: int
-  """Upper bound of sequences in a chunk."""
+  """Upper bound on sequences per chunk."""
 
 
 def plan_shape(
   *, rows: int, ranks: int, chunks: int, chunk_len: int, unit: int = 1, lengths: Sequence[int] = ()
 ) -> Shape:
-  """The shape that holds any `rows` sequences of at most `chunk_len` tokens, in the worst case one in a chunk.
+  """Returns a shape that fits any `rows` sequences of at most `chunk_len` tokens, even at one sequence per chunk.
 
   Args:
-    chunks: of a rank and micro-batch, at most; fewer where `lengths` say that the last micro-batch would be too empty.
-    unit: sequences that may not be separated (2 for pairs).
-    lengths: of the stage's sequences, or of a sample of them, those of a unit one after the other; empty: unknown.
+    chunks: maximum per rank and micro-batch; lowered if `lengths` show that the last micro-batch would be too empty.
+    unit: sequences that stay together (2 for pairs).
+    lengths: lengths of the stage's sequences, or of a sample of them, those of a unit in a row; empty: unknown.
   """
   if chunks < unit:
     raise UserError(
@@ -138,11 +138,10 @@ def plan_shape(
 
 
 def _plan_chunks(lengths: Sequence[int], *, rows: int, ranks: int, most: int, chunk_len: int, unit: int) -> int:
-  """The most chunks of a micro-batch whose rounding up costs no drawn step more than a share of its places.
+  """Returns the most chunks per micro-batch at which every drawn step keeps `_KEPT` of the best utilisation.
 
-  A rank's chunks are rounded up to whole micro-batches, so that half a micro-batch is empty on average: much where a
-  step has few of them. The fewer chunks a micro-batch has, the less is lost so, and the less there is for a device to
-  do at a time.
+  A rank's chunks are rounded up to whole micro-batches, so half a micro-batch is empty on average: a large share if a
+  step has few of them. Fewer chunks per micro-batch waste less, but give a device less work at a time.
   """
   groups = [lengths[i : i + unit] for i in range(0, len(lengths), unit)]
   count, rng = max(1, rows // unit), np.random.Generator(np.random.Philox(key=0))
@@ -161,23 +160,23 @@ def _plan_chunks(lengths: Sequence[int], *, rows: int, ranks: int, most: int, ch
 
 
 def units_of(rows: Sequence[Row]) -> list[list[int]]:
-  """Row numbers of what may not be separated: the rows of a pair, and every other row for itself."""
+  """Row numbers of each unit: the rows of a preference pair, or a single row."""
   units: dict[str, list[int]] = {}
   for i, row in enumerate(rows):
-    units.setdefault(row.pair or f'{i}/', []).append(i)  # No pair's name ends so: a pair is named by its sample.
+    units.setdefault(row.pair or f'{i}/', []).append(i)  # Pairs are named by their samples: no name ends in '/'.
   return list(units.values())
 
 
 def deal_rows(rows: Sequence[Row], *, minibatches: int, epochs: int, seed: int) -> tuple[tuple[int, ...], ...]:
-  """Row numbers for each optimizer step: `epochs` times a seeded deal of the rows into `minibatches` parts.
+  """Splits the rows into `minibatches` optimizer steps per epoch, each epoch by its own seeded permutation.
 
-  Expert rows and the others are dealt apart, so that each part has its share of both; pairs stay together.
+  Expert rows and the others are split separately, so that each part has its share of both; pairs stay together.
   """
   units = units_of(rows)
   kinds = [[u for u in units if rows[u[0]].is_expert is expert] for expert in (False, True)]
   steps: list[tuple[int, ...]] = []
   for epoch in range(epochs):
-    # Not seed + epoch: the second epoch of one batch would be dealt as the first of the next.
+    # Not seed + epoch: the second epoch of one batch would be split like the first of the next.
     dealt = [deal(kind, minibatches, seed=seed * epochs + epoch) for kind in kinds if kind]
     for number in range(minibatches):
       parts = [kind[unit] for kind, parts in zip(filter(None, kinds), dealt) for unit in parts[number]]
@@ -186,7 +185,7 @@ def deal_rows(rows: Sequence[Row], *, minibatches: int, epochs: int, seed: int) 
 
 
 def pack_step(plan: StepPlan, number: int, shape: Shape) -> Packing:
-  """The packing of the plan's optimizer step `number`; its rows are numbered as in `plan.optimizer_steps[number]`."""
+  """Packs the plan's optimizer step `number`; the packing numbers rows as in `plan.optimizer_steps[number]`."""
   rows = [plan.rows[i] for i in plan.optimizer_steps[number]]
   return pack(
     [row.length for row in rows],

@@ -1,7 +1,7 @@
-"""Rows named by a plan, from their files to this process's devices.
+"""Loads the rows of a plan from their files onto this process's devices.
 
-Each process reads only the rows that its own devices hold. Host arrays are made anew for every step: JAX may alias
-them, so a buffer that was handed over is never written again.
+Each process reads only the rows that its own devices hold. Host arrays are allocated anew for every step: JAX may alias
+them, so a buffer is never written after it was handed over.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.parallel.rules import sharding_of_batch
 from jaxrl_llm.replay.segments import SegmentReader
 
-# Grain would append advice about itself to the one line that an error is.
+# Otherwise Grain appends advice about itself to one-line errors.
 flags.FLAGS.set_default('grain_py_traceback_filtering', 'off')
 
 
 class PackedStep(NamedTuple):
-  """One optimizer step on the device."""
+  """One optimizer step on the devices."""
 
   chunks: Chunks
   used: Int[Array, '']
   """Micro-batches in use."""
   packing: Packing
   rows: tuple[int, ...]
-  """Row numbers of the plan, in the packing's numbering."""
+  """Plan row number of each row of the packing."""
   grid: Grid
-  """Where this process's part of it lies."""
+  """This process's part of the arrays."""
   loss_mask: Bool[np.ndarray, 'micro columns time']
   """This process's part, on the host."""
 
 
 Column = Sequence[float | Float64[np.ndarray, '...'] | Float32[np.ndarray, '...']] | Float64[np.ndarray, 'rows']
-"""For each row of a plan one number for all its tokens, or one for each."""
+"""Per row of a plan: one value for all its tokens, or one value per token."""
 
 
 class _PlannedRows:
-  """grain source: the rows of one plan that this process needs, by reference."""
+  """Grain source of the rows of one plan that this process needs, by reference."""
 
   def __init__(self, reader: SegmentReader, rows: Sequence[Row]):
     self._reader, self._rows = reader, rows
@@ -71,14 +71,14 @@ class _PlannedRows:
 
 
 class RowLoader:
-  """Loads what a StepPlan names; `workdir` is the run directory that all processes share."""
+  """Loads the rows of a StepPlan; `workdir` is the run directory, shared by all processes."""
 
   def __init__(self, workdir: pathlib.Path, mesh: Mesh):
     self._reader = SegmentReader(workdir)
     self._sharding = sharding_of_batch(mesh)
 
   def load(self, plan: StepPlan, number: int, shape: Shape) -> PackedStep:
-    """The plan's optimizer step `number`, packed, on the devices; what annotation derives is 0 in it."""
+    """Loads the plan's optimizer step `number`, packed, onto the devices; fields that annotation derives are 0."""
     packing, numbers = pack_step(plan, number, shape), plan.optimizer_steps[number]
     grid = Grid.of(packing, shape, self._sharding)
     rows = [plan.rows[numbers[i]] for i in grid.local]
@@ -105,11 +105,11 @@ class RowLoader:
     return PackedStep(chunks, used, packing, numbers, grid, arrays['loss_mask'])
 
   def fill(self, step: PackedStep, columns: Mapping[str, Column], in_loss: Bool[np.ndarray, 'rows']) -> PackedStep:
-    """The step with what was derived of its rows.
+    """Returns the step with derived columns filled in.
 
     Args:
-      columns: by field of Chunks, one entry per row of the plan; 0 is kept where the loss_mask is not set.
-      in_loss: rows of the plan that are False lose their loss_mask.
+      columns: by field of Chunks, one entry per row of the plan; tokens outside the loss_mask get 0.
+      in_loss: per row of the plan; False clears its loss_mask.
     """
     mask = step.loss_mask.copy()
     for i in step.grid.local:
@@ -126,7 +126,7 @@ class RowLoader:
 
 
 def _pair_numbers(plan: StepPlan, numbers: Sequence[int], packing: Packing) -> list[int]:
-  """For each row of the step the number of its pair, from 1 in each micro-batch; 0 for rows of no pair."""
+  """Pair number of each row of the step, from 1 in each micro-batch; 0 for rows without a pair."""
   known: dict[tuple[int, str], int] = {}
   counts: collections.Counter[int] = collections.Counter()
   found = []
@@ -162,15 +162,15 @@ _PER_SEGMENT = {'temperature': np.float32, 'pair': np.int32, 'label': np.float32
 
 
 class Grid(NamedTuple):
-  """The part of an optimizer step's `[micro_batches, chunks, ...]` arrays that this process's devices hold."""
+  """Part of an optimizer step's `[micro_batches, chunks, ...]` arrays that this process's devices hold."""
 
   packing: Packing
   shape: Shape
   micro_batches: int
   columns: Mapping[int, int]
-  """Chunk number to its column in the local arrays."""
+  """Chunk number to column in the local arrays."""
   local: tuple[int, ...]
-  """Rows of the packing that lie here."""
+  """Rows of the packing that this process holds."""
   sharding: NamedSharding
 
   @classmethod
@@ -190,19 +190,19 @@ class Grid(NamedTuple):
     return np.zeros((self.micro_batches, len(self.columns), self.shape.segments), dtype)
 
   def tokens(self, i: int) -> tuple[int, int, slice]:
-    """Where the tokens of row `i` lie in a local array per token."""
+    """Index of row `i`'s tokens in a local per-token array."""
     start = int(self.packing.offset[i])
     return (*self._chunk(i), slice(start, start + int(self.packing.length[i])))
 
   def segment(self, i: int) -> tuple[int, int, int]:
-    """Where row `i` lies in a local array per segment."""
+    """Index of row `i` in a local per-segment array."""
     return (*self._chunk(i), int(self.packing.segment[i]) - 1)
 
   def _chunk(self, i: int) -> tuple[int, int]:
     return int(self.packing.micro_batch[i]), self.columns[int(self.packing.chunk[i])]
 
   def place(self, array: np.ndarray) -> Array:
-    """A local array as its part of the global one."""
+    """Builds the global array from this process's local part."""
     total = self.shape.ranks * self.shape.chunks
 
     def part(index):
@@ -215,7 +215,7 @@ class Grid(NamedTuple):
 def unpack(
   values: Shaped[np.ndarray, 'micro chunks time'], step: PackedStep, lengths: Sequence[int]
 ) -> list[Shaped[np.ndarray, '...']]:
-  """Per-token values of packed arrays, cut back into one array per row of the step."""
+  """Splits packed per-token values into one array per row of the step."""
   packing = step.packing
   return [
     values[packing.micro_batch[i], packing.chunk[i], packing.offset[i] : packing.offset[i] + length]

@@ -1,4 +1,4 @@
-"""Static streams: shuffled, repeated, with a position that is checkpointed and exact on resume."""
+"""Static row streams: shuffled, repeated, with a checkpointed position that resumes exactly."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from jaxrl_llm.core.records.sample import decode
 
 
 class RowStream:
-  """Rows of one ArrayRecord file of Samples, shuffled anew in each epoch, without end."""
+  """Endless stream over the rows of one ArrayRecord file of Samples, reshuffled in each epoch."""
 
   def __init__(self, workdir: pathlib.Path, source: str, *, rows: int, seed: int, unit: int = 1):
     """
     Args:
       workdir: the run directory.
-      source: the file, relative to it.
-      rows: rows of one `next()`.
-      seed: of the shuffle; epoch and seed fix the order.
-      unit: records in a row that stay together (2 for pairs).
+      source: the file, relative to `workdir`.
+      rows: rows per `next()`.
+      seed: shuffle seed; epoch and seed fix the order.
+      unit: consecutive records that stay together (2 for pairs).
     """
     self._units = rows // unit
     dataset = grain.MapDataset.source(_Units(workdir, source, unit)).shuffle(seed=seed).repeat(None)
     self._iterator = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
 
   def next(self) -> list[Row]:
-    """A pair that is drawn twice in one call is two pairs."""
+    """Returns the next rows; a pair drawn twice in one call counts as two pairs."""
     drawn = [(i, row) for i in range(self._units) for row in next(self._iterator)]
     return [dataclasses.replace(row, pair=f'{row.pair}#{i}') if row.pair else row for i, row in drawn]
 
   def state(self) -> Any:
-    """JSON; `restore` of it continues exactly here."""
+    """JSON position, from which `restore` continues exactly."""
     return self._iterator.get_state()
 
   def restore(self, state: Any) -> None:
@@ -43,20 +43,21 @@ class RowStream:
 
 
 def all_rows(workdir: pathlib.Path, source: str) -> tuple[Row, ...]:
-  """Every row of such a file, in its order."""
+  """All rows of an ArrayRecord file of Samples, in file order."""
   units = _Units(workdir, source, 1)
   return tuple(row for i in range(len(units)) for row in units[i])
 
 
 def sample_lengths(workdir: pathlib.Path, source: str, *, unit: int, most: int = 4096) -> tuple[int, ...]:
-  """Lengths of at most `most` rows of such a file, evenly spread over it; those of a unit one after the other."""
+  """Lengths of at most `most` rows, evenly spread over such a file; rows of a unit are consecutive."""
   units = _Units(workdir, source, unit)
   every = -(-len(units) * unit // most)
   return tuple(row.length for i in range(0, len(units), every) for row in units[i])
 
 
 class _Units:
-  """grain source of Rows, `unit` at a time: a record's number, and what planning needs of it."""
+  """Grain source of Rows, `unit` at a time: record index and the fields that planning needs."""
+
 
   def __init__(self, workdir: pathlib.Path, source: str, unit: int):
     self._records, self._source, self._unit = ArrayRecordDataSource([str(workdir / source)]), source, unit

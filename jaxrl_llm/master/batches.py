@@ -1,4 +1,4 @@
-"""A stage of the run: an algorithm, its steps, and where its batches come from."""
+"""Batch sources of the stages, and the planner that closes batches into step plans."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.tasks.sampler import TaskSampler
 
 SEALED = 'replay/segments'
-"""Where the store's sealed segments lie in the run directory."""
+"""Directory of the store's sealed segments, relative to the run directory."""
 
 
 @runtime_checkable
 class Batches(Protocol):
-  """Where a stage's batches come from; process 0 only."""
+  """Source of a stage's batches; process 0 only."""
 
   explores: bool
-  """Whether it needs the policy to be published before each batch."""
+  """Whether the policy must be published before each batch."""
   held_out: tuple[Row, ...]
-  """What the policy is measured on at evaluations, besides the suites: rows of static data."""
+  """Static rows on which evaluations measure the policy, besides the suites."""
 
   def running(self) -> contextlib.AbstractAsyncContextManager[None]: ...
 
@@ -44,22 +44,22 @@ class Batches(Protocol):
   async def next(self, step: int) -> tuple[list[Row], dict[str, int]]: ...
 
   def taken(self) -> dict[str, Scored]:
-    """What the last batch's rows were made from, by uid."""
+    """Scored samples behind the last batch's rows, by uid."""
     ...
 
   def trained(self, plan: StepPlan) -> None:
-    """The batch of that plan is complete."""
+    """Marks the plan's batch as complete."""
     ...
 
   def state(self) -> Any:
-    """JSON, as of the last completed batch, whatever has been drawn since."""
+    """JSON state as of the last completed batch, regardless of later draws."""
     ...
 
   def restore(self, state: Any) -> None: ...
 
 
 class StreamBatches:
-  """Batches of a static stream: demonstrations, or preference pairs."""
+  """Batches of a static stream of demonstrations or preference pairs."""
 
   explores = False
 
@@ -95,17 +95,17 @@ class StreamBatches:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Past:
-  """Which earlier groups of a stage join a batch of new ones."""
+  """Rule by which earlier groups of a stage join a batch of new ones."""
 
   stage: str
   groups: int
-  """At most."""
+  """Maximum per batch."""
   max_uses: int
   config: DrawConfig
   seed: int
 
   def draw(self, store: ReplayStore, step: int) -> list[Group]:
-    """Groups that a batch has trained on, fewer than `max_uses` did, and `config` does not leave out."""
+    """Draws groups that were trained on, fewer than `max_uses` times, and that `config` does not exclude."""
     own = lambda group: group.group_id.startswith(f'{self.stage}/') and 0 < group.uses < self.max_uses
     oldest = None if self.config.max_age is None else step - self.config.max_age
     groups = {group.group_id: group for group in store.candidates(step, oldest_version=oldest) if own(group)}
@@ -114,7 +114,7 @@ class Past:
 
 
 class RolloutBatches:
-  """Batches of the policy's own rollouts: new ones, sealed into one segment a step, and earlier ones."""
+  """Batches of the policy's own rollouts: new ones, sealed into one segment per step, and earlier ones."""
 
   explores = True
   held_out: tuple[Row, ...] = ()
@@ -134,7 +134,7 @@ class RolloutBatches:
     self._past, self._trains, self._events = past, trains, events
     self._taken: dict[str, Scored] = {}
     self._completed = self._now()
-    """The state when the last batch was completed."""
+    """State as of the last completed batch."""
 
   def running(self) -> contextlib.AbstractAsyncContextManager[None]:
     return self.explorer.running()
@@ -161,7 +161,7 @@ class RolloutBatches:
   def trained(self, plan: StepPlan) -> None:
     if self._trains:
       self._store.trained([*self._taken], plan.step)
-    # From here on the store's changes are later than a commit of this batch, and so is what this state does not have.
+    # A commit of this batch excludes store changes from here on, so the committed state is captured at the same point.
     self.explorer.completed(plan.step + 1)
     self._completed = self._now()
 
@@ -179,7 +179,7 @@ class RolloutBatches:
 
 
 class MixedBatches:
-  """Batches of rollouts and of expert rows, in fixed numbers; but of earlier groups there are few at first."""
+  """Batches of rollouts and expert rows in fixed numbers, except that earlier groups may be few at first."""
 
   explores = True
   held_out: tuple[Row, ...] = ()
@@ -206,7 +206,7 @@ class MixedBatches:
   def trained(self, plan: StepPlan) -> None:
     for part in self._parts:
       part.trained(plan)
-    # A short stream comes round within a batch: each row is written down once.
+    # A short stream can repeat within a batch: each row is recorded once.
     joined = {row.uid: _joined(plan.stage, row) for row in plan.rows if row.uid not in self.taken()}
     self._store.join([*joined.values()], plan.step)
     self._store.trained([issue.uid for issue in joined.values()], plan.step)
@@ -220,7 +220,7 @@ class MixedBatches:
 
 
 def _joined(stage: str, row: Row) -> Issue:
-  """An expert row as the store knows it: by its stage, for another one may have the same rows."""
+  """Store record of an expert row; its uid starts with the stage, as stages may share rows."""
   uid = f'{stage}/{row.uid}'
   return Issue(uid=uid, group_id=uid, task_id=row.uid.partition('/')[0], visit=0, partition='expert')
 
@@ -250,20 +250,20 @@ def rollout_row(chosen: Chosen, place: Ref) -> Row:
 
 
 class Planner:
-  """Closes batches into plans; process 0 only. All decisions of a step are taken here."""
+  """Closes batches into plans and makes all decisions of a step; process 0 only."""
 
   def __init__(self, *, seed: int, every_steps: int, every_minutes: float, stop: asyncio.Future):
     """
     Args:
-      every_steps, every_minutes: between commits.
-      stop: a future of a signal number; once set, the next plan is to leave.
+      every_steps, every_minutes: interval between commits.
+      stop: future of a signal number; once set, the next plan ends the run.
     """
     self._seed, self._every_steps, self._every_s = seed, every_steps, every_minutes * 60
     self._stop = stop
     self._committed = time.monotonic()
 
   async def close(self, stage: Stage, step: int, batches: Batches) -> StepPlan:
-    """The plan of `step`, as soon as its batch is complete; or a plan to leave, as soon as a signal has come."""
+    """Returns the plan of `step` once its batch is complete, or a stop plan once a signal has arrived."""
     batch = await unless(self._stop, batches.next(step))
     if batch is None:
       return StepPlan(step=step, stage=stage.name, stop=self._stop.result())
@@ -274,7 +274,7 @@ class Planner:
   ) -> StepPlan:
     done = step + 1
     evaluate = stage.evaluation_due(done)
-    # What is evaluated is committed, or the best would often be a step that was not kept.
+    # Every evaluated step is committed; otherwise the best one would often not be kept.
     by_steps = done % self._every_steps == 0 or evaluate
     by_clock = time.monotonic() - self._committed > self._every_s
     if by_steps or by_clock:
@@ -299,7 +299,7 @@ class Planner:
 
 
 def _proximal_reason(stage: Stage, step: int, optimizer_steps: int) -> str:
-  """Why a pass is made for the policy's logprobs before the batch; empty: the update's own serve, or none is read."""
+  """Reason for a pass over the policy's logprobs before the batch; empty: the update's own suffice or none are read."""
   algorithm = stage.algorithm
   is_reference = algorithm.reference.every == 1
   if 'proximal_logprobs' in algorithm.on_host or (is_reference and 'reference_logprobs' in algorithm.on_host):

@@ -1,4 +1,4 @@
-"""Evaluation suites: a pinned version on held-out tasks, with the estimators the field reports."""
+"""Evaluation suites: a pinned policy version on held-out tasks, with greedy, mean@k and pass@k accuracy."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from jaxrl_llm.runtime.events import SILENT, Edge, Events
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SuiteConfig:
-  """What is measured, and how."""
+  """Configuration of one evaluation suite."""
 
   name: str
   taskset: str
   """Name of a configured taskset; its tasks must not be trained on (checked by digest)."""
   tasks: int | None = None
-  """Tasks taken from its front; None = all."""
+  """Number of tasks, taken from its start; None = all."""
   samples: int = 0
-  """Sampled completions per task for mean@k and pass@k, beside the greedy one; 0 = greedy only."""
+  """Sampled completions per task for mean@k and pass@k, besides the greedy one; 0 = greedy only."""
   temperature: float = 1.0
   top_p: float = 1.0
   top_k: int = -1
   """-1 = off."""
   correct_at: float = 1.0
-  """A completion counts as correct from this score on: all accuracies are shares of correct ones."""
+  """Minimum score of a correct completion; all accuracies are fractions of correct completions."""
 
   def __post_init__(self):
     if (self.tasks is not None and self.tasks < 1) or self.samples < 0:
@@ -51,7 +51,7 @@ class SuiteConfig:
 
   @property
   def sampling(self) -> Sampling:
-    """Of the sampled completions."""
+    """Sampling parameters of the sampled completions."""
     return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
 
 
@@ -61,12 +61,12 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def standard_error(values: Sequence[float]) -> float:
-  """Of the mean over tasks; NaN for fewer than two, whose spread nobody knows."""
+  """Standard error of the mean over tasks; NaN for fewer than two tasks."""
   return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
 def mean(values: Sequence[float]) -> float:
-  """NaN for none: what could not be measured is not 0."""
+  """Arithmetic mean; NaN for no values, since unmeasured is not 0."""
   return float(np.mean(values)) if values else math.nan
 
 
@@ -79,14 +79,14 @@ def _solved(suite: SuiteConfig, rows: Sequence[Row]) -> list[float]:
 
 
 def greedy_metrics(suite: SuiteConfig, rows_by_task: Sequence[Sequence[Row]]) -> dict[str, float]:
-  """Share of tasks solved by the greedy completion; unscorable ones are in no accuracy."""
+  """Fraction of tasks solved by the greedy completion, without unscorable ones."""
   solved = [solved for rows in rows_by_task for solved in _solved(suite, rows)]
   accuracy = f'val-core/{suite.taskset}/acc/greedy'
   return {accuracy: mean(solved), f'{accuracy}/stderr': standard_error(solved)}
 
 
 def sampled_metrics(suite: SuiteConfig, rows_by_task: Sequence[Sequence[Row]]) -> dict[str, float]:
-  """mean@n with its standard error over tasks, and pass@k for powers of two (of tasks with k scorable ones)."""
+  """mean@n with its standard error over tasks, and pass@k for powers of two (over tasks with k scorable ones)."""
   by_task = [solved for rows in rows_by_task if (solved := _solved(suite, rows))]
   means = [mean(solved) for solved in by_task]
   accuracy = f'val-core/{suite.taskset}/acc/mean@{suite.samples}'
@@ -98,7 +98,7 @@ def sampled_metrics(suite: SuiteConfig, rows_by_task: Sequence[Sequence[Row]]) -
 
 
 def response_metrics(suite: SuiteConfig, rows: Sequence[Row]) -> dict[str, float]:
-  """Of all completions, greedy and sampled: how long, how many cut, how many without a score."""
+  """Length, truncated fraction and unscorable count over all completions, greedy and sampled."""
   prefix = f'val-aux/{suite.taskset}'
   scores = [row['score'] for row in rows if row['score'] is not None]
   return {
@@ -111,7 +111,7 @@ def response_metrics(suite: SuiteConfig, rows: Sequence[Row]) -> dict[str, float
 
 
 class Evaluator:
-  """Runs suites on whatever version the engine serves."""
+  """Runs suites on the version that the engine serves."""
 
   def __init__(
     self,
@@ -124,13 +124,13 @@ class Evaluator:
   ):
     """
     Args:
-      deadline_s: longest wait for another task of a suite to end.
+      deadline_s: longest wait for the next task of a suite to end.
     """
     self._workflow, self._scorers, self._rewards, self._events = workflow, scorers, rewards, events
     self._deadline_s = deadline_s
 
   async def run(self, suite: SuiteConfig, tasks: Sequence[Task]) -> tuple[dict[str, float], list[Row]]:
-    """(metrics, rows): metrics by their field names, rows as they are written to `evals/`."""
+    """Returns (metrics by key, rows as written to `evals/`)."""
     asked = self._events.request(Edge.SUITE, suite=suite.name, count=len(tasks))
     greedy = await self._attempts(suite, tasks, samples=1, sampling=Sampling(temperature=0.0), mode='greedy')
     metrics = greedy_metrics(suite, greedy)

@@ -1,6 +1,6 @@
-"""After each step: metrics, rollouts, the evaluation that is due, the commit; in this order: a commit holds them all.
+"""Keeper of a run: after each step writes metrics and rollouts, evaluates, then commits, so a commit covers them all.
 
-Every process calls it; what is written besides arrays is process 0's.
+Every process calls it; only process 0 writes anything besides arrays.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
 
 _WARN_EVERY = 20
-"""Steps between two notes on the same budget."""
+"""Minimum steps between warnings about the same budget."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Logs:
-  """What process 0 writes to, besides checkpoints."""
+  """Outputs of process 0, besides checkpoints, and what it needs to fill them."""
 
   metrics: MetricsWriter
   rollouts: RolloutsWriter
@@ -50,15 +50,15 @@ class Logs:
   suites: Sequence[tuple[SuiteConfig, Sequence[Task]]]
   token_text: Callable[[int], str]
   machine_metrics: Callable[[], dict[str, float]]
-  """Metrics of the process itself (heartbeat, compilations, decisions taken by a clock)."""
+  """Metrics of the process itself (heartbeat, compilations, clock decisions)."""
   mismatch: MismatchConfig = MismatchConfig()
   events: Events = SILENT
   files: Mapping[str, int] = dataclasses.field(default_factory=dict)
-  """Size in bytes of the files that the run has made and goes on reading, by their paths in the run directory."""
+  """Size in bytes of files that the run created and keeps reading, by path in the run directory."""
 
 
 class RunKeeper:
-  """The Keeper of a run."""
+  """Implements `Keeper` for a run."""
 
   def __init__(
     self,
@@ -77,11 +77,11 @@ class RunKeeper:
   ):
     """
     Args:
-      stop: a future of a signal number; an evaluation that is going on when it is set is given up.
-      logs: in process 0; None in the others.
-      generates: whether there are suites, for which the engine has to serve the policy.
+      stop: future of a signal number; setting it abandons a running evaluation.
+      logs: set in process 0; None in the others.
+      generates: whether there are suites, for which the engine must serve the policy.
       best: accuracy and step of the best evaluation so far.
-      base: digest of what the policy's adapters stand on, which is not committed; None without adapters.
+      base: digest of the base weights under the policy's adapters, which are not committed; None without adapters.
     """
     self._coordinator, self._device, self._phases = coordinator, device, phases
     self._publisher, self._checkpoints, self._attempt = publisher, checkpoints, attempt
@@ -89,15 +89,15 @@ class RunKeeper:
     self._base = base
     self._events = logs.events if logs is not None else SILENT
     self._warned: dict[str, int] = {}
-    """Budget to the step of its last note."""
+    """Budget to the step of its last warning."""
 
   async def start(self, state: LoopState, stage: Stage) -> LoopState:
-    """Makes the evaluation that is due before the first step, or that a signal had cut short."""
+    """Runs the evaluation due before the first step, or the one that a signal interrupted."""
     due = state.step == 0 or (state.step > stage.start and stage.evaluation_due(state.step))
     return await self._evaluate(state, stage) if due and not state.evaluated else state
 
   async def after_step(self, state: LoopState, stage: Stage, batch: Batch, updated: Updated) -> LoopState:
-    """Writes the step down; commits where its plan says so."""
+    """Records the step; evaluates and commits if its plan says so."""
     seconds = self._phases.take()
     if self._logs is not None:
       self._write(state, stage, batch, updated, seconds)
@@ -108,7 +108,7 @@ class RunKeeper:
     return state
 
   async def leave(self, state: LoopState, stage: Stage) -> None:
-    """Commits what is done, before the process ends for a signal."""
+    """Commits completed batches before the process ends on a signal."""
     if state.step not in self._checkpoints.steps() and state.step > 0:
       await self._commit(state, stage)
 
@@ -125,7 +125,7 @@ class RunKeeper:
       generated = sum(member.sample.response_len for member in taken.values())
       waited = seconds['gen'] - seconds.get('update_weights', 0.0)
       row['perf/trainer_idle_s'] = waited
-      if row.get('staleness/max') == 0:  # Otherwise it did not wait for all of them.
+      if row.get('staleness/max') == 0:  # Otherwise the trainer did not wait for all of them.
         row['perf/rollout_throughput'] = generated / waited
     row = logs.metrics.write(stage.name, state.step, row)
     if taken:
@@ -136,14 +136,14 @@ class RunKeeper:
     logs.progress.step(stage.name, state.step - stage.start, row)
 
   def _warn(self, step: int, stage: str, exceeded: Mapping[str, str]) -> None:
-    """Says which budgets the mismatch exceeds, at most once in `_WARN_EVERY` steps each."""
+    """Warns about each exceeded mismatch budget, at most once per `_WARN_EVERY` steps."""
     for budget, line in exceeded.items():
       if step - self._warned.get(budget, -_WARN_EVERY) >= _WARN_EVERY:
         self._warned[budget] = step
         self._logs.progress.note(f'step {step} ({stage}): {line}')
 
   async def _evaluate(self, state: LoopState, stage: Stage) -> LoopState:
-    """Publishes the version and measures it; gives up when a signal comes, and says so in the state."""
+    """Publishes and evaluates the version; a signal abandons the evaluation and is recorded in the state."""
     logs = self._logs
     if not self._generates:
       return dataclasses.replace(state, evaluated=True)
@@ -153,7 +153,7 @@ class RunKeeper:
     return dataclasses.replace(state, evaluated=not stop, stop=stop)
 
   async def _run_suites(self, logs: Logs, state: LoopState, stage: Stage) -> int:
-    """0, or the signal for which it was given up; nothing of it is written then, for all of it is to be repeated."""
+    """Returns 0, or the signal that interrupted it; then nothing is written, since all suites will be repeated."""
 
     async def measure():
       return [(suite, *await logs.evaluator.run(suite, tasks)) for suite, tasks in logs.suites]
@@ -166,7 +166,7 @@ class RunKeeper:
       logs.evals.write(stage.name, state.step, suite.name, rows)
       accuracy = metrics[f'val-core/{suite.taskset}/acc/greedy']
       logs.progress.note(f'evaluation {suite.name} at step {state.step} ({stage.name}): greedy accuracy {accuracy:.3f}')
-      # False for NaN, the accuracy of nothing scorable.
+      # False for NaN, the accuracy if nothing is scorable.
       if suite is logs.suites[0][0] and accuracy > (self._best[0] if self._best else -math.inf):
         self._best = (accuracy, state.step)
     return 0

@@ -1,4 +1,4 @@
-"""The one loop: publish, close a batch, annotate, update, keep. The same in every process, in every mode."""
+"""Main loop: publish, close a batch, annotate, update, keep; the same in every process and every mode."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from jaxrl_llm.runtime.phases import Phase, PhaseManager
 
 @dataclasses.dataclass(frozen=True)
 class LoopState:
-  """Where the run is."""
+  """Progress of the run."""
 
   learned: Learned
   step: int
   """Completed batches."""
   moved: int = 0
-  """The last of them that changed the policy, counted from 1; 0 = none in this attempt."""
+  """Index of the last batch that changed the policy, from 1; 0 = none in this attempt."""
   evaluated: bool = False
-  """Whether the evaluation that is due at `step` (if one is) has been made."""
+  """Whether the evaluation due at `step` (if any) has been made."""
   stop: int = 0
-  """The signal that the run is leaving for, else 0."""
+  """Signal that ends the run, else 0."""
 
 
 @runtime_checkable
 class Keeper(Protocol):
-  """Metrics, evaluation and commits; knows what of it is process 0's alone.
+  """Writes metrics, evaluates and commits; knows which of these only process 0 does.
 
-  An evaluation that a signal cuts short leaves `evaluated` False and the signal in `stop`.
+  An evaluation interrupted by a signal leaves `evaluated` False and the signal in `stop`.
   """
 
   async def start(self, state: LoopState, stage: Stage) -> LoopState: ...
@@ -51,12 +51,12 @@ class Keeper(Protocol):
 
 
 EnterStage = Callable[[Stage, LoopState], Awaitable[tuple[StageTrainer, LoopState]]]
-"""The stage's programs, and the state as the stage begins where it has not begun yet."""
+"""Returns the stage's programs and the state, prepared for the stage if it has not begun yet."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-  """What the loop is made of. `planner` and `batches` exist in process 0 only."""
+  """Components of the loop. `planner` and `batches` exist in process 0 only."""
 
   stages: tuple[Stage, ...]
   coordinator: Coordinator
@@ -74,11 +74,11 @@ class Parts:
 class Outcome:
   state: LoopState
   stop: int
-  """0 for a finished run, else the signal it left for."""
+  """0 for a finished run, else the signal that ended it."""
 
 
 async def run(parts: Parts, state: LoopState) -> Outcome:
-  """Runs what is left of the stages; of one that was left in its last evaluation, that evaluation."""
+  """Runs the remaining stages, including a final evaluation that was interrupted."""
   for stage in parts.stages:
     left = state.step < stage.end or (state.step == stage.end and not state.evaluated)
     if left and not state.stop:
@@ -115,7 +115,7 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
 async def take_step(
   phases: PhaseManager, trainer: StageTrainer, state: LoopState, plan: StepPlan, events: Events = SILENT
 ) -> tuple[LoopState, Batch, Updated]:
-  """What a plan alone decides: annotation and update. The arrays of `state` are donated."""
+  """Runs annotation and update, which the plan alone determines. Donates the arrays of `state`."""
   data = events.request(Edge.TRAINING_DATA, batch=state.step + 1, count=len(plan.rows))
   async with phases.enter(Phase.INFERENCE):
     batch = await trainer.annotate(state.learned, plan)
@@ -130,7 +130,7 @@ async def take_step(
 
 
 def pass_over(state: LoopState, plan: StepPlan) -> tuple[LoopState, Batch, Updated]:
-  """A batch that nothing is trained on: no advantages, and no logprobs but the sampler's."""
+  """Completes a batch without training: no advantages, and no logprobs but the sampler's."""
   rows = plan.rows
   batch = Batch(plan, Annotation(np.zeros(len(rows)), np.zeros(len(rows), bool), {}), [])
   unknown = {i: np.full(row.length, np.nan, np.float32) for i, row in enumerate(rows)}
@@ -139,18 +139,18 @@ def pass_over(state: LoopState, plan: StepPlan) -> tuple[LoopState, Batch, Updat
 
 
 async def publish(publisher: Publisher, state: LoopState, attempt: int) -> None:
-  """Brings the engine to the policy of `state`, under that step's version."""
+  """Publishes the policy of `state` to the engine as that step's version."""
   learned = state.learned
   await publisher.publish(learned.whole(learned.policy.params), Version(attempt, state.step), moved=state.moved)
 
 
 def _publication_due(parts: Parts, stage: Stage, step: int) -> bool:
-  """A resumed run publishes what it has, whatever is due: its engine serves nothing yet."""
+  """Whether to publish now; a resumed run always publishes first, since its engine serves nothing yet."""
   return (step - stage.start) % stage.publish_every == 0 or parts.publisher.served is None
 
 
 async def _close(parts: Parts, stage: Stage, step: int, batches: Batches | None) -> StepPlan:
-  """One plan, the same in every process."""
+  """Returns one plan, the same in every process."""
   if batches is None:
     return StepPlan.from_json(await parts.coordinator.broadcast(None))
   batches.advance(step, (parts.publisher.served.step if stage.explores else step) - stage.start)

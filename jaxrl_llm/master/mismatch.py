@@ -1,8 +1,8 @@
-"""How far the trainer's logprobs are from the sampler's: measured on the host in float64, and held against a budget.
+"""Mismatch of trainer and sampler logprobs: metrics, computed on the host in float64, and warning budgets.
 
-Both speak of the same tokens at the same temperature. Where the weights are the same too, what differs is how the two
-compute, and only that is held against the budget; older rollouts differ by what was learned since. Keys are
-verl's (`rollout_corr/`) and TRL's (`sampling/`); r is trainer − sampler, w = exp(r) with r bounded to ±20.
+Both logprobs are of the same tokens at the same temperature. With equal weights they differ only by numerics, and only
+that is held against the budget; older rollouts also differ by what was learned since. Keys are verl's
+(`rollout_corr/`) and TRL's (`sampling/`); r is trainer − sampler, w = exp(r) with r clipped to ±20.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxrl_llm.runtime.metrics import Max, Mean, Metric, Min
 
 OVER_BUDGET = 'run/mismatch_over_budget'
 _BOUND = 20.0
-"""Of a log ratio before it is exponentiated, as in verl."""
+"""Clip of a log ratio before exponentiation, as in verl."""
 
 _BUDGETS = {
   'warn_k3_kl': ('rollout_corr/k3_kl', 'nats per token'),
@@ -27,12 +27,12 @@ _BUDGETS = {
 """Field of MismatchConfig to the metric that it bounds, and its unit."""
 
 Pair = tuple[Float[np.ndarray, '...'], Float[np.ndarray, '...']]
-"""Logprobs of one sample's trained, sampled tokens, as many of both: the trainer's before the batch, the sampler's."""
+"""Logprobs of one sample's trained, sampled tokens, of equal length: the trainer's before the batch, the sampler's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MismatchConfig:
-  """From which mismatch on a step is warned about and counted."""
+  """Mismatch budgets above which a step is warned about and counted."""
 
   warn_k3_kl: float = 1e-2
   """`rollout_corr/k3_kl`, nats per token."""
@@ -47,14 +47,14 @@ class MismatchConfig:
 
 
 def mismatch_metrics(pairs: Sequence[Pair]) -> dict[str, Metric]:
-  """The mismatch over all tokens of a batch, and over its sequences; nothing where no token was sampled.
+  """Mismatch over the tokens and over the sequences of a batch; empty if no token was sampled.
 
-  `rollout_is_eff_sample_size` is (Σw)² / (N Σw²), in (0, 1]; it is a number of the whole batch and does not merge.
+  `rollout_is_eff_sample_size` is (Σw)² / (N Σw²), in (0, 1]; it describes the whole batch and does not merge.
   """
   pairs = [(np.asarray(t, np.float64), np.asarray(b, np.float64)) for t, b in pairs if len(t)]
   if not pairs:
     return {}
-  # A trainer that is broken (NaN, infinity) is to be reported, not to print warnings.
+  # A broken trainer (NaN, infinity) shows in the metrics; NumPy need not warn as well.
   with np.errstate(invalid='ignore', over='ignore'):
     return _of_tokens(np.concatenate([t - b for t, b in pairs])) | _of_sequences(pairs)
 
@@ -68,7 +68,7 @@ def _of_tokens(r: Float[np.ndarray, 'tokens']) -> dict[str, Metric]:
     **{f'sampling/importance_sampling_ratio/{kind}': metric for kind, metric in weights.items()},
     'rollout_corr/rollout_is_eff_sample_size': Mean(float(w.sum() ** 2 / (len(w) * (w**2).sum())), 1),
     'rollout_corr/kl': _mean(-r),
-    # Differences are often below 1e-6, where exp(r) - r - 1 is nothing but rounding.
+    # Differences are often below 1e-6, where exp(r) - r - 1 is only rounding error.
     'rollout_corr/k3_kl': _mean(np.expm1(bounded) - r),
     'rollout_corr/chi2_token': _mean(np.expm1(2.0 * bounded)),
     'sampling/sampling_logp_difference/mean': _mean(size),
@@ -93,10 +93,10 @@ def _mean(values: Float[np.ndarray, '...']) -> Mean:
 
 
 def over_budget(config: MismatchConfig, values: Mapping[str, float]) -> dict[str, str]:
-  """One line for each budget that a step exceeds, by the budget's name; NaN exceeds any.
+  """Returns one line per budget that a step exceeds, by budget name; NaN exceeds any.
 
   Args:
-    values: resolved metrics of the step; what was not measured exceeds nothing.
+    values: resolved metrics of the step; missing ones exceed nothing.
   """
   lines = {}
   for name, (key, unit) in _BUDGETS.items():

@@ -1,7 +1,7 @@
-"""Rollouts that another run stored, as static data of this one: taken over once, then drawn in passes.
+"""Rollouts of another run as static data of this one: imported once, then drawn in passes.
 
-A run that learns from them is whole without the other: `data/<stage>.arrayrecord` has the samples, and beside it a JSON
-file has the groups, with the rewards that processors had made.
+Afterwards this run does not need the other: `data/<stage>.arrayrecord` holds the samples, and a JSON file beside it the
+groups, with their processed rewards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxrl_llm.tasks.selectors import Passes
 
 
 def write_recorded(workdir: pathlib.Path, file: str, groups: Sequence[Sequence[Chosen]]) -> None:
-  """Takes groups over into `file`, relative to the run directory; it is there whole or not at all."""
+  """Writes groups to `file`, relative to the run directory; the file appears complete or not at all."""
   path = workdir / file
   rows, samples = [], []
   for group in groups:
@@ -42,7 +42,7 @@ def write_recorded(workdir: pathlib.Path, file: str, groups: Sequence[Sequence[C
     out.flush()
     os.fsync(out.fileno())
   unfinished.replace(_groups_file(path))
-  # The samples come last: where they are, the groups are.
+  # Samples are written last: if they exist, so do the groups.
   write_segment(path.parent, path.name, samples)
 
 
@@ -62,7 +62,7 @@ def _recorded(scored: Scored, file: str, index: int) -> dict[str, Any]:
     reward=reward.value,
     is_expert=False,
     truncated=sample.finish_reason == Finish.LENGTH,
-    version_step=-1,  # None of this run's.
+    version_step=-1,  # No version of this run.
     correct=reward.correct,
     turn_rewards=reward.turn_values,
     trajectory=sample.trajectory_id if sample.trajectory_id != sample.uid else '',
@@ -73,14 +73,14 @@ def _recorded(scored: Scored, file: str, index: int) -> dict[str, Any]:
 
 
 class RecordedGroups:
-  """What was taken over, to be read in any order."""
+  """Imported groups, with random access."""
 
   def __init__(self, workdir: pathlib.Path, file: str, *, tasks: Mapping[str, Task], text: Callable[[Sample], str]):
     """
     Args:
-      file: of `write_recorded`.
+      file: as given to `write_recorded`.
       tasks: by uid.
-      text: what the policy said in a sample.
+      text: returns a sample's completion.
     """
     recorded = json.loads(_groups_file(workdir / file).read_text())
     self._members = [
@@ -100,7 +100,7 @@ class RecordedGroups:
     return [self._members[i][0] for i in self._groups[group]]
 
   def recall(self, rows: Sequence[Row]) -> dict[str, Scored]:
-    """The rollouts that these rows are made from, by uid. Raises UserError if a task is not there any more."""
+    """Returns the rollouts behind these rows, by uid. Raises UserError if a task no longer exists."""
     samples, known = self._reader.read([(self._name, row.index) for row in rows]), {}
     for row, sample in zip(rows, samples, strict=True):
       if sample.task_id not in self._tasks:
@@ -121,7 +121,7 @@ class RecordedGroups:
 
 
 class RecordedBatches:
-  """Implements `Batches`: whole groups, each once in every pass, in a new order each time."""
+  """Implements `Batches`: whole groups, each once per pass, reshuffled in every pass."""
 
   explores = False
   held_out: tuple[Row, ...] = ()
@@ -130,7 +130,7 @@ class RecordedBatches:
     """
     Args:
       groups: at least `count`.
-      count: groups of a batch.
+      count: groups per batch.
     """
     self._groups, self._count, self._events = groups, count, events
     self._order = Passes(range(len(groups)), seed=seed)
@@ -147,7 +147,7 @@ class RecordedBatches:
   async def next(self, step: int) -> tuple[list[Row], dict[str, int]]:
     asked = self._events.request(Edge.FETCH, source='recorded')
     numbers: dict[int, None] = {}
-    while len(numbers) < self._count:  # One that ends a pass and begins the next is drawn once.
+    while len(numbers) < self._count:  # A group that ends a pass and begins the next is drawn once.
       numbers[self._order.next()[0]] = None
     rows = [row for number in numbers for row in self._groups.rows(number)]
     self._taken = await asyncio.to_thread(self._groups.recall, rows)

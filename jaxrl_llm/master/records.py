@@ -1,4 +1,4 @@
-"""What a finished step is written down as: its metrics and its rollouts."""
+"""Records of a finished step: its metrics and its rollout rows."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, mean_of, resolve, sprea
 def step_metrics(
   batch: Batch, updated: Updated, taken: Mapping[str, Scored], budgets: MismatchConfig
 ) -> tuple[dict[str, float], dict[str, str]]:
-  """All that a step's row says of the plan, its samples and the policy; the rest of it are times and the host's own.
+  """Returns a step's metrics of plan, samples and policy, that is without timings and host metrics.
 
-  And, by budget, a line on each that the mismatch of fresh rollouts exceeds.
+  Also returns a line per budget, by name, that the mismatch of fresh rollouts exceeds.
   """
   row, exceeded = resolve(updated.metrics | batch_metrics(batch, taken)), {}
   if taken:
@@ -33,7 +33,7 @@ def step_metrics(
 
 
 def batch_metrics(batch: Batch, taken: Mapping[str, Scored]) -> dict[str, Metric]:
-  """Lengths, rewards and packing of a closed batch; all of it a function of the plan and its samples."""
+  """Length, reward and packing metrics of a closed batch; a function of the plan and its samples."""
   plan = batch.plan
   rows = [row for row in plan.rows if row.uid in taken] if taken else list(plan.rows)
   lengths = [row.length - row.prompt_len for row in rows]
@@ -55,7 +55,7 @@ def batch_metrics(batch: Batch, taken: Mapping[str, Scored]) -> dict[str, Metric
     metrics |= spread('critic/score', scores) | spread('critic/rewards', rewards)
     metrics |= spread('staleness', [plan.step - row.version_step for row in rows if row.version_step >= 0])
     metrics |= _advantage_metrics(batch) | _scorer_metrics(taken)
-    # Most left before the batch was closed, where the algorithm does not see them.
+    # Most were dropped before the batch was closed, so the algorithm never sees them.
     unscorable = len(rows) - len(scores) + plan.counts.get('dropped/unscorable', 0)
     metrics |= {'num_unscorable': Sum(unscorable), **{f'run/{name}': Sum(n) for name, n in plan.counts.items()}}
   return metrics
@@ -67,7 +67,7 @@ def _turns(sample: Sample) -> int:
 
 
 def _advantage_metrics(batch: Batch) -> dict[str, Metric]:
-  """Mean per trained token, as the field counts them; extremes over the tokens of the batch."""
+  """Advantage metrics: mean per trained token, as is customary; extremes over the tokens of the batch."""
   values, weights = [], []
   for row, advantage, in_loss in zip(batch.plan.rows, batch.annotation.advantages, batch.annotation.in_loss):
     if in_loss and not row.is_expert:
@@ -93,12 +93,12 @@ def _scorer_metrics(taken: Mapping[str, Scored]) -> dict[str, Metric]:
 
 
 def logprob_pairs(batch: Batch, updated: Updated, taken: Mapping[str, Scored], *, fresh: bool = False) -> list[Pair]:
-  """Of each rollout's trained, sampled tokens: the logprobs before the batch, the trainer's and the sampler's.
+  """Logprobs of each rollout's trained, sampled tokens: the trainer's before the batch, and the sampler's.
 
-  Rows whose logprobs an update of the batch has already moved are left out.
+  Omits rows whose logprobs were computed after an update of the batch.
 
   Args:
-    fresh: only of rollouts of the policy that the batch updates: what differs there is how the two compute.
+    fresh: only rollouts of the policy that the batch updates, which differ by numerics alone.
   """
   pairs = []
   for i in _rollouts(batch, taken):
@@ -111,7 +111,7 @@ def logprob_pairs(batch: Batch, updated: Updated, taken: Mapping[str, Scored], *
 
 
 def _rollouts(batch: Batch, taken: Mapping[str, Scored]) -> list[int]:
-  """Row numbers of the rollouts, each sample once, although a batch may name one in several pairs."""
+  """Row numbers of the rollouts, each sample once, even if a batch has it in several pairs."""
   first: dict[str, int] = {}
   for i, row in enumerate(batch.plan.rows):
     if row.uid in taken:
@@ -152,7 +152,7 @@ def _rollout_row(
     'truth': scored.task.truth,
     'tokens': [token_text(int(t)) for t in token_ids],
     'token_ids': token_ids,
-    # Null where no sampler drew the token: 0 would read as a certain one.
+    # Null where no sampler drew the token: 0 would read as probability 1.
     'behaviour_logprobs': np.where(sample.sampled, sample.behaviour_logprobs, np.nan)[after],
     # Null where none was computed.
     'trainer_logprobs': np.where(sample.loss_mask, logprobs, np.nan)[after],

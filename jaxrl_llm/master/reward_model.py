@@ -1,4 +1,4 @@
-"""A trained reward model that scores answers as they come: packed, on a mesh, compiled once."""
+"""Trained reward model that scores answers as they arrive: packed, on a mesh, compiled once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxrl_llm.parallel.rules import sharding_of_batch
 
 
 class RewardModel:
-  """Sequences to scores: hidden · kernel at each one's last token, as `…ForSequenceClassification` has it."""
+  """Maps sequences to scores: hidden · kernel at the last token, as in `…ForSequenceClassification`."""
 
   def __init__(
     self, model: Model, params: Params, mesh: Mesh, *, max_length: int, sequences: int = 32, chunks_per_rank: int = 8
@@ -31,10 +31,10 @@ class RewardModel:
     """
     Args:
       model: with a 'scalar' head.
-      params: of it, on the mesh.
+      params: parameters of `model`, on the mesh.
       max_length: tokens of the longest sequence.
-      sequences: of one pass, at most.
-      chunks_per_rank: of a micro-batch; where the sequences are short, each holds several.
+      sequences: maximum per pass.
+      chunks_per_rank: maximum per micro-batch; each holds several sequences if they are short.
     """
     if model.spec.head != 'scalar':
       raise UserError(
@@ -49,7 +49,7 @@ class RewardModel:
     self._score = build_score(model, mesh, token_chunk=chunk_len)
 
   def __call__(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-    """Of at most `sequences` of at most `max_length` tokens each, in their order."""
+    """Returns the scores, in order, of up to `sequences` sequences of up to `max_length` tokens each."""
     if not 0 < len(sequences) <= self.sequences:
       raise ValueError(f'{len(sequences)} sequences, wanted 1 … {self.sequences}')
     shape = self._shape
@@ -68,10 +68,10 @@ class RewardModel:
 
 
 class Batcher:
-  """Scores sequences of many callers together: those that wait when the model is free make its next pass.
+  """Scores sequences of many callers together: those waiting when the model becomes free form its next pass.
 
   Attributes:
-    passes: of the model, so far.
+    passes: number of passes so far.
   """
 
   def __init__(self, model: RewardModel, device: DeviceThread):
@@ -81,7 +81,7 @@ class Batcher:
     self.passes = 0
 
   async def score(self, sequence: Sequence[int]) -> float:
-    """Raises UserError for a sequence that is too long."""
+    """Scores one sequence. Raises UserError if it is empty or too long."""
     if not 0 < len(sequence) <= self._model.max_length:
       raise UserError(f'{len(sequence)} tokens with the prompt, the reward model takes up to {self._model.max_length}')
     future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
@@ -90,13 +90,13 @@ class Batcher:
     return await future  # wait pass: the client's deadline, whose end cancels this
 
   async def run(self) -> None:
-    """Serves until it is cancelled."""
+    """Serves requests until cancelled."""
     while True:
-      await self._work.wait()  # wait request: none, a service waits for its next
+      await self._work.wait()  # wait request: none, a service waits for its next request
       batch, self._waiting = self._waiting[: self._model.sequences], self._waiting[self._model.sequences :]
       if not self._waiting:
         self._work.clear()
-      batch = [(sequence, future) for sequence, future in batch if not future.done()]  # Callers that went away.
+      batch = [(sequence, future) for sequence, future in batch if not future.done()]  # Skips callers that gave up.
       if not batch:
         continue
       scores = await self._device.run(self._model, [sequence for sequence, _ in batch])

@@ -1,4 +1,4 @@
-"""What a stage does with a closed plan on the devices: annotate, then update. Runs alike in every process."""
+"""Device work of a stage on a closed plan: annotate, then update; the same in every process."""
 
 from __future__ import annotations
 
@@ -30,40 +30,40 @@ from jaxrl_llm.runtime.phases import PhaseManager
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-  """One stage as every process knows it."""
+  """Description of one stage, the same in every process."""
 
   name: str
   start: int
-  """Completed batches of the run when it begins."""
+  """Completed batches of the run when the stage begins."""
   end: int
   algorithm: Algorithm
   optimizer: optax.GradientTransformation
   optimizer_config: OptimizerConfig
   keep_optimizer: bool
-  """Go on with the optimizer of the stage before."""
+  """Whether to continue with the optimizer state of the previous stage."""
   critic_optimizer: optax.GradientTransformation | None = None
   critic_optimizer_config: OptimizerConfig | None = None
-  """Both where the algorithm has a critic."""
+  """Both set if the algorithm has a critic."""
   shape: Shape
   token_chunk: int
   minibatches: int
   epochs: int
   evaluate_every: int | None
-  """Steps between evaluations inside the stage; one more is made at its end."""
+  """Steps between evaluations within the stage; another one follows at its end."""
   explores: bool
   """Whether its batches are the policy's own rollouts."""
   recorded: bool = False
-  """Whether they are rollouts of another run."""
+  """Whether its batches are rollouts of another run."""
   trains: bool = True
-  """Whether its batches update anything; else they are only stored."""
+  """Whether its batches update anything; otherwise they are only stored."""
   publish_every: int = 1
-  """Batches between two publications of the policy to the engine."""
+  """Batches between publications of the policy to the engine."""
   held_out: str | None = None
-  """Name of the preferences that it is measured on at evaluations."""
+  """Name of the preferences that evaluations measure the policy on."""
 
   @property
   def updates(self) -> int:
-    """Optimizer steps of the policy."""
+    """Number of optimizer steps of the policy."""
     return self.critic_updates - self.algorithm.critic_warmup * self.minibatches * self.epochs
 
   @property
@@ -71,7 +71,7 @@ class Stage:
     return (self.end - self.start) * self.minibatches * self.epochs
 
   def evaluation_due(self, done: int) -> bool:
-    """Whether the policy after `done` batches of the run is to be evaluated."""
+    """Whether an evaluation is due after `done` batches of the run."""
     every = self.evaluate_every
     return done == self.end or (every is not None and (done - self.start) % every == 0)
 
@@ -87,35 +87,35 @@ class Batch(NamedTuple):
 class Updated(NamedTuple):
   metrics: dict[str, Metric]
   logprobs: dict[int, Any]
-  """By row number of the plan: logprobs of the tokens that the sample trains on, under the policy before the batch.
+  """By plan row number: logprobs of the sample's trained tokens under the policy before the batch; 0 elsewhere.
 
-  0 elsewhere; rows that the loss leaves out have theirs.
+  Includes rows left out of the loss.
 
-  Of `late` rows: under the policy before the optimizer step that came to them first.
+  For `late` rows: under the policy before the first optimizer step on them.
   """
   moved: bool
-  """Whether the policy has changed."""
+  """Whether the policy changed."""
   late: frozenset[int] = frozenset()
-  """Rows whose logprobs are of the policy after an update of the batch."""
+  """Rows whose logprobs were computed after an update of the batch."""
 
 
 class Roles(NamedTuple):
-  """The models of a stage, besides the policy whose state it trains."""
+  """Models of a stage, without their parameters."""
 
   model: Model
-  """The policy's (or the reward model's that is trained in its place)."""
+  """Model of the policy, or the reward model trained in its place."""
   critic: Model | None
 
 
 def value_pass(stage: Stage, critic: Model, mesh: Mesh) -> Score | Value:
-  """The critic's pass before a batch, with the values after each token where the algorithm reads them."""
+  """Builds the critic's pass before a batch, with the values after each token if the algorithm reads them."""
   if 'next_values' in stage.algorithm.on_host:
     return build_value(critic, mesh)
   return build_score(critic, mesh, token_chunk=stage.token_chunk)
 
 
 class StageTrainer:
-  """The compiled programs of one stage, and the order in which they run."""
+  """Compiled programs of one stage, and the order in which they run."""
 
   def __init__(
     self,
@@ -130,10 +130,10 @@ class StageTrainer:
   ):
     """
     Args:
-      learned: what `update` will be called with; gives the shardings.
+      learned: state that `update` will be called with; gives the shardings.
     """
     self._stage, self._loader, self._device, self._phases = stage, loader, device, phases
-    # What is computed is dealt over the devices; each process has to hold all of what it reads on the host.
+    # Results are sharded over the devices; each process needs a full copy of what it reads on the host.
     self._whole = jax.jit(lambda x: x, out_shardings=replicated(mesh))
     self._score: Score = build_score(roles.model, mesh, token_chunk=stage.token_chunk)
     algorithm = stage.algorithm
@@ -171,7 +171,7 @@ class StageTrainer:
       )
 
   def _on_policy(self) -> tuple[str, ...]:
-    """Fields that are the logprobs of the policy as its one update of the batch finds it."""
+    """Logprob fields that the batch's only update computes itself, as they are of the policy before it."""
     if self._stage.minibatches * self._stage.epochs > 1:
       return ()
     reads = self._stage.algorithm.reads
@@ -179,9 +179,9 @@ class StageTrainer:
     return tuple(name for name, is_own in own.items() if is_own)
 
   async def annotate(self, learned: Learned, plan: StepPlan) -> Batch:
-    """The rows on the devices, the forward passes that plan and algorithm ask for, and advantages.
+    """Loads the rows, runs the forward passes that plan and algorithm require, and computes advantages.
 
-    Passes are made once over the rows, in the first epoch's packing, and hold for all epochs.
+    Passes run once over the rows, in the first epoch's packing, and hold for all epochs.
     """
     stage, algorithm = self._stage, self._stage.algorithm
     steps = [
@@ -210,7 +210,7 @@ class StageTrainer:
     return Batch(plan, annotation, steps)
 
   def _passed(self, plan: StepPlan) -> set[str]:
-    """Fields of Chunks that passes before the update fill."""
+    """Fields of Chunks filled by passes before the update."""
     reads = self._stage.algorithm.reads
     fields = {
       'proximal_logprobs': plan.proximal,
@@ -222,7 +222,7 @@ class StageTrainer:
   async def _passes(
     self, learned: Learned, plan: StepPlan, packed: PackedStep
   ) -> tuple[PackedStep, Float[Array, 'micro chunks time'] | None]:
-    """The step with what the passes give, and the critic's values after each token, where they are asked for."""
+    """Returns the step with the passes' results, and the critic's values after each token if required."""
     chunks, passed, next_values = packed.chunks, self._passed(plan), None
     if 'proximal_logprobs' in passed:
       with self._phases.timed('old_log_prob'):
@@ -244,7 +244,7 @@ class StageTrainer:
     return packed._replace(chunks=chunks), next_values
 
   def _column(self, arrays: list[jax.Array], plan: StepPlan, steps: list[PackedStep]) -> list[np.ndarray]:
-    """One array `[micro, chunks, time]` of each step, per row of the plan, in every process."""
+    """Splits one `[micro, chunks, time]` array per step into one array per row of the plan, in every process."""
     found: dict[int, np.ndarray] = {}
     for array, packed in zip(arrays, steps, strict=True):
       lengths = [plan.rows[i].length for i in packed.rows]
@@ -252,7 +252,7 @@ class StageTrainer:
     return [found[i] for i in range(len(plan.rows))]
 
   async def update(self, learned: Learned, batch: Batch) -> tuple[Learned, Updated]:
-    """All optimizer steps of the batch; the states in `learned` are donated.
+    """Runs all optimizer steps of the batch; donates the states in `learned`.
 
     Raises:
       RunError: after `max_skipped_updates` unusable gradients in a row.
@@ -297,16 +297,16 @@ class StageTrainer:
   async def _apply(
     self, update: Update, state: TrainState, packed: PackedStep, constants: Constants, base: Params | None = None
   ):
-    """One optimizer step of one role, and its report; the report's outputs stay on the devices."""
+    """Runs one optimizer step of one role; the outputs of its report stay on the devices."""
     state, report = await self._device.run(update, state, packed.chunks, packed.used, constants, base)
     told = await self._device.run(jax.device_get, report._replace(outputs=None))
     return state, told._replace(outputs=report.outputs)
 
   async def _measured(self, learned: Learned, plan: StepPlan, constants: Constants) -> dict[str, Metric]:
-    """The loss and its statistics on the plan's held-out rows."""
+    """Loss and its statistics on the plan's held-out rows."""
     units, shape = units_of(plan.held_out), self._stage.shape
     unit = max(map(len, units))
-    # As many as have room in the arrays of a training step, whatever their lengths.
+    # As many as fit into the arrays of a training step, whatever their lengths.
     at_once = shape.ranks * max(1, min(shape.micro_batches * (shape.chunks // unit), shape.segments // unit))
     parts = [units[i : i + at_once] for i in range(0, len(units), at_once)]
     held_out = dataclasses.replace(
@@ -324,7 +324,7 @@ class StageTrainer:
     return {f'val-core/{self._stage.held_out}/{name.removeprefix("actor/")}': value for name, value in found.items()}
 
   def _refreshed(self, learned: Learned, done: int) -> Learned:
-    """With the reference of the batch after `done` batches of the run."""
+    """Returns the state with the reference due after `done` batches of the run."""
     rule = self._stage.algorithm.reference
     if 'reference' not in self._stage.algorithm.reads:
       return learned
@@ -357,7 +357,8 @@ def _report_metrics(report: Report) -> dict[str, Metric]:
 
 
 def _scalars(constants: Constants) -> dict[str, np.float32]:
-  """As arrays, so that another value compiles nothing."""
+  """Constants as arrays, so that a new value does not recompile."""
+
   return {name: np.float32(value) for name, value in constants.items()}
 
 

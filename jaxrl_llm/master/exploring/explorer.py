@@ -1,10 +1,10 @@
-"""Tasks to rollouts to scores to the store: groups, in the order in which the gate let them start.
+"""Explorer: takes groups from tasks to rollouts, scores and the store, in the order in which the gate admits them.
 
 Invariant: every issued sample reaches one state in the store (admitted, or dropped with a reason), and a closed batch
 is a function of which groups started and what they scored, never of which ended first.
 
-At a bound above 0 groups are in flight when a commit is made: their numbers are in its state. A resumed explorer takes
-those that had ended by then from the store, and runs the others again.
+With a bound above 0, groups are in flight at a commit, and its state lists them. A resumed explorer takes those that
+had ended by then from the store and runs the others again.
 """
 
 from __future__ import annotations
@@ -47,42 +47,42 @@ _TIMEOUT, _STRAGGLER = 'timeout', 'straggler'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExplorerConfig:
-  """How a stage explores; every number states its unit."""
+  """Exploration settings of a stage."""
 
   groups_per_batch: int
-  """Tasks of a batch."""
+  """Tasks per batch."""
   group_size: int = 8
-  """Samples of a task."""
+  """Samples per task."""
   temperature: float = 1.0
   processors: tuple[tuple[str, Processor], ...] = ()
-  """By name, in order: what is made of a finished group."""
+  """(name, processor) pairs that run, in order, on a finished group."""
   selection: SelectionConfig = SelectionConfig()
-  """What of a group is learned from."""
+  """Which samples of a group are trained on."""
   max_dropped_groups: int = 100
-  """Groups dropped (nothing of them scorable, or selected) while one batch is collected; one more ends the run."""
+  """Maximum groups dropped (nothing scorable, or selected) while collecting one batch; one more ends the run."""
   limits: TaskLimits = TaskLimits()
   collect_deadline_s: float = 3600.0
-  """Longest wait for a batch."""
+  """Longest wait for a batch, in seconds."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Group:
-  """A group that has started and that no batch has taken."""
+  """Started group that no batch has taken yet."""
 
   task: Task
   visit: int
   chosen: list[Chosen] | None = None
-  """What may enter a batch; None until the group has ended."""
+  """Members that may enter a batch; None until the group has ended."""
   rolled_out: float = 0.0
-  """When the last of its samples had ended; 0 where that was before this start."""
+  """Monotonic time at which its last sample ended; 0 if that was before this start of the run."""
   scored: float = 0.0
 
 
 class Explorer:
-  """Keeps as many groups in flight as the gate admits, and hands out closed batches.
+  """Keeps as many groups in flight as the gate admits, and returns closed batches.
 
   Attributes:
-    clock_decisions: tries of groups that were ended by `TaskLimits`.
+    clock_decisions: number of group tries that `TaskLimits` ended.
   """
 
   def __init__(
@@ -101,7 +101,7 @@ class Explorer:
   ):
     """
     Args:
-      earlier: stages of the run before this one; the visits of a task go on from theirs.
+      earlier: previous stages of the run; visit numbers of a task continue from theirs.
     """
     self._config, self._stage, self._earlier = config, stage, earlier
     self._workflow, self._sampler, self._scorers, self._rewards = workflow, sampler, scorers, rewards
@@ -111,16 +111,16 @@ class Explorer:
     self._started = 0
     self.clock_decisions = 0
     self._groups: dict[int, _Group] = {}
-    """By number, in the order of start."""
+    """By group number, in order of start."""
     self._visits: dict[str, int] = {}
-    """By prompt, the visits of earlier stages. A visit that came again would draw the same noise."""
+    """Visits by earlier stages, by prompt. A repeated visit number would draw the same noise."""
     self._handed_out: set[str] = set()
-    """Names of the groups of a batch that is not completed yet."""
+    """Names of the groups in a batch that is not completed yet."""
     self._outcomes: dict[int, tuple[str, int, int]] = {}
-    """By number, of groups that have ended: the task, how many attempts succeeded, how many there were."""
+    """By number of an ended group: task uid, correct samples, scorable samples."""
     self._scoring_s = 0.0
     self._durations: collections.deque[float] = collections.deque(maxlen=4 * config.groups_per_batch)
-    """Seconds of the groups that ended last."""
+    """Durations, in seconds, of the groups that ended last."""
     self._clock = IdleClock()
     self._progress = asyncio.Event()
     self._counts: collections.Counter[str] = collections.Counter()
@@ -128,9 +128,9 @@ class Explorer:
 
   @contextlib.asynccontextmanager
   async def running(self) -> AsyncIterator[None]:
-    """Explores while the block runs; what is in flight at its end is given up, and dropped with that reason.
+    """Explores while the block runs; drops samples in flight at its end with reason 'given up'.
 
-    A signal's commit is made first, so that a run that is started again still has it.
+    The commit for a signal comes first, so a restarted run still has them.
     """
     self._clock = IdleClock()
     if self._earlier:
@@ -151,21 +151,21 @@ class Explorer:
         self._events.message(Edge.DROP, group=group, reason='given up')
 
   def advance(self, step: int, served: int) -> None:
-    """`step` batches of the run are complete; the engines serve the weights after `served` batches of this stage."""
+    """Records that `step` batches of the run are complete, and `served` of this stage are in the engines' weights."""
     self.completed(step)
     self._gate.advance(served)
 
   def completed(self, step: int) -> None:
-    """What is written from here on comes after `step` completed batches."""
+    """Stamps store changes from here on with `step` completed batches."""
     self._step, self._handed_out = step, set()
 
   async def collect(self) -> tuple[list[Chosen], dict[str, int]]:
-    """The next batch: its chosen samples in the order of issue, and what was counted on the way.
+    """Returns the next batch: its chosen samples in order of issue, and the counters of its collection.
 
     Raises:
-      WaitExpired: at `collect_deadline_s`.
-      RunError: when too many groups come of which nothing can be learned.
-      Exception: what ended the exploring: the engine's or a scorer's own error.
+      WaitExpired: after `collect_deadline_s`.
+      RunError: more than `max_dropped_groups` groups were dropped.
+      Exception: the error of the engine or a scorer that ended exploration.
     """
     ready = asyncio.ensure_future(
       bounded(
@@ -178,11 +178,11 @@ class Explorer:
       )
     )
     try:
-      # wait collect: that of `ready`
+      # wait collect: the bound of `ready`
       await asyncio.wait({ready, self._running}, return_when=asyncio.FIRST_COMPLETED)
-      await (ready if ready.done() else self._running)  # wait collect: it is there
+      await (ready if ready.done() else self._running)  # wait collect: none, it is done
     finally:
-      ready.cancel()  # without effect on one that is done
+      ready.cancel()  # no effect if it is done
     first = self._first()
     self._tell(first[-1])
     groups = [self._groups.pop(number) for number in first]
@@ -193,24 +193,24 @@ class Explorer:
     return batch, counts
 
   def _tell(self, last: int) -> None:
-    """Tells the sampler what became of the groups up to number `last`, in their order; all of them have ended.
+    """Reports the outcomes of groups up to number `last`, all of them ended, to the sampler in order.
 
-    With a bound of 0 nothing is drawn meanwhile. Above it, groups that replace dropped ones of a later batch are drawn
-    before or after this, as time has it.
+    With a bound of 0 nothing is drawn meanwhile. Above it, timing decides whether replacements for dropped groups of a
+    later batch are drawn before or after this.
     """
     for number in sorted(number for number in self._outcomes if number <= last):
       self._sampler.feedback(*self._outcomes.pop(number))
 
   def _first(self) -> list[int]:
-    """Numbers of the groups that make the next batch, as far as they have started."""
+    """Numbers of the next batch's groups, as far as they have started."""
     return list(itertools.islice(self._groups, self._config.groups_per_batch))
 
   async def _batch_ready(self) -> None:
-    # The first that started, not the first that ended: fast groups would bias the batch to short answers.
+    # First started, not first ended: fast groups would bias the batch towards short answers.
     ended = lambda number: self._groups[number].chosen is not None
     while len(first := self._first()) < self._config.groups_per_batch or not all(map(ended, first)):
       self._progress.clear()
-      await self._progress.wait()  # wait collect: from outside
+      await self._progress.wait()  # wait collect: bounded by the caller
 
   async def _explore(self) -> None:
     try:
@@ -248,16 +248,16 @@ class Explorer:
     ]
 
   def take_scoring(self) -> float:
-    """Seconds since the last call for which batches waited for scores after their last rollout had ended."""
+    """Seconds, since the previous call, that batches waited for scores after their last rollout ended."""
     seconds, self._scoring_s = self._scoring_s, 0.0
     return seconds
 
   def take_idle(self) -> float:
-    """Seconds since the last call in which no group was under way."""
+    """Seconds, since the previous call, without a group in progress."""
     return self._clock.take() if self._running is not None else 0.0
 
   def state(self) -> Any:
-    """JSON: the groups that are in flight, or have ended and wait for their batch. Empty at a bound of 0."""
+    """JSON state: groups in flight, and ended groups that wait for their batch. Empty at a bound of 0."""
     groups = [
       {'number': number, 'task': group.task.uid, 'visit': group.visit, 'ended': group.chosen is not None}
       for number, group in self._groups.items()
@@ -266,7 +266,7 @@ class Explorer:
     return {'started': self._started, 'groups': groups, 'outcomes': outcomes, 'counts': dict(self._counts)}
 
   def restore(self, state: Any) -> None:
-    """Goes on from a state whose commit the store has been taken back to; before `running`."""
+    """Continues from the state of the commit that the store was recovered to; call before `running`."""
     self._started, self._counts = state['started'], collections.Counter(state['counts'])
     self._outcomes = {number: tuple(outcome) for number, *outcome in state['outcomes']}
     for group in state['groups']:
@@ -275,15 +275,15 @@ class Explorer:
       self._groups[group['number']] = _Group(task=task, visit=visit, chosen=chosen)
 
   def stored(self, task: Task, visit: int) -> list[Chosen]:
-    """What had been chosen of a group, from the store."""
+    """Reads the chosen samples of a group from the store."""
     return self.recall([row.uid for row in self._issued(task, visit)])
 
   def recall(self, uids: Sequence[str]) -> list[Chosen]:
-    """What had been chosen among these samples, from the store."""
+    """Reads the chosen ones among these samples from the store."""
     return recall(self._store, uids, tasks=self._sampler.task, text=self._workflow.text, rewards=self._rewards)
 
   async def _group(self, number: int, task: Task, visit: int) -> None:
-    """One group from rollout to admission, or to its being given up."""
+    """Takes one group from rollout to admission, or gives it up."""
     with self._clock.busy():
       for tried in range(self._config.limits.retries + 1):
         (given_up, seconds), begun = self._limit(), time.monotonic()
@@ -302,7 +302,7 @@ class Explorer:
     self._admit(number, members)
 
   def _limit(self) -> tuple[str, float | None]:
-    """Why a group that starts now would be given up, and after how many seconds."""
+    """Reason and limit, in seconds, for giving up a group that starts now."""
     limits = self._config.limits
     if limits.straggler_factor is not None and len(self._durations) >= self._config.groups_per_batch:
       mean = sum(self._durations) / len(self._durations)
@@ -318,7 +318,7 @@ class Explorer:
     self._progress.set()
 
   async def _attempts(self, group: _Group) -> list[Scored]:
-    """The group's samples: each is scored the moment it ends, all are joined here."""
+    """Rolls out the group's samples, scores each as it ends, then judges them as a group."""
     task, visit = group.task, group.visit
     name, count = self._name(task, visit), self._config.group_size
     open_requests = {Edge.ROLLOUT: self._events.request(Edge.ROLLOUT, group=name, count=count)}
@@ -349,7 +349,7 @@ class Explorer:
     return members
 
   def _admit(self, number: int, members: list[Scored]) -> None:
-    """Writes a finished group down; what is unscorable or not selected is dropped, with the last of it the group."""
+    """Stores a finished group; drops unscorable and unselected samples, and the group if none is left."""
     scorer_failed = drops_group((s for m in members for s in m.scores), self._rewards)
     scorable = [m for m in members if m.reward.value is not None]
     unscorable = [m.sample.uid for m in members if m.reward.value is None]
@@ -403,5 +403,5 @@ class Explorer:
 
 
 def _prompt(uid: str) -> str:
-  """The part of a task's uid that is equal for the same prompt in another taskset."""
+  """Part of a task's uid that the same prompt has in every taskset."""
   return uid.rpartition(':')[2]

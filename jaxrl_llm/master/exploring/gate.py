@@ -10,14 +10,14 @@ class Gate:
   """Groups may start while `started - dropped < (served + bound + 1) * groups_per_batch` (AReaL's capacity).
 
   A dropped group gives its capacity back. `served` counts batches of the running stage whose weights the engines
-  have acknowledged. No group starts that none of the stage's batches would take.
+  have acknowledged. No group starts beyond the needs of the stage's last batch.
   """
 
   def __init__(self, *, bound: int, groups_per_batch: int, batches: int | None = None):
     """
     Args:
-      bound: batches that a group's weights may be behind those that its batch updates.
-      batches: of the stage; None: no end.
+      bound: maximum lag, in batches, of a group's weights behind those that its batch updates.
+      batches: number of batches in the stage; None: unlimited.
     """
     self._bound, self._groups_per_batch, self._batches = bound, groups_per_batch, batches
     self._started = self._dropped = 0
@@ -35,7 +35,7 @@ class Gate:
     return batches * self._groups_per_batch - (self._started - self._dropped)
 
   def advance(self, served: int) -> None:
-    """The engines acknowledged the weights after `served` batches of this stage."""
+    """Records that the engines acknowledged the weights after `served` batches of this stage."""
     self._served = served
     self._changed.set()
 
@@ -46,7 +46,7 @@ class Gate:
       await self._changed.wait()  # wait gate: the trainer's waits; it is left with the stage
 
   async def admit(self) -> int:
-    """Waits until groups may start, takes all of that capacity and says how many."""
+    """Waits until groups may start, takes all of the capacity and returns the number of groups."""
     while self.capacity <= 0:
       self._changed.clear()
       await self._changed.wait()  # wait gate: the trainer's waits; it is left with the stage
@@ -55,7 +55,7 @@ class Gate:
     return groups
 
   def drop(self) -> None:
-    """A started group will not enter a batch."""
+    """Gives back the capacity of a started group that will not enter a batch."""
     self._dropped += 1
     self._changed.set()
 

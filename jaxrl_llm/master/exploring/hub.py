@@ -1,4 +1,4 @@
-"""What workflows ask of the master in mid-episode, each request an event with its reply."""
+"""Requests of workflows to the master in mid-episode: generation, scores, auxiliary models."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class MasterHub:
   ):
     """
     Args:
-      engine: None where nothing is sampled.
-      auxiliary: by the names that workflows call them.
+      engine: None if nothing is sampled.
+      auxiliary: models by the names that workflows use.
     """
     self._engine, self._scorers, self._rewards = engine, scorers, rewards
     self._auxiliary, self._events = auxiliary, events
@@ -56,7 +56,7 @@ class MasterHub:
 
   @contextlib.contextmanager
   def _asked(self, edge: Edge, **fields: Json) -> Iterator[dict[str, Json]]:
-    """An exchange; what the block leaves in the dict is told with the reply."""
+    """Emits a request event and its reply; the block fills the reply's fields in the dict."""
     asked, reply, answered = self._events.request(edge, **fields), {}, False
     try:
       yield reply

@@ -1,4 +1,4 @@
-"""Attempts at a task with what they are worth: each judged the moment it ends, then all of them as a group."""
+"""Judging of the attempts at a task: each one as soon as it ends, then all of them as a group."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from jaxrl_llm.rewards.pool.pool import ScorerPool
 
 
 async def judge(sample: Sample, completion: str, task: Task, scorers: ScorerPool, rewards: RewardsConfig) -> Scored:
-  """One attempt, scored by all scorers of single attempts in force."""
+  """Scores one attempt by all configured scorers of single attempts."""
   scores = await scorers.score(_attempt(sample, completion, task))
   return Scored(sample=sample, task=task, completion=completion, scores=scores, reward=combine(scores, rewards))
 
 
 async def judge_group(members: Sequence[Scored], scorers: ScorerPool, rewards: RewardsConfig) -> list[Scored]:
-  """A task's attempts in the order of issue, scored by those of whole groups too.
+  """Returns a task's attempts in order of issue, scored by the scorers of whole groups as well.
 
-  Where a scorer's failure gives the group up, no member has a reward.
+  If a scorer's failure drops the group, no member has a reward.
   """
   members = sorted(members, key=lambda one: one.sample.sample_index)
   attempts = [_attempt(one.sample, one.completion, one.task) for one in members]
@@ -38,7 +38,7 @@ async def judge_group(members: Sequence[Scored], scorers: ScorerPool, rewards: R
 async def judged(
   runs: AsyncIterator[tuple[Sample, str]], task: Task, scorers: ScorerPool, rewards: RewardsConfig
 ) -> list[Scored]:
-  """What a workflow gives for one task, judged one by one as they end and then as a group."""
+  """Judges a workflow's attempts at one task, each as it ends and then as a group."""
   async with asyncio.TaskGroup() as scoring:
     pending = [scoring.create_task(judge(*one, task, scorers, rewards)) async for one in runs]
   return await judge_group([one.result() for one in pending], scorers, rewards)

@@ -1,4 +1,4 @@
-"""How long a group of rollouts may take."""
+"""Time limits of a group of rollouts."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from jaxrl_llm.core.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskLimits:
-  """How long a group may take, from its request to its last score. A group given up is dropped, and another starts.
+  """Time limits of a group, from its request to its last score. A group that exceeds them is dropped and replaced.
 
-  These are decisions by the clock: a run in which one is taken is not repeatable bit for bit, and
-  `run/clock_decisions` counts it.
+  They depend on the clock: a run in which one applies is not reproducible bit for bit, and `run/clock_decisions`
+  counts it.
   """
 
   timeout_s: float | None = 900.0
-  """Seconds of one try, waiting for a free slot of the engine included; None: no limit."""
+  """Seconds per try, including the wait for a free engine slot; None: no limit."""
   retries: int = 2
-  """Further tries of a group that ran out of time."""
+  """Further tries of a group that timed out."""
   straggler_factor: float | None = None
-  """Give a group up, without another try, after so many times the mean time of groups; None: never.
+  """Give a group up, without another try, after this multiple of the mean group time; None: never.
 
-  The mean is of the tries of the last `4 * groups_per_batch` groups that ended, as soon as a batch of them has; those
-  that were given up are not in it. What is slow is often long, so this biases a policy against long answers.
+  The mean is over the last tries of the last `4 * groups_per_batch` groups, once a batch of groups has ended; groups
+  given up do not count. Slow groups often have long answers, so this biases a policy against long answers.
   """
 
   def __post_init__(self):
@@ -33,7 +33,7 @@ class TaskLimits:
       raise UserError(f'limits.straggler_factor: {self.straggler_factor}, wanted above 1, or null for none')
 
   def check(self, collect_deadline_s: float, where: str) -> None:
-    """Raises UserError for limits that were set and that the wait for a batch would always expire before."""
+    """Raises UserError for non-default limits that outlast the wait for a batch."""
     if self == TaskLimits() or self.timeout_s is None:
       return
     longest = self.timeout_s * (self.retries + 1)

@@ -1,12 +1,12 @@
-"""From raw to verified: what becomes of a finished group before it can be learned from.
+"""Processors: verify, shape and filter a finished group before it is trained on.
 
-A stage's processors run in their order on the scorable members of a group, before selection and admission. Each is a
-pure function of the members and the number of completed batches: it changes rewards, masks members or leaves them
-out. Samples that it leaves out are dropped in its name, a group of which nothing is left is replaced by another, and
-every change to a sample is written down in the store under the processor's name (its lineage).
+A stage's processors run in order on the scorable members of a group, before selection and admission. Each is a pure
+function of the members and the number of completed batches: it changes rewards, masks members or removes them.
+Removed samples are dropped under its name, a group without members left is replaced by another, and the store records
+every change to a sample under the processor's name (its lineage).
 
-They see what is known when a group ends: tokens, the sampler's logprobs, scores. What the trainer computes comes after
-the batch is closed, when nothing can be replaced any more: a processor that asks for it is refused.
+They see what is known when a group ends: tokens, the sampler's logprobs, scores. The trainer's quantities are computed
+after the batch is closed, too late to replace a group: a processor that asks for them is refused.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.master.exploring.selection import Scored
 
 RESERVED = ('experience', 'given_up', 'groups', 'not_selected', 'scorer_failed', 'straggler', 'timeout', 'unscorable')
-"""Names under which the explorer itself drops, counts or writes down."""
+"""Names that the explorer itself uses for drop reasons, counters or store records."""
 LATER = ('advantages', 'entropy', 'kl', 'proximal_logprobs', 'reference_logprobs', 'returns', 'values')
-"""What the trainer computes, after the batch is closed."""
+"""Quantities that the trainer computes after the batch is closed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,11 @@ class ProcessorConfig:
   """One processor of a stage."""
 
   name: str
-  """In counts, drop reasons and lineage; unique in its stage."""
+  """Name in counters, drop reasons and lineage; unique in its stage."""
   kind: str | None = None
-  """Key of `PROCESSORS`, or your own as 'module:attribute'; None: the one called `name`."""
+  """Key of `PROCESSORS`, or a custom 'module:attribute'; None: same as `name`."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Fields of its options."""
+  """Fields of the processor's options."""
 
   @property
   def implementation(self) -> str:
@@ -49,22 +49,22 @@ class ProcessorConfig:
 
 
 Processor = Callable[[Sequence[Scored], int], Sequence[Scored]]
-"""(members in the order of issue, completed batches of the run) to those that are left, in that order."""
+"""(members in order of issue, completed batches of the run) to the remaining members, in the same order."""
 
 
 class Processed(NamedTuple):
   members: list[Scored]
-  """What is left."""
+  """Remaining members."""
   dropped: dict[str, list[str]]
-  """By processor, the uids that it left out."""
+  """Removed uids, by processor."""
   lineage: list[tuple[str, str, Json]]
-  """(uid, processor, what it changed), in order."""
+  """(uid, processor, change), in order."""
   counts: dict[str, int]
-  """`<processor>/in` and `<processor>/out`, of samples."""
+  """Sample counts, `<processor>/in` and `<processor>/out`."""
 
 
 def process(processors: Sequence[tuple[str, Processor]], members: Sequence[Scored], step: int) -> Processed:
-  """Runs named processors one after the other; after one that leaves nothing, no other runs."""
+  """Runs named processors in order, until no member is left."""
   left, done = list(members), Processed([], {}, [], {})
   for name, processor in processors:
     if not left:
@@ -97,7 +97,7 @@ class Nothing:
 
 
 def aligned(options: Nothing) -> Processor:
-  """Drops samples whose record contradicts itself: no token of the policy, or logprobs above 0."""
+  """Drops inconsistent samples: no token of the policy, or logprobs above 0."""
 
   def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
     def fine(member: Scored) -> bool:
@@ -114,11 +114,11 @@ def aligned(options: Nothing) -> Processor:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FreshOptions:
   max_age: int = 0
-  """Completed batches that the oldest token's weights may be behind when the group ends."""
+  """Maximum age, in completed batches, of the oldest token's weights when the group ends."""
 
 
 def fresh(options: FreshOptions) -> Processor:
-  """Drops a group one of whose samples has a token of weights that are too old already when the group ends."""
+  """Drops a group if the weights of any of its tokens are too old when the group ends."""
 
   def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
     oldest = min(segment.version.step for member in members for segment in member.sample.segments)
@@ -130,7 +130,7 @@ def fresh(options: FreshOptions) -> Processor:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VarianceOptions:
   min_std: float = 0.0
-  """Population standard deviation of the group's rewards, those of turns included, which has to be above it."""
+  """Threshold that the population standard deviation of the group's rewards, turn rewards included, must exceed."""
 
 
 def reward_std(options: VarianceOptions) -> Processor:
@@ -138,7 +138,7 @@ def reward_std(options: VarianceOptions) -> Processor:
 
   def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
     rewards = np.array([member.reward.worth for member in members], np.float64)
-    # Equal rewards are told from unequal ones before any rounding.
+    # Compares before rounding: equal rewards may have a tiny standard deviation above 0.
     differ = rewards.max() > rewards.min() and rewards.std() > options.min_std
     return members if differ else []
 
@@ -146,7 +146,7 @@ def reward_std(options: VarianceOptions) -> Processor:
 
 
 def dynamic_sampling(options: Nothing) -> Processor:
-  """Keeps a group if some of its answers are correct and some are not; others are replaced (DAPO, arXiv:2503.14476)."""
+  """Keeps a group if some but not all of its answers are correct; others are replaced (DAPO, arXiv:2503.14476)."""
 
   def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
     correct = sum(bool(member.reward.correct) for member in members)
@@ -156,7 +156,7 @@ def dynamic_sampling(options: Nothing) -> Processor:
 
 
 def mask_truncated(options: Nothing) -> Processor:
-  """Answers cut at the length limit stay in their group's baseline and are not trained on."""
+  """Masks answers cut at the length limit: they stay in their group's baseline but are not trained on."""
 
   def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
     cut = lambda member: member.masked or member.sample.finish_reason == Finish.LENGTH
@@ -168,11 +168,11 @@ def mask_truncated(options: Nothing) -> Processor:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShapeOptions:
   key: str
-  """A scorer's value or part, as in the metrics: 'judge' or 'judge/quality'."""
+  """Scorer value or part, named as in the metrics: 'judge' or 'judge/quality'."""
   operation: Literal['add', 'subtract', 'multiply', 'divide'] = 'add'
   weight: float = 1.0
   offset: float = 0.0
-  """Added to the key's value before it is weighted: -0.5 centres a score in [0, 1]."""
+  """Added to the key's value before weighting: -0.5 centres a score in [0, 1]."""
 
 
 def shape(options: ShapeOptions) -> Processor:
@@ -207,16 +207,16 @@ def _shaped(options: ShapeOptions, member: Scored) -> float:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiversityOptions:
   weight: float = 0.5
-  """At the beginning."""
+  """Initial weight."""
   final_weight: float | None = None
-  """Reached after `decay_steps` completed batches along a straight line; None: as `weight`."""
+  """Weight after `decay_steps` completed batches, interpolated linearly; None: same as `weight`."""
   decay_steps: int = 1
 
 
 def diversity(options: DiversityOptions) -> Processor:
-  """reward ← reward + weight · (1 − cos(e, mean of the group's e)); e counts the answer's pairs of tokens.
+  """reward ← reward + weight · (1 − cos(e, mean of the group's e)); e counts the answer's token bigrams.
 
-  After Trinity-RFT (arXiv:2505.17826, 3.4.2), whose e is a model's embedding. 0 for a group of equal answers.
+  After Trinity-RFT (arXiv:2505.17826, 3.4.2), whose e is a model's embedding. Adds 0 in a group of equal answers.
   """
   if options.decay_steps < 1:
     raise UserError(f'processor diversity: decay_steps {options.decay_steps}, wanted at least 1')
@@ -238,13 +238,13 @@ def _pairs(tokens: Sequence[int] | np.ndarray) -> collections.Counter[tuple[int,
 
 
 def _cosine(a: Mapping[Any, int], b: Mapping[Any, int]) -> float:
-  """Of two bags; 1 where one is empty."""
+  """Cosine similarity of two bags; 1 if one is empty."""
   size = math.sqrt(sum(n * n for n in a.values()) * sum(n * n for n in b.values()))
   return min(1.0, sum(n * b.get(pair, 0) for pair, n in a.items()) / size) if size else 1.0
 
 
 def with_reward(member: Scored, value: float) -> Scored:
-  """The member with that reward; its parts, and whether it is correct, stay what the scorers said."""
+  """Returns the member with that reward; the reward's parts and correctness stay as scored."""
   if not math.isfinite(value):
     raise UserError(f'processors: the reward of {member.sample.uid} became {value}; look at their weights')
   return dataclasses.replace(member, reward=dataclasses.replace(member.reward, value=value))
@@ -268,11 +268,11 @@ PROCESSORS: Mapping[str, tuple[type, Callable[..., Processor]]] = {
   'reward_std': (VarianceOptions, reward_std),
   'shape': (ShapeOptions, shape),
 }
-"""Kind to its options and what makes it."""
+"""Kind to options class and factory."""
 
 
 def check_processors(configs: Sequence[ProcessorConfig], where: str) -> None:
-  """Raises UserError for names that are not unique or kinds that do not exist; `where` begins its message."""
+  """Raises UserError for duplicate or reserved names and for unknown kinds; `where` begins its message."""
   names = [config.name for config in configs]
   for config in configs:
     if names.count(config.name) > 1:

@@ -1,4 +1,4 @@
-"""Rollouts as the loop knew them, from what the store has: tokens, scores, and what processors made of these."""
+"""Rebuilds chosen rollouts from the store: tokens, scores, and the rewards that processors derived from them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def recall(
   text: Callable[[Sample], str],
   rewards: RewardsConfig,
 ) -> list[Chosen]:
-  """What was chosen among these samples, in the order in which it was; those that were not chosen are left out.
+  """Returns the chosen ones among these samples, in the order of their selection.
 
   Args:
-    uids: of one group, or of several.
-    tasks: the task of that uid, None if there is none any more.
-    text: what the policy said in a sample.
+    uids: samples of one or several groups.
+    tasks: returns the task of a uid, None if it no longer exists.
+    text: returns a sample's completion.
 
   Raises:
-    UserError: a task is not there any more.
+    UserError: a task no longer exists.
   """
   experiences = store.derived(uids, EXPERIENCE)
   scores, members = store.scores([*experiences]), {}

@@ -1,6 +1,6 @@
-"""Which members of a finished group are learned from, and how: all of them, pairs of them, the best of them.
+"""Selection of the members of a finished group to train on: all of them, preference pairs, or the best one.
 
-A group of which nothing is chosen is given up, and another is started in its place.
+A group from which nothing is chosen is dropped and replaced.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from jaxrl_llm.rewards.api import Reward
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scored:
-  """A sample with what it said and what that is worth."""
+  """A sample with its completion, scores and reward."""
 
   sample: Sample
   task: Task
   completion: str
   scores: tuple[Score, ...]
   reward: Reward
-  """What the scores came to, and what processors made of it."""
+  """Reward combined from the scores, as changed by processors."""
   masked: bool = False
-  """In its group's baseline, and not trained on."""
+  """Counts in its group's baseline but is not trained on."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chosen:
-  """A member that is learned from."""
+  """A member selected for training."""
 
   scored: Scored
   pair: str = ''
-  """Preference pair that it belongs to; empty: none."""
+  """Id of its preference pair; empty: none."""
   label: int = 0
-  """In its pair: 1 chosen, -1 rejected."""
+  """Role in the pair: 1 chosen, -1 rejected."""
   imitated: bool = False
-  """Learned from as a demonstration."""
+  """Trained on as a demonstration."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,12 +49,12 @@ class SelectionConfig:
   """Which samples of a group are trained on."""
 
   kind: Literal['all', 'mixed', 'pairs', 'shortest_correct'] = 'all'
-  """all: every scorable sample. mixed: the same, of groups with two different rewards, those of their turns included
-  (DAPO's dynamic sampling).
+  """all: every scorable sample. mixed: the same, if the group has two different rewards, turn rewards included (DAPO's
+  dynamic sampling).
 
   pairs: the shortest correct sample against wrong ones, and against correct ones that are `longer_by` times as long
-  (Kimi k1.5, arXiv:2501.12599, section 2.4); for preference losses. shortest_correct: that sample alone, to be imitated
-  (shortest rejection sampling, there too).
+  (Kimi k1.5, arXiv:2501.12599, section 2.4); for preference losses. shortest_correct: that sample alone, as a
+  demonstration (shortest rejection sampling, ibid.).
   """
   pairs_per_group: int = 1
   longer_by: float = 1.5
@@ -67,20 +67,20 @@ class SelectionConfig:
 
   @property
   def unit(self) -> int:
-    """Sequences that may not be separated."""
+    """Number of sequences that stay together."""
     return 2 if self.kind == 'pairs' else 1
 
   def most(self, group_size: int) -> int:
-    """Sequences that one group gives at most."""
+    """Maximum number of sequences from one group."""
     if self.kind == 'pairs':
       return 2 * min(self.pairs_per_group, group_size - 1)
     return 1 if self.kind == 'shortest_correct' else group_size
 
 
 def choose(config: SelectionConfig, members: Sequence[Scored]) -> list[Chosen]:
-  """What is learned of a group's scorable members, which are in the order of issue; empty: nothing.
+  """Selects from a group's scorable members, given in order of issue; an empty result drops the group.
 
-  Masked members are in the baseline of the others, never in a pair or imitated.
+  Masked members count in the baseline of the others, but are never in a pair or imitated.
   """
   unmasked = [m for m in members if not m.masked]
   if not unmasked:
@@ -92,7 +92,7 @@ def choose(config: SelectionConfig, members: Sequence[Scored]) -> list[Chosen]:
   correct = [m for m in unmasked if m.reward.correct]
   if not correct:
     return []
-  best = min(correct, key=lambda m: m.sample.response_len)  # The first of equals.
+  best = min(correct, key=lambda m: m.sample.response_len)  # The first in a tie.
   if config.kind == 'shortest_correct':
     return [Chosen(scored=best, imitated=True)]
   limit = config.longer_by * best.sample.response_len
@@ -106,11 +106,11 @@ def choose(config: SelectionConfig, members: Sequence[Scored]) -> list[Chosen]:
 
 
 EXPERIENCE = 'experience'
-"""Under this name the store keeps what a sample is learned from as, beside the changes that made it so."""
+"""Operator name under which the store records how a sample is trained on, besides its lineage."""
 
 
 def experience_rows(chosen: Sequence[Chosen]) -> list[tuple[str, str, Json]]:
-  """(uid, EXPERIENCE, what `read_experiences` reads) of each sample of a group's choice."""
+  """Rows (uid, EXPERIENCE, input of `read_experiences`), one per chosen sample of a group."""
   uses: dict[str, list[tuple[int, Chosen]]] = {}
   for place, choice in enumerate(chosen):
     uses.setdefault(choice.scored.sample.uid, []).append((place, choice))
@@ -123,11 +123,11 @@ def experience_rows(chosen: Sequence[Chosen]) -> list[tuple[str, str, Json]]:
 
 
 def read_experiences(rows: Mapping[str, Json], members: Mapping[str, Scored]) -> list[Chosen]:
-  """The choice of a group again, in its order, or of several, one after the other.
+  """Rebuilds the choice from one group, or from several in turn, in its original order.
 
   Args:
-    rows: by uid, what `experience_rows` gave.
-    members: by uid, the samples with their scores in force.
+    rows: values from `experience_rows`, by uid.
+    members: samples with their current scores, by uid.
   """
   groups: dict[str, dict[int, Chosen]] = {}
   for uid, row in rows.items():
