@@ -58,7 +58,6 @@ def sample_lengths(workdir: pathlib.Path, source: str, *, unit: int, most: int =
 class _Units:
   """Grain source of Rows, `unit` at a time: record index and the fields that planning needs."""
 
-
   def __init__(self, workdir: pathlib.Path, source: str, unit: int):
     self._records, self._source, self._unit = ArrayRecordDataSource([str(workdir / source)]), source, unit
 

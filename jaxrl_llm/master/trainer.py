@@ -358,7 +358,6 @@ def _report_metrics(report: Report) -> dict[str, Metric]:
 
 def _scalars(constants: Constants) -> dict[str, np.float32]:
   """Constants as arrays, so that a new value does not recompile."""
-
   return {name: np.float32(value) for name, value in constants.items()}
 
 

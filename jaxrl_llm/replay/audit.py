@@ -1,7 +1,7 @@
-"""Recomputes the accounted guarantee from the files alone: every sample issued is accounted for exactly once.
+"""Store audit: verifies from the files alone that every issued sample is accounted for exactly once.
 
-Invariant: nothing is believed because the writer said so. States are replayed from the transitions, counts are summed
-again, and every byte that is referenced is read and decoded.
+Invariant: nothing that the writer recorded is trusted. States are replayed from the transitions, counts are recomputed,
+and every referenced byte is read and decoded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAMED_AT_MOST = 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditReport:
-  """What was found."""
+  """Results of an audit."""
 
   ok: bool
   issued: int
@@ -36,27 +36,27 @@ class AuditReport:
   partitions: dict[str, int]
   """Samples per partition; they add up to `issued`."""
   reasons: dict[str, int]
-  """Samples per 'state(reason)' of the terminal states that have one."""
+  """Samples per 'state(reason)', for terminal states with a reason."""
   uses: dict[int, int]
-  """Samples of the usual partition per number of batches that trained on them, where there was one."""
+  """Samples of the usual partition per number of batches that trained on them, from 1."""
   duplicates: int
   """Results that arrived after another had been accepted, or after the sample had ended."""
   rescored: int
-  """Scores that arrived after one by the same scorer; the newest is in force."""
+  """Scores that arrived after one by the same scorer; the newest counts."""
   live: tuple[str, ...]
-  """uids that have not ended."""
+  """uids of samples that have not ended."""
   unscored: tuple[str, ...]
-  """uids that are stored, so have bytes, and were never scored."""
+  """uids of stored samples, which have bytes, without any score."""
   lost: tuple[str, ...]
-  """uids whose bytes should be there and cannot be read."""
+  """uids whose bytes should exist but cannot be read."""
   unclaimed: tuple[str, ...]
-  """Files that the index does not name, in `segments/` and in `quarantine/`: a line each. No problem."""
+  """One line each for the files in `segments/` and `quarantine/` that the index does not name. Not a problem."""
   problems: tuple[str, ...]
-  """One line each; empty when ok."""
+  """One line per problem; empty if ok."""
 
   @property
   def lines(self) -> list[str]:
-    """The report as text."""
+    """Report as lines of text."""
     terminal = {state: count for state, count in self.states.items() if state not in LIVE}
     return [
       f'issued {self.issued} = '
@@ -80,14 +80,14 @@ def _listed(uids: tuple[str, ...]) -> str:
 
 
 def audit(store: ReplayStore | str | os.PathLike) -> AuditReport:
-  """Audits a store, or the directory of one (also while a run writes to it: it reads one snapshot)."""
+  """Audits a store or its directory; works while a run writes to it, since it reads one snapshot."""
   directory = store.directory if isinstance(store, ReplayStore) else store
   with snapshot(directory) as (db, reader):
     return _Audit(db, reader).report(unclaimed(directory))
 
 
 class _Audit:
-  """One pass over a snapshot. Memory grows with what is live, lost or wrong, not with the samples."""
+  """One pass over a snapshot. Memory grows with the live, lost or wrong samples, not with all of them."""
 
   def __init__(self, db: sqlite3.Connection, reader: SegmentReader):
     self._db, self._reader = db, reader
@@ -145,7 +145,7 @@ class _Audit:
     )
 
   def _transitions(self) -> Iterator[str]:
-    """Replays each sample's transitions, and holds what its row says against them."""
+    """Replays each sample's transitions and checks its row against them."""
     log = self._db.execute(
       'SELECT s.uid, s.attempt, s.partition, s.step, s.state, s.changed, s.last, s.admitted, s.uses, s.version, '
       't.seq, t.step, t.state, t.reason FROM samples s LEFT JOIN transitions t USING (uid, attempt) '
@@ -178,7 +178,7 @@ class _Audit:
     for (_, before_step, before, _), (_, step, after, _) in itertools.pairwise(changes):
       if not may_become(partition, before, after):
         yield f'{name}: went from {before} to {after}, being {partition}'
-      if step < before_step and after != State.VOID:  # void is stamped with the commit gone back to
+      if step < before_step and after != State.VOID:  # void is stamped with the recovered commit
         yield f'{name}: {after} at step {step}, after {before} at step {before_step}'
     steps = collections.defaultdict(list)
     for _, step, after, _ in changes:
@@ -201,7 +201,7 @@ class _Audit:
       self._reasons[f'{last}({reason})'] += 1
 
   def _used(self, uid: str, partition: str, trained: collections.Counter[int]) -> Iterator[str]:
-    """A uid's uses over the whole history: the uid is the same in every attempt."""
+    """Checks a uid's uses over all attempts, which share the uid."""
     uses = trained.total()
     if partition == 'usual':
       if uses > self._max_uses:
@@ -220,7 +220,7 @@ class _Audit:
         yield f'{key[0]} {key[1]}: the index counts {kept.get(key, 0)} samples, their transitions {self._states[key]}'
 
   def _locations(self) -> Iterator[str]:
-    """Accepted samples have their bytes in one place, trained ones in a segment, issued, void, expert ones nowhere."""
+    """Checks bytes: of accepted samples in one place, trained ones in a segment, issued, void, expert ones nowhere."""
     for uid, attempt, partition, state, opened, sealed in self._db.execute(
       'SELECT s.uid, s.attempt, s.partition, s.state, o.uid IS NOT NULL, r.uid IS NOT NULL FROM samples s '
       'LEFT JOIN open_segment o ON o.uid = s.uid AND o.attempt = s.attempt '
@@ -240,13 +240,13 @@ class _Audit:
         yield f'{uid} (attempt {attempt}): is {what}, bytes in the open segment {opened}, in a sealed one {sealed}'
     for table in ('open_segment', 'segment_rows', 'scores', 'derived', 'duplicates'):
       for uid, attempt in self._db.execute(
-        f'SELECT DISTINCT uid, attempt FROM {table} t WHERE NOT EXISTS '  # each is a fixed name
+        f'SELECT DISTINCT uid, attempt FROM {table} t WHERE NOT EXISTS '  # table names are constants
         '(SELECT 1 FROM samples s WHERE s.uid = t.uid AND s.attempt = t.attempt)'
       ):
         yield f'{uid} (attempt {attempt}): in {table} and was never issued'
 
   def _sealed(self) -> Iterator[str]:
-    """Every row that the index names is in its file and is the sample it should be."""
+    """Checks that every indexed row is in its file and holds the expected sample."""
     for name, rows in self._db.execute(
       'SELECT g.name, g.rows FROM segments g WHERE rows != (SELECT count(*) FROM segment_rows r WHERE r.name = g.name)'
     ):
@@ -267,7 +267,7 @@ class _Audit:
       if len(rows) == 1:
         self._lost.append(rows[0][2])
         yield f'{rows[0][2]}: lost: {error}'
-      else:  # one bad row spoils the read of all: halve until it stands alone
+      else:  # one bad row fails the whole read: bisect until it is alone
         yield from self._rows(rows[: len(rows) // 2])
         yield from self._rows(rows[len(rows) // 2 :])
       return
@@ -275,7 +275,7 @@ class _Audit:
       yield from _identity(f'segment {name}: row {row}', uid, version, sample)
 
   def _tasks(self) -> Iterator[str]:
-    """Stores that keep tasks keep that of every sample issued."""
+    """Checks that a store with tasks has the task of every issued sample."""
     (strangers,) = self._db.execute(
       "SELECT count(*) FROM samples s WHERE partition = 'usual' AND EXISTS (SELECT 1 FROM tasks) "
       'AND NOT EXISTS (SELECT 1 FROM tasks t WHERE t.uid = s.task_id)'
@@ -284,7 +284,7 @@ class _Audit:
       yield f'{strangers} samples are of tasks that the taskset partition does not have'
 
   def _left_behind(self) -> Iterator[str]:
-    """A group ends as a whole, and each of its samples with one result."""
+    """Checks that groups end as a whole, and that each sample ends with one result."""
     for uid, attempt, group in self._db.execute(
       "SELECT uid, attempt, group_id FROM samples s WHERE state = 'issued' AND EXISTS (SELECT 1 FROM samples m WHERE "
       'm.group_id = s.group_id AND m.attempt = s.attempt AND m.last > s.last AND '

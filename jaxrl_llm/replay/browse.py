@@ -1,4 +1,4 @@
-"""The store as a person looks at it, also while a run writes to it: what is there, which samples, and one's history."""
+"""Read-only views of a store, also while a run writes to it: summary, sample search, task and sample history."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from jaxrl_llm.replay.segments import SegmentReader, decode_row, open_segment_re
 from jaxrl_llm.replay.tables import ENTRY, INDEX, QUARANTINE, SCHEMA, SEGMENTS, Entry, State, entry_of
 
 _AT_MOST = 8
-"""Versions that are told each for itself."""
+"""Number of versions listed individually."""
 
 
 @contextlib.contextmanager
 def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection, SegmentReader]]:
-  """The index of a store's directory, read in one transaction, and its sealed segments."""
+  """Opens a store's index, in one read transaction, and its sealed segments."""
   path = pathlib.Path(directory) / INDEX
   if not path.is_file():
     raise UserError(f'replay store {path}: no such file; give the replay directory of a run (<workdir>/replay)')
-  # Where nobody has it open there is no log beside it, and reading it as it lies leaves no files of its own.
+  # Without a WAL file no process has it open, and opening it as immutable leaves no files behind.
   log = path.with_name(f'{INDEX}-wal')
   opened = lambda how: sqlite3.connect(f'{path.resolve().as_uri()}?{how}', uri=True, isolation_level=None, timeout=5.0)
   alone = not log.exists()
@@ -50,9 +50,9 @@ def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection,
 
 
 def open_copy(directory: str | os.PathLike, into: str | os.PathLike) -> ReplayStore:
-  """The store as it is now, for programs that need all of its reading: a copy of its index, over its own segments.
+  """Opens a snapshot of the store for programs that need its full read API: a copied index over the same segments.
 
-  Nothing is written into `directory`. `into` is made; a damaged or missing index is a UserError.
+  Writes nothing to `directory`; creates `into`. Raises UserError if the index is damaged or missing.
   """
   source, copy = pathlib.Path(directory), pathlib.Path(into)
   if not (source / SEGMENTS).is_dir() and (source / INDEX).exists():
@@ -67,7 +67,7 @@ def open_copy(directory: str | os.PathLike, into: str | os.PathLike) -> ReplaySt
 
 
 def summary(directory: str | os.PathLike) -> list[str]:
-  """Samples by state, partition, version and uses, attempts, segments, scores, plans, unclaimed files: a line each."""
+  """Lines on samples by state, partition, version and uses, attempts, segments, scores, plans, unclaimed files."""
   with snapshot(directory) as (db, _):
     counted: dict[str, dict[str, int]] = {}
     for partition, state, count in db.execute('SELECT partition, state, samples FROM tallies'):
@@ -111,11 +111,11 @@ def summary(directory: str | os.PathLike) -> list[str]:
 
 
 def unclaimed(directory: str | os.PathLike) -> list[str]:
-  """A line for each kind of file in a store's directory that no sample needs."""
-  here = quarantine.files(directory, SEGMENTS)  # Listed first: the index names what is sealed meanwhile.
+  """Returns a line per subdirectory of a store that has files no sample needs."""
+  here = quarantine.files(directory, SEGMENTS)  # Listed first: the index, read later, names anything sealed meanwhile.
   with snapshot(directory) as (db, _):
     named = {name for (name,) in db.execute('SELECT name FROM segments')}
-  # What ends with .tmp may be a seal in the making.
+  # A .tmp file may be a seal in progress.
   here = {name: size for name, size in here.items() if name not in named and not name.endswith('.tmp')}
   aside = quarantine.files(directory, QUARANTINE)
   size = lambda found: f'{sum(found.values()) / 1e6:,.1f} MB in {quarantine.listed([*found])}'
@@ -131,7 +131,7 @@ def _by_state(partition: str, counts: dict[str, int]) -> str:
 
 
 def _versions(waiting: list[tuple[int, int]]) -> list[str]:
-  """Of what was admitted and never trained on, the newest first."""
+  """Versions of samples admitted but never trained on, newest first."""
   parts = [f'{version}: {count:,}' for version, count in waiting[:_AT_MOST]]
   if older := waiting[_AT_MOST:]:
     parts.append(f'{older[-1][0]} to {older[0][0]}: {sum(count for _, count in older):,}')
@@ -151,27 +151,27 @@ def _uses(uses: list[tuple[str, int, int]], max_uses: str) -> list[str]:
 def find(
   directory: str | os.PathLike, *, state: str | None = None, task: str | None = None, limit: int = 20
 ) -> list[Entry]:
-  """The samples that changed last, newest first.
+  """Returns the samples that changed last, newest first.
 
   Args:
-    state: of these only.
-    task: of this task only, by its id.
-    limit: at most so many.
+    state: only samples in this state.
+    task: only samples of this task id.
+    limit: maximum number of samples.
   """
   if state is not None and state not in list(State):
     raise UserError(f'state {state!r}: unknown; there are {", ".join(State)}')
   values = [] if task is None else [task]
-  where = 'state = ?' if task is None else '+state = ? AND task_id = ?'  # +: the task's index serves, not the state's
+  where = 'state = ?' if task is None else '+state = ? AND task_id = ?'  # + makes SQLite use the task index
   found = []
   with snapshot(directory) as (db, _):
-    for one in State if state is None else (State(state),):  # the index has them by state and last change
+    for one in State if state is None else (State(state),):  # samples are indexed by (state, last)
       rows = db.execute(f'{ENTRY} WHERE {where} ORDER BY last DESC LIMIT ?', (one, *values, limit))
       found += [entry_of(row) for row in rows]
   return sorted(found, key=lambda entry: -entry.last)[:limit]
 
 
 def asked(directory: str | os.PathLike, task: str) -> list[str]:
-  """What a task asks and wants, and what became of its samples, over all visits; nothing of one never attempted."""
+  """Lines on a task: its prompt and truth, and its samples' states over all visits; empty if never attempted."""
   with snapshot(directory) as (db, _):
     row = db.execute('SELECT taskset, domain, json FROM tasks WHERE uid = ?', (task,)).fetchone()
     of = 'FROM samples WHERE task_id = ?'
@@ -191,7 +191,7 @@ def asked(directory: str | os.PathLike, task: str) -> list[str]:
 
 
 def history(directory: str | os.PathLike, uid: str) -> list[str]:
-  """What became of one sample: its transitions and scores in every attempt, and what was kept of it."""
+  """Lines on one sample: transitions, scores and derived values in every attempt, and its stored bytes."""
   with snapshot(directory) as (db, reader):
     changes = db.execute('SELECT attempt, step, state, reason FROM transitions WHERE uid = ? ORDER BY seq', (uid,))
     lines = [

@@ -1,4 +1,4 @@
-"""Whether the store that a commit was made with is still there; looked at before a start writes anything."""
+"""Check that the store of a commit still exists; runs before a start writes anything."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from jaxrl_llm.replay.tables import INDEX, QUARANTINE, SEGMENTS
 
 
 def missing(directory: pathlib.Path, *, step: int, store: str | None) -> list[str]:
-  """A phrase for each part of the store that the commit at `step` needs and that is missing. Reads the store only.
+  """Returns a phrase per part of the store that the commit at `step` needs but that is missing. Writes nothing.
 
   Args:
-    directory: the store's.
+    directory: directory of the store.
     step: name of the commit, above 0: batches completed before it.
-    store: name of the store, as the commit has it; None: the commit is of a version that did not write it.
+    store: name of the store recorded in the commit; None: the commit is from a version that did not record it.
 
   Raises:
-    UserError: the index is damaged, or not of this program.
+    UserError: the index is damaged, or not from this program.
   """
   if not (directory / INDEX).is_file():
     return [str(directory / INDEX) + (f' (store {store})' if store else '')]

@@ -1,4 +1,4 @@
-"""Which of the groups that can be drawn make a batch: a pure function, so that a resumed run draws what it drew.
+"""Drawing of a batch from the available groups: a pure function, so that a resumed run repeats its draws.
 
 Invariant: the draw depends on the groups (not on the order in which they are listed), the configuration, the step and
 the seed alone.
@@ -17,35 +17,35 @@ from jaxrl_llm.core.errors import UserError
 
 
 class Group(NamedTuple):
-  """A group that can be drawn: samples that share a baseline."""
+  """A group available to draw: samples that share a baseline."""
 
   group_id: str
   uids: tuple[str, ...]
-  """In the order of their issue."""
+  """In order of issue."""
   version: int
-  """Step of the oldest weights that generated any of it."""
+  """Step of the oldest weights that generated any of its samples."""
   uses: int
-  """Batches that trained on it: the most of any of its samples."""
+  """Batches that trained on it: the maximum over its samples."""
   last_used: int | None
-  """Step of the last of these batches (batches completed before it); None: never trained on."""
+  """Step of the last such batch (batches completed before it); None: never trained on."""
   admitted: int
-  """Completed batches when the last of it was admitted."""
+  """Completed batches when its last sample was admitted."""
   issued: int
-  """Its place in the order of issue; larger is later."""
+  """Position in the order of issue; larger is later."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrawConfig:
-  """How a batch is drawn."""
+  """Rules for drawing a batch."""
 
   order: Literal['newest', 'shuffled', 'priority'] = 'newest'
   """newest: the newest version first. shuffled: uniform, without replacement. priority: by version - decay · uses."""
   decay: float = 2.0
-  """priority: versions that one use costs."""
+  """For priority: cost of one use, in versions."""
   cooldown: int = 1
-  """Batches that a group rests after one that trained on it."""
+  """Batches that a group rests after each batch that trained on it."""
   max_age: int | None = None
-  """Groups whose version is more than so many batches old are left out; None: no limit."""
+  """Maximum age of a group's version, in batches; None: no limit."""
 
   def __post_init__(self):
     if not 0 <= self.decay < math.inf:
@@ -57,20 +57,20 @@ class DrawConfig:
 
 
 def draw(groups: Sequence[Group], config: DrawConfig, *, count: int, step: int, seed: int) -> list[str]:
-  """Ids of the groups of batch `step`, in the order in which they are drawn.
+  """Returns the ids of the groups of batch `step`, in drawing order.
 
   newest:    the largest (version, admitted, issued) first
-  priority:  the largest version - decay · uses first; of equals the one less used, then the newest
+  priority:  the largest version - decay · uses first; ties: the less used, then the newest
   shuffled:  the smallest h first, h one 64-bit draw per group of Philox with key (seed, step)
 
   The priority is that of Trinity-RFT's queue (`linear_decay`, arXiv:2505.17826).
 
   Args:
-    groups: that can be drawn, in any order.
-    config: the order, and what is left out.
-    count: groups wanted; fewer are returned where fewer are left.
+    groups: available groups, in any order.
+    config: order and exclusions.
+    count: groups wanted; fewer are returned if fewer are ready.
     step: batches completed before this one.
-    seed: of the shuffle, at least 0.
+    seed: shuffle seed, at least 0.
   """
   ready = sorted((group for group in groups if _ready(group, config, step)), key=lambda group: group.group_id)
   newness = lambda group: (-group.admitted, -group.issued)

@@ -1,4 +1,4 @@
-"""What the index says of whole groups: those that can be drawn, those that still wait, those that are sealed.
+"""Queries of the index for whole groups: drawable, waiting and sealed ones.
 
 Invariant: a group is listed whole, with all its samples that are admitted or trained, or not at all.
 """
@@ -44,7 +44,7 @@ def drawable(db: sqlite3.Connection, *, step: int, max_uses: int, oldest_version
 def to_evict(
   db: sqlite3.Connection, *, before_version: int | None, capacity: int | None, step: int
 ) -> dict[str, list[str]]:
-  """Samples that expire, by the reason; see `ReplayStore.evict`."""
+  """Samples to expire, by reason; see `ReplayStore.evict`."""
   waiting = _groups(db.execute(_WAITING_GROUPS, {'step': step}))
   waiting.sort(key=lambda group: (group.version, group.admitted, group.issued))
   old = [group for group in waiting if before_version is not None and group.version < before_version]
@@ -63,7 +63,7 @@ def sealed(db: sqlite3.Connection) -> list[list[str]]:
 
 
 def _groups(rows: Iterable[tuple]) -> list[Group]:
-  """What the queries found, in the order of issue."""
+  """Builds groups from query rows, in order of issue."""
   found = []
   for group_id, uids, seqs, *rest in rows:
     members = sorted(zip(json.loads(seqs), json.loads(uids)))

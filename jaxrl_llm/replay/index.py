@@ -1,20 +1,20 @@
 """The durable store of samples: SQLite holds all control state, sealed ArrayRecord segments hold bytes that left it.
 
 Invariants:
-- every sample issued has one row for ever, keyed (uid, attempt); what happens to it is appended to `transitions`, each
-  change stamped with the number of completed batches at that moment; `samples.state` repeats its last transition;
-- a sample that was accepted has its bytes in the open segment or in one sealed, verified segment; rows of static data
-  (`join`) have theirs in a file of their own and none here;
-- each public call is one transaction (or part of the one that `transaction()` opened): after it returns, a killed
-  process loses nothing of it; before, nothing of it happened.
+- every issued sample keeps one row forever, keyed (uid, attempt); its state changes are appended to `transitions`, each
+  stamped with the number of completed batches at that moment; `samples.state` repeats its last transition;
+- an accepted sample has its bytes in the open segment or in one sealed, verified segment; rows of static data (`join`)
+  have theirs in a file of their own and none here;
+- each public call is one transaction (or part of an enclosing `transaction()`): a killed process loses nothing of a
+  call that returned, and keeps nothing of one that did not.
 
-A commit named c holds the changes stamped < c. `recover(c)` undoes the rest, after which the store is what it was at
-the commit, but for the samples that dead attempts had not accepted by then: they are `void`, reason `crash`.
+A commit named c holds the changes stamped < c. `recover(c)` undoes the rest and so restores the store as of the commit,
+except that samples which dead attempts had not accepted by then are `void`, reason `crash`.
 
 Durability: WAL. With `synchronous='full'` each transaction is on disk when the call returns. With 'normal' a killed
-process loses nothing either, but a power loss may take transactions since the last `flush()`. Flush before a
-checkpoint's COMMIT: what it can take then is later than the COMMIT and would be undone anyway (only the record of which
-samples were void is lost). Segments are on disk before SQLite forgets their bytes, in both.
+process loses nothing either, but a power loss may lose transactions since the last `flush()`. Flush before a
+checkpoint's COMMIT: any loss is then later than the COMMIT and would be undone anyway (only the record of which samples
+were void is lost). In both modes, segments are on disk before SQLite deletes their bytes.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ _ISSUE = (
 
 
 class ReplayStore:
-  """Use `open_store`. Thread-safe; one process writes, any number may read (`open_segment_reader`, the audit).
+  """Created by `open_store`. Thread-safe; one process writes, any number may read (`open_segment_reader`, the audit).
 
-  Methods that change something take `step`, the number of completed batches, and name samples by uid: the row meant is
-  that of the uid's newest attempt. A uid that is unknown, or in a state that does not permit the change, is a
-  ValueError, and nothing of the call happens.
+  Mutating methods take `step`, the number of completed batches, and identify samples by uid, meaning the row of the
+  uid's newest attempt. An unknown uid, or one in a state that does not permit the change, raises ValueError, and the
+  call has no effect.
   """
 
   def __init__(self, directory: pathlib.Path, db: sqlite3.Connection, *, attempt: int, max_uses: int, full: bool):
@@ -81,14 +81,14 @@ class ReplayStore:
 
   @property
   def name(self) -> str:
-    """Given when the store was made, the same for good: what a commit calls its store."""
+    """Permanent name, assigned when the store was created; commits refer to their store by it."""
     return self.meta('store')
 
   @contextlib.contextmanager
   def transaction(self) -> Iterator[None]:
     """Joins the calls inside into one transaction: one fsync, all or nothing.
 
-    It holds the store's lock: no await inside, and a call that raises inside must end the whole of it.
+    Holds the store's lock: do not await inside, and let the exception of a call inside end the block.
     """
     with self._lock:
       if self._depth:
@@ -99,7 +99,7 @@ class ReplayStore:
         self._db.execute('BEGIN IMMEDIATE')
         yield
         self._db.execute('COMMIT')
-      except sqlite3.IntegrityError:  # an error of this program's
+      except sqlite3.IntegrityError:  # a bug of this program
         raise
       except sqlite3.DatabaseError as error:
         raise RunError(
@@ -112,7 +112,7 @@ class ReplayStore:
           self._db.execute('ROLLBACK')
 
   def issue(self, rows: Sequence[Issue], step: int) -> None:
-    """Records samples about to be asked for. A uid can be issued again only after it became void with its attempt."""
+    """Records samples about to be requested. A uid can be issued again only after it became void with its attempt."""
     if not self._recovered:
       raise ValueError('issue: call recover first, an earlier attempt wrote to this store')
     with self.transaction():
@@ -123,7 +123,7 @@ class ReplayStore:
       self._insert(rows, 'usual', State.ISSUED, step)
 
   def offer(self, tasks: Sequence[Task], step: int) -> None:
-    """Keeps what tasks ask and want, in the taskset partition; one that is there stays as it is, also after a crash."""
+    """Stores tasks (prompt, truth, media) in the taskset partition; existing ones never change, also after a crash."""
     told = lambda task: {
       'prompt': [dict(message) for message in task.prompt],
       'truth': task.truth,
@@ -134,9 +134,9 @@ class ReplayStore:
       self._db.executemany('INSERT OR IGNORE INTO tasks VALUES (?,?,?,?,?,?)', rows)
 
   def join(self, rows: Sequence[Issue], step: int) -> None:
-    """Records rows of static data that join a batch: issued, and at once admitted, without bytes.
+    """Records rows of static data that join a batch: issued and immediately admitted, without bytes.
 
-    A row that is there already stays as it is, for static data come round again; `max_uses` is not for it.
+    Existing rows stay as they are, since static data repeat; `max_uses` does not apply to them.
     """
     if not self._recovered:
       raise ValueError('join: call recover first, an earlier attempt wrote to this store')
@@ -153,7 +153,7 @@ class ReplayStore:
       self._insert(new, 'expert', State.ADMITTED, step)
 
   def append(self, samples: Sequence[Sample], step: int) -> list[str]:
-    """Accepts results; returns the uids accepted. A result whose sample is past `issued` is counted, not accepted."""
+    """Accepts results; returns the accepted uids. Results for samples past `issued` are counted, not accepted."""
     with self.transaction():
       known = self._entries(dict.fromkeys(s.uid for s in samples))
       accepted: dict[str, Sample] = {}
@@ -206,7 +206,7 @@ class ReplayStore:
       )
 
   def derive(self, rows: Sequence[tuple[str, str, Json]], step: int) -> None:
-    """Appends (uid, operator, JSON): what an operator made of an accepted sample."""
+    """Appends (uid, operator, JSON) rows: values that operators derived from accepted samples."""
     with self.transaction():
       known = self._entries(dict.fromkeys(uid for uid, *_ in rows))
       for entry in known.values():
@@ -232,15 +232,15 @@ class ReplayStore:
       self._move(uids, State.EXPIRED, '', step)
 
   def evict(self, *, before_version: int | None, capacity: int | None, step: int) -> dict[str, int]:
-    """Expires groups that wait to be drawn: those of old weights, then the oldest of those beyond the capacity.
+    """Expires groups that wait to be drawn: those of old weights, then the oldest beyond the capacity.
 
-    A group goes whole or stays. It stays if any of it was trained on, was sealed (a batch has drawn it), or is not
-    admitted yet; these do not count towards the capacity.
+    A group expires whole or not at all. It stays if any of its samples was trained on, was sealed (drawn by a batch) or
+    is not admitted yet; such groups do not count towards the capacity.
 
     Args:
-      before_version: groups of an older version go; None: none for its age.
-      capacity: groups that stay at most, the newest by version and admission; None: any number.
-      step: of the change.
+      before_version: groups of an older version expire; None: no age limit.
+      capacity: maximum number of groups to keep, the newest by version and admission; None: unlimited.
+      step: stamp of the change.
 
     Returns:
       Samples expired by reason: 'version', 'capacity'.
@@ -252,7 +252,7 @@ class ReplayStore:
     return {reason: len(uids) for reason, uids in expired.items()}
 
   def seal(self, uids: Sequence[str], step: int) -> dict[str, segments.Ref]:
-    """Places of admitted samples in sealed segments, moving those still in the open segment into one new one."""
+    """Returns the places of admitted samples in sealed segments; those in the open segment move to a new sealed one."""
     with self._lock:
       for entry in self._entries(uids).values():
         if entry.state not in (State.ADMITTED, State.TRAINED):
@@ -292,18 +292,18 @@ class ReplayStore:
       self._move(uids, State.TRAINED, '', step)
 
   def record_plan(self, step: int, plan: Any) -> None:
-    """Keeps the JSON of the plan that batch `step` (batches completed before it) is made by."""
+    """Stores the plan of batch `step` (batches completed before it) as JSON."""
     with self.transaction():
       self._db.execute('INSERT INTO plans VALUES (?,?,?)', (step, self.attempt, json.dumps(plan)))
 
   def recover(self, commit_step: int) -> dict[str, int]:
-    """Start-up: undoes, in one transaction, what is later than the commit. See the module's docstring.
+    """Undoes, at start-up and in one transaction, all changes after the commit. See the module docstring.
 
     Args:
-      commit_step: name of the newest commit; 0 where there is none.
+      commit_step: name of the newest commit; 0 if there is none.
 
     Returns:
-      Counts: changes, scores, plans … undone, samples become void, bytes restored to the open segment, files
+      Counts: changes, scores, plans … undone, samples made void, samples restored to the open segment, files
       set aside (`quarantine`).
     """
     with self._lock:
@@ -321,9 +321,9 @@ class ReplayStore:
     return counts
 
   def prune(self, commit_step: int) -> int:
-    """Forgets the bytes of samples dropped or expired before the commit; returns how many.
+    """Deletes the bytes of samples dropped or expired before the commit; returns how many.
 
-    Not done at the drop itself, which a crash would undo: pass the oldest commit that a start may go back to.
+    Not done at the drop itself, which a crash would undo: pass the oldest commit that a start may return to.
     """
     with self.transaction():
       return self._db.execute(
@@ -333,12 +333,12 @@ class ReplayStore:
       ).rowcount
 
   def flush(self) -> None:
-    """All that was acknowledged is on disk when this returns; call it before a checkpoint's COMMIT."""
+    """Syncs all acknowledged changes to disk; call it before a checkpoint's COMMIT."""
     if self._full:
       return
     with self._lock:
       self._db.execute('PRAGMA synchronous=FULL')
-      self.set_meta('flushed', {'attempt': self.attempt})  # its fsync covers all of the log before it
+      self.set_meta('flushed', {'attempt': self.attempt})  # its fsync covers the whole log before it
       self._db.execute('PRAGMA synchronous=NORMAL')
 
   def close(self) -> None:
@@ -351,7 +351,7 @@ class ReplayStore:
       return self._entries(uids)
 
   def live(self, partition: Partition = 'usual') -> list[Entry]:
-    """Samples of the partition that have not ended, of this and of earlier attempts, in uid order."""
+    """Samples of the partition that have not ended, from this and earlier attempts, in uid order."""
     with self._lock:
       rows = self._db.execute(
         f"{ENTRY} WHERE state IN ('issued', 'stored', 'admitted') AND partition = ? ORDER BY uid", (partition,)
@@ -359,39 +359,39 @@ class ReplayStore:
     return [entry_of(row) for row in rows]
 
   def candidates(self, step: int, *, oldest_version: int | None = None) -> list[Group]:
-    """Groups that batch `step` can draw, in the order of their issue; `draw` takes from them.
+    """Groups that batch `step` can draw, in order of issue; the input of `draw`.
 
     All samples of such a group have ended or are admitted or trained, fewer than `max_uses` times and not in batch
-    `step`; those admitted or trained are its `uids`, and have their bytes. Expert rows are not drawn.
+    `step`; the admitted or trained ones are its `uids`, and have bytes. Expert rows are not drawn.
 
     Args:
       step: batches completed before this one.
-      oldest_version: groups of an older version are left out, which is fast; None: none are.
+      oldest_version: excludes groups of older versions, at little cost; None: no limit.
     """
     with self._lock:
       return groups.drawable(self._db, step=step, max_uses=self.max_uses, oldest_version=oldest_version)
 
   def sealed(self) -> list[list[str]]:
-    """Groups of the usual partition, as far as they are sealed, both in the order of issue."""
+    """Sealed samples of the usual partition, by group; groups and samples in order of issue."""
     with self._lock:
       return groups.sealed(self._db)
 
   def visits(self, stages: Sequence[str]) -> dict[str, int]:
-    """By task uid, the first visit that no group of these stages has: how often they have drawn the task.
+    """By task uid, the next visit number after the groups of these stages: how often they have drawn the task.
 
-    Samples that a crash made void do not count.
+    Void samples do not count.
     """
     with self._lock:
       rows = self._db.execute(
         f'SELECT task_id, max(visit) + 1 FROM samples JOIN ({_NAMED}) stage '
-        "ON group_id >= stage.value || '/' AND group_id < stage.value || '0' "  # '0' comes after '/'.
+        "ON group_id >= stage.value || '/' AND group_id < stage.value || '0' "  # '0' follows '/' in ASCII.
         "WHERE partition = 'usual' AND state != 'void' GROUP BY task_id",
         (json.dumps(list(stages)),),
       ).fetchall()
     return dict(rows)
 
   def scores(self, uids: Sequence[str]) -> dict[str, list[Score]]:
-    """Each sample's newest score by each scorer, in the order in which they were given."""
+    """Newest score of each sample by each scorer, in the order in which they were given."""
     with self._lock:
       rows = self._db.execute(
         'SELECT uid, scorer, value, status, json FROM scores c WHERE uid IN '
@@ -407,7 +407,7 @@ class ReplayStore:
     return {uid: list(by_scorer.values()) for uid, by_scorer in newest.items()}
 
   def derived(self, uids: Sequence[str], operator: str) -> dict[str, Json]:
-    """What `operator` last made of each sample, in the order of `uids`; those without are left out."""
+    """Latest value that `operator` derived from each sample, in the order of `uids`; omits samples without one."""
     with self._lock:
       rows = self._db.execute(
         f'SELECT uid, json FROM derived WHERE uid IN ({_NAMED}) AND operator = ? ORDER BY seq',
@@ -417,7 +417,7 @@ class ReplayStore:
     return {uid: json.loads(found[uid]) for uid in uids if uid in found}
 
   def read(self, uids: Sequence[str]) -> list[Sample]:
-    """The accepted samples, wherever their bytes are, in the order of `uids`."""
+    """Reads accepted samples from the open and sealed segments, in the order of `uids`."""
     with self._lock:
       refs, rows = self._refs(uids), self._open_rows(uids)
     sealed = [uid for uid in uids if uid not in rows]
@@ -432,7 +432,7 @@ class ReplayStore:
     return {step: json.loads(text) for step, text in rows}
 
   def meta(self, key: str) -> Any:
-    """The value kept under `key`, or None. Not undone by `recover`."""
+    """Value stored under `key`, or None. Not undone by `recover`."""
     with self._lock:
       row = self._db.execute('SELECT json FROM meta WHERE key = ?', (key,)).fetchone()
     return None if row is None else json.loads(row[0])
@@ -442,7 +442,7 @@ class ReplayStore:
       self._db.execute('INSERT OR REPLACE INTO meta VALUES (?,?)', (key, json.dumps(value)))
 
   def counts(self) -> dict[str, int]:
-    """Samples per state, of all partitions, and `duplicates`: results that came after another had been accepted."""
+    """Samples per state, over all partitions, and `duplicates`: results that came after another had been accepted."""
     with self._lock:
       found = dict(self._db.execute('SELECT state, sum(samples) FROM tallies GROUP BY state').fetchall())
       (duplicates,) = self._db.execute('SELECT count(*) FROM duplicates').fetchone()
@@ -459,7 +459,7 @@ class ReplayStore:
     return found
 
   def _insert(self, rows: Sequence[Issue], partition: Partition, state: State, step: int) -> None:
-    """New samples, issued and, where `state` is another, at once moved to it."""
+    """Inserts new samples as issued and, if `state` differs, moves them to it at once."""
     for row in rows:
       if row.partition != partition:
         raise ValueError(f'{row.uid}: partition {row.partition!r}, wanted {partition!r}')
@@ -504,7 +504,7 @@ class ReplayStore:
 
 
 def oldest_version(sample: Sample) -> int:
-  """Step of the oldest weights that generated any of it."""
+  """Step of the oldest weights that generated any part of the sample."""
   return min(segment.version.step for segment in sample.segments)
 
 
@@ -515,13 +515,13 @@ def open_store(
   max_uses: int = 1,
   synchronous: Literal['full', 'normal'] = 'full',
 ) -> ReplayStore:
-  """Opens or makes the store in `<workdir>/replay` for writing; call `recover` next.
+  """Opens or creates the store in `<workdir>/replay` for writing; call `recover` next.
 
   Args:
     directory: holds index.sqlite and segments/.
-    attempt: number of this start of the run, larger than all before; None: one more than the last.
-    max_uses: how many batches may train on one sample of the usual partition; of one store always the same.
-    synchronous: what a power loss may take, see the module's docstring.
+    attempt: number of this start of the run, larger than all before; None: the last one plus 1.
+    max_uses: maximum batches that train on one sample of the usual partition; fixed for a store.
+    synchronous: durability under power loss, see the module docstring.
   """
   directory = pathlib.Path(directory)
   path = directory / INDEX
@@ -530,7 +530,7 @@ def open_store(
   try:
     db.execute('PRAGMA journal_mode=WAL')
     db.execute('PRAGMA synchronous=FULL')
-    db.execute('PRAGMA wal_autocheckpoint=8192')  # pages, 32 MB: those of the indexes are written many times over
+    db.execute('PRAGMA wal_autocheckpoint=8192')  # pages, 32 MB: index pages are rewritten many times
     db.execute('PRAGMA cache_size=-16384')  # KiB
     attempt = prepare(db, path, attempt, max_uses)
     db.execute(f'PRAGMA synchronous={synchronous.upper()}')

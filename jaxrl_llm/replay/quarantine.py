@@ -1,7 +1,7 @@
-"""Files among the sealed segments that the index does not name: set aside at a start, never removed by one.
+"""Quarantine of files among the sealed segments that the index does not name: a start moves but never deletes them.
 
-Seals that a crash undid, seals that did not finish, and whatever somebody put there. They stay in `quarantine/` until
-`clear`, which only `launch/buffer.py --clear_quarantine` calls.
+These are seals undone by a crash, unfinished seals, and foreign files. They stay in `quarantine/` until `clear`, which
+only `launch/buffer.py --clear_quarantine` calls.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _NAMED_AT_MOST = 5
 
 
 def files(directory: str | os.PathLike, kind: str) -> dict[str, int]:
-  """Size in bytes, by name, of what lies in a store's `segments/` or `quarantine/`.
+  """Size in bytes, by name, of the entries of a store's `segments/` or `quarantine/`.
 
   Args:
-    directory: the store's.
+    directory: directory of the store.
     kind: `SEGMENTS` or `QUARANTINE`.
   """
   folder = pathlib.Path(directory) / kind
@@ -31,13 +31,13 @@ def files(directory: str | os.PathLike, kind: str) -> dict[str, int]:
     return {}
   sizes = {}
   for path in sorted(folder.iterdir()):
-    with contextlib.suppress(FileNotFoundError):  # A run that writes there renames each file that it has finished.
+    with contextlib.suppress(FileNotFoundError):  # A writing run renames each finished file.
       sizes[path.name] = _size(path)
   return sizes
 
 
 def set_aside(directory: pathlib.Path, named: Collection[str]) -> int:
-  """Moves what is in `segments/` and not named to `quarantine/`, under its name or a numbered one; returns how many."""
+  """Moves entries of `segments/` not in `named` to `quarantine/`, numbering name clashes; returns how many."""
   unnamed = [path for path in sorted((directory / SEGMENTS).iterdir()) if path.name not in named]
   if unnamed:
     (directory / QUARANTINE).mkdir(exist_ok=True)
@@ -52,7 +52,7 @@ def set_aside(directory: pathlib.Path, named: Collection[str]) -> int:
 
 
 def clear(directory: str | os.PathLike) -> dict[str, int]:
-  """Removes what is in `quarantine/`; returns the size in bytes of each file that went, by name."""
+  """Deletes `quarantine/`; returns the size in bytes of each removed entry, by name."""
   found = files(directory, QUARANTINE)
   if found:
     shutil.rmtree(pathlib.Path(directory) / QUARANTINE)
@@ -60,7 +60,7 @@ def clear(directory: str | os.PathLike) -> dict[str, int]:
 
 
 def listed(names: Sequence[str]) -> str:
-  """How many files, and the first few by name."""
+  """Number of files and the first few names."""
   more = f', … ({len(names) - _NAMED_AT_MOST} more)' if len(names) > _NAMED_AT_MOST else ''
   count = f'{len(names):,} file{"s" if len(names) > 1 else ""}'
   return f'{count}: {", ".join(names[:_NAMED_AT_MOST])}{more}'

@@ -1,4 +1,4 @@
-"""Start-up after a crash: takes the index back to the newest commit, and accounts for what died.
+"""Crash recovery: rolls the index back to the newest commit and accounts for the samples lost.
 
 Invariant: afterwards the index holds what it held at the commit, except that samples which were not accepted by then
 are `void`, reason `crash`, under the attempt that issued them; no sample's row is ever deleted.
@@ -20,7 +20,7 @@ _UNDONE = {
   'duplicates': '',
   'open_segment': '',
 }
-"""Tables whose rows stamped at or after the commit go. That a sample was issued, or lost, stays true."""
+"""Tables whose rows stamped at or after the commit are deleted. Transitions to issued and void stay."""
 
 _OF_SAMPLE = 'FROM transitions t WHERE t.uid = samples.uid AND t.attempt = samples.attempt'
 _REPEAT = f"""
@@ -30,17 +30,17 @@ UPDATE samples SET
   admitted = (SELECT t.step {_OF_SAMPLE} AND t.state = 'admitted'),
   uses = (SELECT count(*) {_OF_SAMPLE} AND t.state = 'trained')
 WHERE uid = ? AND attempt = ?"""
-"""What a sample's row repeats of its transitions, after some of these went."""
+"""Recomputes the columns of `samples` that repeat transitions, after some of these were deleted."""
 
 
 def undo(db: sqlite3.Connection, reader: SegmentReader, *, commit_step: int, attempt: int) -> dict[str, int]:
-  """Undoes, inside the caller's transaction, what is stamped at or after `commit_step`; returns counts by table.
+  """Undoes, inside the caller's transaction, changes stamped at or after `commit_step`; returns counts by table.
 
   Args:
     db: the index.
-    reader: of the segments, from which undone seals take their bytes back.
+    reader: reader of the segments, for the bytes of undone seals.
     commit_step: name of the newest commit.
-    attempt: the attempt that starts; all others are dead.
+    attempt: the starting attempt; all others are dead.
   """
   counts = {'restored': _unseal(db, reader, commit_step)}
   moved = db.execute(
@@ -50,7 +50,7 @@ def undo(db: sqlite3.Connection, reader: SegmentReader, *, commit_step: int, att
   for table, which in _UNDONE.items():
     counts[table] = db.execute(f'DELETE FROM {table} WHERE step >= ? {which}', (commit_step,)).rowcount
   db.executemany(_REPEAT, moved)
-  # Issued after the commit, or before it and not accepted by then: both are back at `issued`; their worker died.
+  # Issued after the commit, or before it but not accepted by then: both are at `issued` again; their worker died.
   lost = db.execute("SELECT attempt, uid FROM samples WHERE state = 'issued' AND attempt < ?", (attempt,)).fetchall()
   voided = log(db, [(commit_step, dead, uid, State.VOID, 'crash') for dead, uid in lost])
   db.executemany(
@@ -65,15 +65,15 @@ def undo(db: sqlite3.Connection, reader: SegmentReader, *, commit_step: int, att
 
 
 def _unseal(db: sqlite3.Connection, reader: SegmentReader, commit_step: int) -> int:
-  """Undoes seals: the bytes of samples accepted before the commit go back to the open segment."""
+  """Undoes seals: moves the bytes of samples accepted before the commit back to the open segment."""
   rows = db.execute(
     'SELECT r.name, r.row, r.uid, r.attempt, t.step FROM segments g CROSS JOIN segment_rows r USING (name) '
-    'CROSS JOIN transitions t ON t.uid = r.uid AND t.attempt = r.attempt '  # in this order, by the indexes
+    'CROSS JOIN transitions t ON t.uid = r.uid AND t.attempt = r.attempt '  # fixed join order, by the indexes
     "WHERE t.state = 'stored' AND t.step < :commit AND g.step >= :commit ORDER BY t.seq",
     {'commit': commit_step},
   ).fetchall()
   payloads = reader.read_bytes([(name, row) for name, row, *_ in rows])
-  for (name, row, *_), payload in zip(rows, payloads):  # the file goes: what it gives must be the samples
+  for (name, row, *_), payload in zip(rows, payloads):  # verified, since the file is discarded
     decode_row(payload, f'segment {name}, row {row}')
   db.executemany(
     'INSERT INTO open_segment(step, attempt, uid, payload) VALUES (?,?,?,?)',

@@ -21,15 +21,15 @@ from jaxrl_llm.core.records.sample import Sample, decode
 
 SUFFIX = '.arrayrecord'
 Ref = tuple[str, int]
-"""A sealed sample's place: file name within the segments directory, row."""
+"""Location of a sealed sample: file name within the segments directory, row."""
 
 _WRITER = 'group_size:1'  # random access decodes whole groups
 _READER = 'readahead_buffer_size:0,max_parallelism:0'
-_UNREADABLE = (RuntimeError, ValueError, IndexError, OSError)  # what ArrayRecordReader raises for a bad file
+_UNREADABLE = (RuntimeError, ValueError, IndexError, OSError)  # raised by ArrayRecordReader for a bad file
 
 
 class SegmentError(RunError):
-  """A segment cannot be written, or what is on disk is not what was sealed."""
+  """A segment cannot be written, or its content on disk is not what was sealed."""
 
 
 def write_segment(directory: str | os.PathLike, name: str, payloads: Sequence[bytes]) -> pathlib.Path:
@@ -78,7 +78,7 @@ class SegmentReader:
     self._lock = threading.Lock()
 
   def read(self, refs: Sequence[Ref]) -> list[Sample]:
-    """The samples at `refs`, in that order. A row that is not what was sealed is a SegmentError."""
+    """Reads the samples at `refs`, in that order. Raises SegmentError for a row that is not what was sealed."""
     payloads = self.read_bytes(refs)
     return [
       decode_row(payload, f'segment {self._directory / name}, row {row}')
@@ -132,12 +132,12 @@ class SegmentReader:
 
 
 def _close(reader: ArrayRecordReader) -> None:
-  with contextlib.suppress(RuntimeError):  # closing repeats the error of a damaged file, which its read has raised
+  with contextlib.suppress(RuntimeError):  # closing a damaged file repeats the error that its read raised
     reader.close()
 
 
 def decode_row(payload: bytes, where: str) -> Sample:
-  """The sample in these bytes; a SegmentError that says `where` when they are none."""
+  """Decodes a sample; raises a SegmentError that says `where` if the bytes are not one."""
   try:
     return decode(payload)
   except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -145,12 +145,12 @@ def decode_row(payload: bytes, where: str) -> Sample:
 
 
 def open_segment_reader(directory: str | os.PathLike) -> SegmentReader:
-  """A reader of `<workdir>/replay/segments`; files are opened when first read and kept open."""
+  """Returns a reader of `<workdir>/replay/segments`; files are opened on first read and kept open."""
   return SegmentReader(directory)
 
 
 class SegmentSource:
-  """The samples at fixed refs as a random-access source (`len`, `[i]`), as grain reads them."""
+  """Random-access source (`len`, `[i]`) of the samples at fixed refs, for Grain."""
 
   def __init__(self, reader: SegmentReader, refs: Sequence[Ref]):
     self._reader = reader

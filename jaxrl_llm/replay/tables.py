@@ -1,4 +1,4 @@
-"""What the index records: the states of a sample, which may follow which, and the tables."""
+"""Schema of the index: sample states, permitted transitions, and tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUARANTINE = 'quarantine'
 
 class State(enum.StrEnum):
   ISSUED = 'issued'
-  """Asked for; no bytes yet."""
+  """Requested; no bytes yet."""
   STORED = 'stored'
   """Generated: its bytes are durable."""
   ADMITTED = 'admitted'
@@ -42,12 +42,12 @@ BEFORE = {
   State.EXPIRED: LIVE,
   State.VOID: (State.ISSUED,),
 }
-"""The states from which each state can be entered. Trained more than once only up to `max_uses`."""
+"""States from which each state can be entered. `max_uses` limits how often a sample is trained."""
 
 Partition = Literal['usual', 'expert']
-"""usual: what the policy generated. expert: rows of static data that joined a batch; the store has no bytes of them.
+"""usual: samples of the policy. expert: rows of static data that joined a batch, without bytes in the store.
 
-The third partition, taskset, has no samples: it is the table `tasks`, of what was attempted.
+The third partition, taskset, has no samples: it is the table `tasks` of attempted tasks.
 """
 _EXPERT_BEFORE = {
   State.ADMITTED: (State.ISSUED,),
@@ -57,13 +57,13 @@ _EXPERT_BEFORE = {
 
 
 def may_become(partition: Partition, before: State, after: State) -> bool:
-  """Whether a sample of this partition may go from one state to the other."""
+  """Whether a sample of this partition may go from state `before` to `after`."""
   return before in (BEFORE if partition == 'usual' else _EXPERT_BEFORE).get(after, ())
 
 
-# A blank line ends a statement. `samples` is in the order of issue; of its columns, those after `state` repeat what the
-# transitions say (changed, last: stamp and seq of the last one; admitted: stamp; uses: how often trained), so that a
-# draw needs no history. `tallies` is kept by triggers: counting 10^6 samples anew takes a scan.
+# A blank line ends a statement. `samples` is in order of issue; its columns after `state` repeat the transitions
+# (changed, last: stamp and seq of the last one; admitted: stamp; uses: how often trained), so that a draw needs no
+# history. Triggers maintain `tallies`, since counting 10^6 samples takes a scan.
 TABLES = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, json TEXT NOT NULL);
 
@@ -144,7 +144,7 @@ CREATE TABLE duplicates(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempt 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Issue:
-  """A sample that is about to be asked for. Its task's identity is repeated by the Sample that answers it."""
+  """A sample about to be requested. The resulting Sample repeats its group, task and visit."""
 
   uid: str
   group_id: str
@@ -154,7 +154,7 @@ class Issue:
 
 
 class Entry(NamedTuple):
-  """What the index says of one sample: its newest attempt's row. A tuple, as one is made per sample and change."""
+  """Index row of a sample's newest attempt. A tuple, since one is created per sample and change."""
 
   uid: str
   attempt: int
@@ -163,7 +163,7 @@ class Entry(NamedTuple):
   visit: int
   partition: Partition
   version: int | None
-  """Step of the oldest weights that generated it; None until it is accepted, and of expert rows."""
+  """Step of the oldest weights that generated it; None until it is accepted, and for expert rows."""
   step: int
   """Completed batches when it was issued."""
   uses: int
@@ -172,7 +172,7 @@ class Entry(NamedTuple):
   changed: int
   """Stamp of its last transition."""
   last: int
-  """Number of its last transition: what changed later has a larger one."""
+  """Sequence number of its last transition; later changes have larger ones."""
 
 
 _STATES = {str(state): state for state in State}
@@ -195,7 +195,7 @@ def log(db: sqlite3.Connection, rows: Sequence[tuple[int, int, str, State, str]]
 
 
 def prepare(db: sqlite3.Connection, path: pathlib.Path, attempt: int | None, max_uses: int) -> int:
-  """Makes the tables if need be, names the store if it has no name, and takes the attempt's number; one transaction."""
+  """Creates missing tables, names an unnamed store and reserves the attempt's number, in one transaction."""
   db.execute('BEGIN IMMEDIATE')
   if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
     for statement in TABLES.split('\n\n'):
