@@ -129,14 +129,14 @@ def _pair_numbers(plan: StepPlan, numbers: Sequence[int], packing: Packing) -> l
   """Pair number of each row of the step, from 1 in each micro-batch; 0 for rows without a pair."""
   known: dict[tuple[int, str], int] = {}
   counts: collections.Counter[int] = collections.Counter()
-  found = []
+  pairs = []
   for i, number in enumerate(numbers):
     key = (int(packing.micro_batch[i]), plan.rows[number].pair)
     if key[1] and key not in known:
       counts[key[0]] += 1
       known[key] = counts[key[0]]
-    found.append(known.get(key, 0))
-  return found
+    pairs.append(known.get(key, 0))
+  return pairs
 
 
 def _check_finite(name: str, array: np.ndarray) -> None:
@@ -178,8 +178,8 @@ class Grid(NamedTuple):
     micro_batches = max(shape.micro_batches, packing.micro_batches)
     total = shape.ranks * shape.chunks
     indices = sharding.addressable_devices_indices_map((micro_batches, total, shape.chunk_len)).values()
-    own = sorted({chunk for index in indices for chunk in range(*index[1].indices(total))})
-    columns = {chunk: column for column, chunk in enumerate(own)}
+    chunks = sorted({chunk for index in indices for chunk in range(*index[1].indices(total))})
+    columns = {chunk: column for column, chunk in enumerate(chunks)}
     local = tuple(i for i in range(len(packing.length)) if int(packing.chunk[i]) in columns)
     return cls(packing, shape, micro_batches, columns, local, sharding)
 

@@ -159,14 +159,14 @@ class Evaluator:
         'suite': suite.name,
         'uid': task.uid,
         'prompt': task.prompt[-1]['content'],
-        'completion': one.completion,
+        'completion': member.completion,
         'truth': task.truth,
         'mode': mode,
-        'sample_index': one.sample.sample_index,
-        'score': one.reward.value,
-        'correct': one.reward.value is not None and one.reward.value >= suite.correct_at,
-        'finish_reason': str(one.sample.finish_reason),
-        'response_len': one.sample.response_len,
+        'sample_index': member.sample.sample_index,
+        'score': member.reward.value,
+        'correct': member.reward.value is not None and member.reward.value >= suite.correct_at,
+        'finish_reason': str(member.sample.finish_reason),
+        'response_len': member.sample.response_len,
       }
-      for one in await judged(runs, task, self._scorers, self._rewards)
+      for member in await judged(runs, task, self._scorers, self._rewards)
     ]

@@ -77,7 +77,7 @@ def _of_tokens(r: Float[np.ndarray, 'tokens']) -> dict[str, Metric]:
 
 
 def _of_sequences(pairs: Sequence[Pair]) -> dict[str, Metric]:
-  trainer, sampler = (np.array([one[side].mean() for one in pairs]) for side in (0, 1))
+  trainer, sampler = (np.array([pair[side].mean() for pair in pairs]) for side in (0, 1))
   ratios = np.clip([(t - b).sum() for t, b in pairs], -_BOUND, _BOUND)
   return {
     'rollout_corr/training_ppl': _mean(np.exp(-trainer)),

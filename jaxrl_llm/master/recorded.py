@@ -84,9 +84,9 @@ class RecordedGroups:
     """
     recorded = json.loads(_groups_file(workdir / file).read_text())
     self._members = [
-      (Row(**{**one['row'], 'turn_rewards': tuple(one['row']['turn_rewards'])}), one['parts'])
+      (Row(**{**member['row'], 'turn_rewards': tuple(member['row']['turn_rewards'])}), member['parts'])
       for group in recorded
-      for one in group
+      for member in group
     ]
     numbers = iter(range(len(self._members)))
     self._groups = [[next(numbers) for _ in group] for group in recorded]

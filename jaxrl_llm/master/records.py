@@ -71,14 +71,16 @@ def _advantage_metrics(batch: Batch) -> dict[str, Metric]:
   values, weights = [], []
   for row, advantage, in_loss in zip(batch.plan.rows, batch.annotation.advantages, batch.annotation.in_loss):
     if in_loss and not row.is_expert:
-      own = np.atleast_1d(np.asarray(advantage, np.float64))
-      values.append(own if len(own) == 1 else own[row.prompt_len :])
+      advantages = np.atleast_1d(np.asarray(advantage, np.float64))
+      values.append(advantages if len(advantages) == 1 else advantages[row.prompt_len :])
       weights.append((row.length - row.prompt_len) / len(values[-1]))
   if not values:
     return {}
   metrics = spread('critic/advantages', np.concatenate(values).tolist())
-  total = math.fsum(weight * float(own.sum()) for own, weight in zip(values, weights))
-  return metrics | {'critic/advantages/mean': Mean(total, math.fsum(w * len(own) for own, w in zip(values, weights)))}
+  total = math.fsum(weight * float(advantages.sum()) for advantages, weight in zip(values, weights))
+  return metrics | {
+    'critic/advantages/mean': Mean(total, math.fsum(w * len(advantages) for advantages, w in zip(values, weights)))
+  }
 
 
 def _scorer_metrics(taken: Mapping[str, Scored]) -> dict[str, Metric]:

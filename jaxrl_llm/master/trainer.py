@@ -175,8 +175,11 @@ class StageTrainer:
     if self._stage.minibatches * self._stage.epochs > 1:
       return ()
     reads = self._stage.algorithm.reads
-    own = {'proximal_logprobs': 'proximal' in reads, 'reference_logprobs': 'reference' in reads and self._own_reference}
-    return tuple(name for name, is_own in own.items() if is_own)
+    computed = {
+      'proximal_logprobs': 'proximal' in reads,
+      'reference_logprobs': 'reference' in reads and self._own_reference,
+    }
+    return tuple(name for name, is_computed in computed.items() if is_computed)
 
   async def annotate(self, learned: Learned, plan: StepPlan) -> Batch:
     """Loads the rows, runs the forward passes that plan and algorithm require, and computes advantages.
@@ -245,11 +248,11 @@ class StageTrainer:
 
   def _column(self, arrays: list[jax.Array], plan: StepPlan, steps: list[PackedStep]) -> list[np.ndarray]:
     """Splits one `[micro, chunks, time]` array per step into one array per row of the plan, in every process."""
-    found: dict[int, np.ndarray] = {}
+    by_row: dict[int, np.ndarray] = {}
     for array, packed in zip(arrays, steps, strict=True):
       lengths = [plan.rows[i].length for i in packed.rows]
-      found |= zip(packed.rows, unpack(self._gather(array), packed, lengths), strict=True)
-    return [found[i] for i in range(len(plan.rows))]
+      by_row |= zip(packed.rows, unpack(self._gather(array), packed, lengths), strict=True)
+    return [by_row[i] for i in range(len(plan.rows))]
 
   async def update(self, learned: Learned, batch: Batch) -> tuple[Learned, Updated]:
     """Runs all optimizer steps of the batch; donates the states in `learned`.
@@ -299,8 +302,8 @@ class StageTrainer:
   ):
     """Runs one optimizer step of one role; the outputs of its report stay on the devices."""
     state, report = await self._device.run(update, state, packed.chunks, packed.used, constants, base)
-    told = await self._device.run(jax.device_get, report._replace(outputs=None))
-    return state, told._replace(outputs=report.outputs)
+    fetched = await self._device.run(jax.device_get, report._replace(outputs=None))
+    return state, fetched._replace(outputs=report.outputs)
 
   async def _measured(self, learned: Learned, plan: StepPlan, constants: Constants) -> dict[str, Metric]:
     """Loss and its statistics on the plan's held-out rows."""
@@ -312,7 +315,7 @@ class StageTrainer:
     held_out = dataclasses.replace(
       plan, rows=plan.held_out, optimizer_steps=tuple(tuple(i for unit in part for i in unit) for part in parts)
     )
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     params = learned.whole(learned.policy.params)
     with self._phases.timed('testing'):
       for number in range(len(parts)):
@@ -320,8 +323,8 @@ class StageTrainer:
         packed, _ = await self._passes(learned, held_out, packed)
         stats = await self._device.run(self._measure_loss, params, packed.chunks, packed.used, constants)
         stats = await self._device.run(jax.device_get, stats)
-        found = merge(found, {name: Mean(float(s.total), float(s.count)) for name, s in stats.items()})
-    return {f'val-core/{self._stage.held_out}/{name.removeprefix("actor/")}': value for name, value in found.items()}
+        metrics = merge(metrics, {name: Mean(float(s.total), float(s.count)) for name, s in stats.items()})
+    return {f'val-core/{self._stage.held_out}/{name.removeprefix("actor/")}': value for name, value in metrics.items()}
 
   def _refreshed(self, learned: Learned, done: int) -> Learned:
     """Returns the state with the reference due after `done` batches of the run."""
@@ -352,8 +355,8 @@ class StageTrainer:
 
 
 def _report_metrics(report: Report) -> dict[str, Metric]:
-  found: dict[str, Metric] = {name: Mean(float(s.total), float(s.count)) for name, s in report.stats.items()}
-  return found | {'run/skipped_updates': Sum(int(report.skipped)), 'run/empty_updates': Sum(int(report.empty))}
+  metrics: dict[str, Metric] = {name: Mean(float(s.total), float(s.count)) for name, s in report.stats.items()}
+  return metrics | {'run/skipped_updates': Sum(int(report.skipped)), 'run/empty_updates': Sum(int(report.empty))}
 
 
 def _scalars(constants: Constants) -> dict[str, np.float32]:

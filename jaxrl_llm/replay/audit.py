@@ -236,8 +236,8 @@ class _Audit:
       if not (opened + sealed == 0 if partition == 'expert' else fine):
         if partition == 'usual' and state in (State.STORED, State.ADMITTED, State.TRAINED) and not opened + sealed:
           self._lost.append(uid)
-        what = state if partition == 'usual' else f'{state} ({partition})'
-        yield f'{uid} (attempt {attempt}): is {what}, bytes in the open segment {opened}, in a sealed one {sealed}'
+        status = state if partition == 'usual' else f'{state} ({partition})'
+        yield f'{uid} (attempt {attempt}): is {status}, bytes in the open segment {opened}, in a sealed one {sealed}'
     for table in ('open_segment', 'segment_rows', 'scores', 'derived', 'duplicates'):
       for uid, attempt in self._db.execute(
         f'SELECT DISTINCT uid, attempt FROM {table} t WHERE NOT EXISTS '  # table names are constants

@@ -28,7 +28,9 @@ def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection,
     raise UserError(f'replay store {path}: no such file; give the replay directory of a run (<workdir>/replay)')
   # Without a WAL file no process has it open, and opening it as immutable leaves no files behind.
   log = path.with_name(f'{INDEX}-wal')
-  opened = lambda how: sqlite3.connect(f'{path.resolve().as_uri()}?{how}', uri=True, isolation_level=None, timeout=5.0)
+  opened = lambda options: sqlite3.connect(
+    f'{path.resolve().as_uri()}?{options}', uri=True, isolation_level=None, timeout=5.0
+  )
   alone = not log.exists()
   db = opened('immutable=1' if alone else 'mode=ro')
   reader = open_segment_reader(path.parent / SEGMENTS)
@@ -118,7 +120,7 @@ def unclaimed(directory: str | os.PathLike) -> list[str]:
   # A .tmp file may be a seal in progress.
   here = {name: size for name, size in here.items() if name not in named and not name.endswith('.tmp')}
   aside = quarantine.files(directory, QUARANTINE)
-  size = lambda found: f'{sum(found.values()) / 1e6:,.1f} MB in {quarantine.listed([*found])}'
+  size = lambda sizes: f'{sum(sizes.values()) / 1e6:,.1f} MB in {quarantine.listed([*sizes])}'
   return [
     *([f'{SEGMENTS}/, not in the index (a start moves it to {QUARANTINE}/): {size(here)}'] if here else []),
     *([f'{QUARANTINE}/, claimed by nothing (--clear_quarantine removes it): {size(aside)}'] if aside else []),
@@ -162,12 +164,12 @@ def find(
     raise UserError(f'state {state!r}: unknown; there are {", ".join(State)}')
   values = [] if task is None else [task]
   where = 'state = ?' if task is None else '+state = ? AND task_id = ?'  # + makes SQLite use the task index
-  found = []
+  entries = []
   with snapshot(directory) as (db, _):
-    for one in State if state is None else (State(state),):  # samples are indexed by (state, last)
-      rows = db.execute(f'{ENTRY} WHERE {where} ORDER BY last DESC LIMIT ?', (one, *values, limit))
-      found += [entry_of(row) for row in rows]
-  return sorted(found, key=lambda entry: -entry.last)[:limit]
+    for queried in State if state is None else (State(state),):  # samples are indexed by (state, last)
+      rows = db.execute(f'{ENTRY} WHERE {where} ORDER BY last DESC LIMIT ?', (queried, *values, limit))
+      entries += [entry_of(row) for row in rows]
+  return sorted(entries, key=lambda entry: -entry.last)[:limit]
 
 
 def asked(directory: str | os.PathLike, task: str) -> list[str]:
@@ -180,13 +182,13 @@ def asked(directory: str | os.PathLike, task: str) -> list[str]:
   if row is None:
     return []
   taskset, domain, text = row
-  told = json.loads(text)
+  fields = json.loads(text)
   counted = ', '.join(f'{state} {count:,}' for state, count in states)
   return [
     f'{task} of taskset {taskset}, domain {domain}: {visits} visits, samples {counted}',
-    f'prompt: {json.dumps(told["prompt"], ensure_ascii=False)}',
-    f'truth: {json.dumps(told["truth"], ensure_ascii=False)}',
-    *(f'{shown["kind"]}: {shown["digest"]}' for shown in told['media']),
+    f'prompt: {json.dumps(fields["prompt"], ensure_ascii=False)}',
+    f'truth: {json.dumps(fields["truth"], ensure_ascii=False)}',
+    *(f'{shown["kind"]}: {shown["digest"]}' for shown in fields['media']),
   ]
 
 

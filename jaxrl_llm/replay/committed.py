@@ -27,9 +27,11 @@ def missing(directory: pathlib.Path, *, step: int, store: str | None) -> list[st
     row = db.execute("SELECT json FROM meta WHERE key = 'store'").fetchone()
     (plans,) = db.execute('SELECT count(*) FROM plans WHERE step < ?', (step,)).fetchone()
     named = [name for (name,) in db.execute('SELECT name FROM segments WHERE step < ? ORDER BY name', (step,))]
-  found = json.loads(row[0]) if row else None
-  if store is not None and found != store:
-    return [f'store {store} ({directory / INDEX} is {f"store {found}" if found else "an older store without a name"})']
+  current = json.loads(row[0]) if row else None
+  if store is not None and current != store:
+    return [
+      f'store {store} ({directory / INDEX} is {f"store {current}" if current else "an older store without a name"})'
+    ]
   if plans < step:
     return [f'{step - plans} of the plans of {step} batches (is {directory / INDEX} an older copy?)']
   there = files(directory, SEGMENTS)

@@ -56,16 +56,16 @@ def to_evict(
 
 def sealed(db: sqlite3.Connection) -> list[list[str]]:
   """See `ReplayStore.sealed`."""
-  found: dict[str, list[str]] = {}
+  groups: dict[str, list[str]] = {}
   for group, uid in db.execute(_SEALED):
-    found.setdefault(group, []).append(uid)
-  return [*found.values()]
+    groups.setdefault(group, []).append(uid)
+  return [*groups.values()]
 
 
 def _groups(rows: Iterable[tuple]) -> list[Group]:
   """Builds groups from query rows, in order of issue."""
-  found = []
+  groups = []
   for group_id, uids, seqs, *rest in rows:
     members = sorted(zip(json.loads(seqs), json.loads(uids)))
-    found.append(Group(group_id, tuple(uid for _, uid in members), *rest, members[0][0]))
-  return sorted(found, key=lambda group: group.issued)
+    groups.append(Group(group_id, tuple(uid for _, uid in members), *rest, members[0][0]))
+  return sorted(groups, key=lambda group: group.issued)

@@ -124,12 +124,12 @@ class ReplayStore:
 
   def offer(self, tasks: Sequence[Task], step: int) -> None:
     """Stores tasks (prompt, truth, media) in the taskset partition; existing ones never change, also after a crash."""
-    told = lambda task: {
+    content = lambda task: {
       'prompt': [dict(message) for message in task.prompt],
       'truth': task.truth,
       'media': [{'kind': shown.kind, 'digest': shown.digest} for shown in task.media],
     }
-    rows = [(task.uid, task.taskset, task.domain, step, self.attempt, json.dumps(told(task))) for task in tasks]
+    rows = [(task.uid, task.taskset, task.domain, step, self.attempt, json.dumps(content(task))) for task in tasks]
     with self.transaction():
       self._db.executemany('INSERT OR IGNORE INTO tasks VALUES (?,?,?,?,?,?)', rows)
 
@@ -413,8 +413,8 @@ class ReplayStore:
         f'SELECT uid, json FROM derived WHERE uid IN ({_NAMED}) AND operator = ? ORDER BY seq',
         (json.dumps(list(uids)), operator),
       ).fetchall()
-    found = dict(rows)
-    return {uid: json.loads(found[uid]) for uid in uids if uid in found}
+    latest = dict(rows)
+    return {uid: json.loads(latest[uid]) for uid in uids if uid in latest}
 
   def read(self, uids: Sequence[str]) -> list[Sample]:
     """Reads accepted samples from the open and sealed segments, in the order of `uids`."""
@@ -444,19 +444,19 @@ class ReplayStore:
   def counts(self) -> dict[str, int]:
     """Samples per state, over all partitions, and `duplicates`: results that came after another had been accepted."""
     with self._lock:
-      found = dict(self._db.execute('SELECT state, sum(samples) FROM tallies GROUP BY state').fetchall())
+      by_state = dict(self._db.execute('SELECT state, sum(samples) FROM tallies GROUP BY state').fetchall())
       (duplicates,) = self._db.execute('SELECT count(*) FROM duplicates').fetchone()
-    return {**{str(state): found.get(state, 0) for state in State}, 'duplicates': duplicates}
+    return {**{str(state): by_state.get(state, 0) for state in State}, 'duplicates': duplicates}
 
   def _entries(self, uids: Sequence[str] | Mapping[str, Any], missing: Literal['raise', 'skip'] = 'raise'):
     uids = list(uids)
     if len(set(uids)) != len(uids):
       raise ValueError(f'a uid is named twice in one call: {next(u for u in uids if uids.count(u) > 1)}')
     rows = self._db.execute(f'{ENTRY} WHERE uid IN ({_NAMED}) ORDER BY attempt', (json.dumps(uids),))
-    found = {row[0]: entry_of(row) for row in rows}  # the newest attempt's row comes last
-    if missing == 'raise' and len(found) < len(uids):
-      raise ValueError(f'unknown uid {next(u for u in uids if u not in found)}: it was never issued')
-    return found
+    entries = {row[0]: entry_of(row) for row in rows}  # the newest attempt's row comes last
+    if missing == 'raise' and len(entries) < len(uids):
+      raise ValueError(f'unknown uid {next(u for u in uids if u not in entries)}: it was never issued')
+    return entries
 
   def _insert(self, rows: Sequence[Issue], partition: Partition, state: State, step: int) -> None:
     """Inserts new samples as issued and, if `state` differs, moves them to it at once."""
@@ -475,18 +475,18 @@ class ReplayStore:
     )
 
   def _move(self, uids: Sequence[str], state: State, reason: str, step: int) -> None:
-    found = self._entries(uids)
-    for entry in found.values():
+    entries = self._entries(uids)
+    for entry in entries.values():
       if not may_become(entry.partition, entry.state, state):
         raise ValueError(f'{entry.uid}: is {entry.state}, cannot become {state}')
       if step < entry.changed:
         raise ValueError(f'{entry.uid}: became {entry.state} at step {entry.changed}, cannot become {state} at {step}')
-    last = log(self._db, [(step, found[uid].attempt, uid, state, reason) for uid in uids])
+    last = log(self._db, [(step, entries[uid].attempt, uid, state, reason) for uid in uids])
     admitted, use = (step if state == State.ADMITTED else None), int(state == State.TRAINED)
     self._db.executemany(
       'UPDATE samples SET state = ?, changed = ?, last = ?, admitted = coalesce(?, admitted), uses = uses + ? '
       'WHERE uid = ? AND attempt = ?',
-      [(state, step, seq, admitted, use, uid, found[uid].attempt) for uid, seq in zip(uids, last)],
+      [(state, step, seq, admitted, use, uid, entries[uid].attempt) for uid, seq in zip(uids, last)],
     )
 
   def _refs(self, uids: Sequence[str]) -> dict[str, segments.Ref]:

@@ -53,10 +53,10 @@ def set_aside(directory: pathlib.Path, named: Collection[str]) -> int:
 
 def clear(directory: str | os.PathLike) -> dict[str, int]:
   """Deletes `quarantine/`; returns the size in bytes of each removed entry, by name."""
-  found = files(directory, QUARANTINE)
-  if found:
+  sizes = files(directory, QUARANTINE)
+  if sizes:
     shutil.rmtree(pathlib.Path(directory) / QUARANTINE)
-  return found
+  return sizes
 
 
 def listed(names: Sequence[str]) -> str:

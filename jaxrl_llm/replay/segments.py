@@ -57,10 +57,10 @@ def write_segment(directory: str | os.PathLike, name: str, payloads: Sequence[by
 def _verify(path: pathlib.Path, payloads: Sequence[bytes]) -> None:
   reader = ArrayRecordReader(str(path), _READER)
   try:
-    found = reader.read(list(range(len(payloads)))) if reader.num_records() == len(payloads) else None
+    rows = reader.read(list(range(len(payloads)))) if reader.num_records() == len(payloads) else None
   finally:
     reader.close()
-  if found != list(payloads):
+  if rows != list(payloads):
     raise ValueError('rows read back differ from rows written')
 
 

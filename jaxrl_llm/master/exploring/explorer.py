@@ -145,9 +145,9 @@ class Explorer:
       self._running = None
       in_hand = {self._name(group.task, group.visit) for group in self._groups.values()} | self._handed_out
       live = [entry for entry in self._store.live() if entry.attempt == self._store.attempt]
-      own = [entry for entry in live if entry.group_id in in_hand]
-      self._store.drop([entry.uid for entry in own], 'given up', self._step)
-      for group in dict.fromkeys(entry.group_id for entry in own):
+      unfinished = [entry for entry in live if entry.group_id in in_hand]
+      self._store.drop([entry.uid for entry in unfinished], 'given up', self._step)
+      for group in dict.fromkeys(entry.group_id for entry in unfinished):
         self._events.message(Edge.DROP, group=group, reason='given up')
 
   def advance(self, step: int, served: int) -> None:
@@ -336,8 +336,8 @@ class Explorer:
         async for sample, completion in runs:
           if Edge.EVAL not in open_requests:
             open_requests[Edge.EVAL] = self._events.request(Edge.EVAL, group=name, count=count)
-          one = judge(sample, completion, task, self._scorers, self._rewards)
-          pending.append(scoring.create_task(one))
+          judging = judge(sample, completion, task, self._scorers, self._rewards)
+          pending.append(scoring.create_task(judging))
         group.rolled_out = time.monotonic()
         self._events.reply(open_requests.pop(Edge.ROLLOUT), count=len(pending))
       members = await judge_group([p.result() for p in pending], self._scorers, self._rewards)

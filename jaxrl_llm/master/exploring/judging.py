@@ -24,9 +24,9 @@ async def judge_group(members: Sequence[Scored], scorers: ScorerPool, rewards: R
 
   If a scorer's failure drops the group, no member has a reward.
   """
-  members = sorted(members, key=lambda one: one.sample.sample_index)
-  attempts = [_attempt(one.sample, one.completion, one.task) for one in members]
-  scores = await scorers.score_group(attempts, [one.scores for one in members])
+  members = sorted(members, key=lambda member: member.sample.sample_index)
+  attempts = [_attempt(member.sample, member.completion, member.task) for member in members]
+  scores = await scorers.score_group(attempts, [member.scores for member in members])
   rewarded = [
     dataclasses.replace(m, scores=s, reward=combine(s, rewards)) for m, s in zip(members, scores, strict=True)
   ]
@@ -40,8 +40,8 @@ async def judged(
 ) -> list[Scored]:
   """Judges a workflow's attempts at one task, each as it ends and then as a group."""
   async with asyncio.TaskGroup() as scoring:
-    pending = [scoring.create_task(judge(*one, task, scorers, rewards)) async for one in runs]
-  return await judge_group([one.result() for one in pending], scorers, rewards)
+    pending = [scoring.create_task(judge(*run, task, scorers, rewards)) async for run in runs]
+  return await judge_group([judging.result() for judging in pending], scorers, rewards)
 
 
 def _attempt(sample: Sample, completion: str, task: Task) -> Attempt:
