@@ -1,7 +1,7 @@
 """Commits: a checkpoint exists exactly when its COMMIT file does, and then it is whole.
 
 `checkpoints/<step>/arrays` is written by all processes (orbax), `host.json` and then `COMMIT` (names, sizes, digests of
-every file) by process 0, fsynced last. What has no COMMIT is removed at the next start.
+every file) by process 0, fsynced last. Directories without COMMIT are removed at the next start.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from jaxrl_llm.core.types import Json
 
 _COMMIT, _HOST, _ARRAYS = 'COMMIT', 'host.json', 'arrays'
 _DEADLINE_S = 1200
-"""The longest that processes wait for each other's arrays to be written."""
+"""Longest wait for all processes to write their arrays."""
 _QUIET_S = 0.5
-"""A failed save is over when nothing of it appears for so long."""
+"""A failed save counts as over after this long without new files from it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-  """When commits are made, and which are kept."""
+  """Frequency and retention of commits."""
 
   every_steps: int = 10
   every_minutes: float = 5.0
-  """A commit made by the clock is no decision: it changes nothing about the run but where it can resume."""
+  """Commits triggered by the clock do not affect the run's results, only where it can resume."""
   keep: int = 3
-  """Newest commits that are kept; the best by evaluation is kept beside them."""
+  """Number of newest commits to keep; the best one by evaluation is kept in addition."""
 
   def __post_init__(self):
     for name in ('every_steps', 'keep'):
@@ -54,22 +54,22 @@ class CheckpointConfig:
 
 
 class CheckpointFailed(RunError):
-  """A commit could not be written; the commits before it are untouched."""
+  """Raised when a commit cannot be written; earlier commits are untouched."""
 
 
 class Checkpoints:
-  """The commits of one run directory."""
+  """Writes, reads and retires the commits of one run directory."""
 
   def __init__(self, directory: pathlib.Path, config: CheckpointConfig, *, leads: bool):
     """
     Args:
       directory: `<workdir>/checkpoints`.
-      leads: whether this is process 0, which alone writes and removes what is not an array.
+      leads: whether this is process 0, the only one to write or remove anything but arrays.
     """
     self._directory, self._config, self._leads = directory.absolute(), config, leads
 
   def clean(self) -> None:
-    """Removes what a killed process left without a COMMIT. Process 0 only, before anybody saves."""
+    """Removes uncommitted leftovers of killed processes. Process 0 only, before any process saves."""
     if self._directory.exists():
       for path in self._directory.iterdir():
         if not (path / _COMMIT).exists():
@@ -83,18 +83,18 @@ class Checkpoints:
     return sorted(int(name) for name in names if name.isdecimal())
 
   def save(self, step: int, state: Any, host: Json, *, best: int | None) -> None:
-    """Commits `state` and `host` as `step`; called by every process with the same step.
+    """Commits `state` and `host` as `step`; every process calls it with the same step.
 
-    When it returns, in any process, the commit is there.
+    When it returns in any process, the commit is complete.
 
     Args:
-      step: completed batches; not committed before (a commit never changes).
-      state: a tree of arrays.
-      host: what process 0 needs to go on (ignored in the others).
-      best: a committed step to keep beside the newest.
+      step: number of completed batches; not committed before (commits are immutable).
+      state: pytree of arrays.
+      host: JSON state from which process 0 resumes (ignored in other processes).
+      best: committed step to keep in addition to the newest.
 
     Raises:
-      CheckpointFailed: when the files could not be written (disk full); nothing committed before is lost.
+      CheckpointFailed: the files could not be written (disk full, for example); earlier commits are intact.
     """
     target = self._directory / str(step)
     encoded = json.dumps(host).encode()
@@ -111,7 +111,7 @@ class Checkpoints:
           (target / _HOST).write_bytes(encoded)
           _commit(target)
       except (OSError, ValueError) as error:
-        # The storage library raises ValueError, and so does a collective whose peer is gone; the former names the file.
+        # Both the storage library and a collective that lost a peer raise ValueError; only the former names the file.
         if isinstance(error, ValueError) and str(target) not in str(error):
           raise
         if self._leads:
@@ -129,19 +129,19 @@ class Checkpoints:
       multihost_utils.sync_global_devices(f'commit {step}')  # wait device: that of the device thread
 
   def restore(self, step: int, like: Any) -> Any:
-    """The arrays of a committed step, on the shardings of `like` (arrays or ShapeDtypeStructs with shardings)."""
+    """Restores the arrays of a committed step with the shardings of `like` (arrays or ShapeDtypeStructs)."""
     self._verify(step, self._committed(step))
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
     with _quiet_orbax(), ocp.StandardCheckpointer() as checkpointer:
       return checkpointer.restore(self._directory / str(step) / _ARRAYS, abstract)
 
   def host(self, step: int) -> Any:
-    """What `save` got as `host`."""
+    """Returns the `host` value that was saved with `step`."""
     self._verify(step, [_HOST])
     return json.loads((self._directory / str(step) / _HOST).read_text())
 
   def _committed(self, step: int) -> dict[str, tuple[int, str]]:
-    """Size and digest of every file of the commit, by name."""
+    """Returns the size and digest of every file in the commit, by name."""
     path = self._directory / str(step)
     try:
       committed = json.loads((path / _COMMIT).read_bytes())
@@ -164,18 +164,18 @@ class Checkpoints:
   def _retire(self, best: int | None) -> None:
     for step in self.steps()[: -self._config.keep]:
       if step != best:
-        # Without its COMMIT it is no checkpoint any more, whenever the removal is interrupted; `clean` ends it.
+        # COMMIT goes first: if the removal is interrupted, `clean` recognises the rest as uncommitted.
         (self._directory / str(step) / _COMMIT).unlink()
         shutil.rmtree(self._directory / str(step), ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _quiet_orbax() -> Iterator[None]:
-  """Its progress is ours to report, and each of its writes prints a traceback of the one error that it then raises."""
+  """Silences orbax's progress logs and the traceback that each failed write prints besides raising the error."""
   loggers, hook = (logging.get_absl_logger(), stdlib_logging.getLogger('asyncio')), sys.unraisablehook
   for logger in loggers:
     logger.addFilter(_not_of_orbax)
-  # A write that ends after the first error finds the loop closed that waited for it.
+  # Writes that finish after the first error find their event loop closed.
   sys.unraisablehook = lambda ignored: None if 'Event loop is closed' in str(ignored.exc_value) else hook(ignored)
   try:
     yield
@@ -191,21 +191,21 @@ def _not_of_orbax(record: stdlib_logging.LogRecord) -> bool:
 
 
 def _remove_failed(path: pathlib.Path, error: Exception) -> None:
-  """Removes what a failed save left; its other writes go on for a moment, and make their directories anew."""
+  """Removes the files of a failed save, repeatedly: its remaining writes go on briefly and recreate directories."""
   seen = started = time.monotonic()
   while (now := time.monotonic()) < min(seen + _QUIET_S, started + 20 * _QUIET_S):
     if path.exists():
       seen = now
       shutil.rmtree(path, ignore_errors=True)
     time.sleep(0.02)
-  # At their end futures say that nobody asked for their errors, and coroutines that nobody awaited them: here and now.
+  # Collect futures and coroutines now, while their 'never retrieved' and 'never awaited' warnings are suppressed.
   with warnings.catch_warnings(action='ignore', category=RuntimeWarning):
     traceback.clear_frames(error.__traceback__)
     gc.collect()
 
 
 def _commit(path: pathlib.Path) -> None:
-  """Writes COMMIT once all that it vouches for is on the disk, and is on the disk itself when this returns."""
+  """Syncs every file to disk, then writes COMMIT and syncs it too."""
   files = {}
   for file in sorted(path.rglob('*')):
     sync(file)
@@ -229,7 +229,7 @@ def _digest(path: pathlib.Path) -> str:
 
 
 def _reason(error: Exception) -> str:
-  """The system's own words where they are buried in a storage library's message."""
+  """Extracts the operating system's error text from a storage library's message, where possible."""
   if isinstance(error, TimeoutError):
     return f'not every process had written its part after {_DEADLINE_S} s; see what the others say'
   if isinstance(error, OSError) and error.strerror:

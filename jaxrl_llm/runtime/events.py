@@ -1,10 +1,11 @@
-"""events.jsonl: every message that passes through the master, one JSON line each, in the order of time.
+"""events.jsonl: every message that passes through the master, one JSON line each, in chronological order.
 
-A message of its own is one line, an exchange two: a request, and the reply that names it. A request without a reply was
-given up (a stop, an error, the end of its stage: its groups are dropped) or died with its process. `EDGES` is the list
-of all edges, with the diagram that each is drawn in.
+A one-way message is one line; an exchange is two: a request and the reply that refers to it. A request without a reply
+was abandoned (a stop, an error, the end of its stage: its groups are dropped) or died with its process. `EDGES` lists
+all edges and the diagram in which each appears.
 
-Derived: a run never reads it back, nothing of it is in a commit, and a resumed run appends under its own attempt.
+The log is output only: a run never reads it back, commits do not include it, and a resumed run appends to it under its
+own attempt.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from jaxrl_llm.core.types import Json
 
 FILE = 'events.jsonl'
 FLUSH_S = 1.0
-"""Longest that a line stays in memory while others follow it; each step writes out what there is."""
+"""Maximum time a line stays buffered while others follow; each step flushes the buffer."""
 
 
 class Edge(enum.StrEnum):
-  """What a message is about; `EDGES` says from whom to whom."""
+  """Type of a message; `EDGES` gives its source and target."""
 
   TASK = 'task'
   ROLLOUT = 'rollout'
@@ -47,16 +48,16 @@ class Edge(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ends:
-  """An edge of the diagrams. A reply goes the other way."""
+  """Description of an edge. Replies travel from target to source."""
 
   source: str
   target: str
   lane: str
-  """Where a timeline draws it."""
+  """Lane of the timeline that shows the edge."""
   answered: bool = True
-  """Whether it is an exchange."""
+  """Whether the edge is an exchange (request and reply)."""
   diagram: str
-  """Which diagram has it, under that diagram's name for it."""
+  """Diagram that contains the edge, with the edge's name there."""
   text: str
 
 
@@ -158,7 +159,7 @@ EDGES: Mapping[Edge, Ends] = {
 
 
 class Asked(NamedTuple):
-  """A request that waits for its reply."""
+  """A pending request."""
 
   edge: Edge
   id: int
@@ -166,47 +167,47 @@ class Asked(NamedTuple):
 
 
 class Events:
-  """The interface, and its null object: messages that nobody records.
+  """Interface of event logs, and the null object that records nothing.
 
   Fields are small JSON, never one per token: `group`, `count`, `version`, `suite`, ….
   """
 
   def advance(self, step: int) -> None:
-    """What follows is stamped with `step`, the number of completed batches."""
+    """Sets the step, the number of completed batches, that later events are stamped with."""
 
   def message(self, edge: Edge, **fields: Json) -> None:
-    """Records a message that has no answer."""
+    """Records a one-way message."""
 
   def request(self, edge: Edge, **fields: Json) -> Asked:
-    """Records a request. The result is for `reply`, once."""
+    """Records a request. Pass the result to `reply`, at most once."""
     return Asked(edge, 0, 0.0)
 
   def reply(self, asked: Asked, **fields: Json) -> None:
-    """Records the answer to a request, and the seconds it took."""
+    """Records the reply to a request and the seconds it took."""
 
   def close(self) -> None:
-    """Writes out what is left."""
+    """Flushes the remaining lines."""
 
 
 SILENT = Events()
 
 
 class EventLog(Events):
-  """Appends to `<workdir>/events.jsonl`. One process of a run has one, and calls it from one thread."""
+  """Appends to `<workdir>/events.jsonl`. Used by one process of a run, from one thread."""
 
   def __init__(
     self, workdir: pathlib.Path, *, attempt: int, step: int = 0, clock: Callable[[], float] = time.perf_counter
   ):
-    """Opens the log; a last line that a killed process left half-written is closed, and stays as one unreadable line.
+    """Opens the log; a half-written last line of a killed process is terminated and stays as one unreadable line.
 
     Args:
-      workdir: the run directory.
+      workdir: run directory.
       attempt: number of this start of the run.
-      step: completed batches.
-      clock: seconds, monotonic; its readings are shifted by what the time of day is now.
+      step: number of completed batches.
+      clock: monotonic clock in seconds; its readings are shifted to the current time of day.
 
     Raises:
-      RunError: where the file cannot be opened.
+      RunError: the file cannot be opened.
     """
     self._path = workdir / FILE
     self._attempt, self._step, self._clock = attempt, step, clock
@@ -263,7 +264,7 @@ class EventLog(Events):
     return Asked(edge, line['id'], now)
 
   def _write(self) -> None:
-    """Raises RunError for a full disk; what could not be written is lost, for nothing depends on it."""
+    """Writes the buffered lines. Raises RunError if the disk is full; unwritten lines are lost, nothing needs them."""
     data, self._lines = b''.join(self._lines), []
     self._written = self._clock()
     try:
@@ -280,24 +281,24 @@ class EventLog(Events):
 
 
 class Event(NamedTuple):
-  """One line of the log."""
+  """A line of the log."""
 
   t: float
-  """Seconds since 1970, in one attempt never going back."""
+  """Seconds since 1970, non-decreasing within an attempt."""
   attempt: int
   step: int
   edge: Edge
   kind: str
   """'request', 'reply' or 'message'."""
   id: int
-  """Unique in its attempt."""
+  """Event number, unique within its attempt."""
   of: int | None
-  """Of a reply: the id of its request."""
+  """Id of the request that a reply answers; None for other kinds."""
   fields: dict[str, Json]
 
 
 def read(path: pathlib.Path) -> Iterator[Event | None]:
-  """The events of a log, in their order; None for a line that is none."""
+  """Yields the events of a log in order, None for invalid lines."""
   with path.open('rb') as file:
     for line in file:
       if line.strip():

@@ -1,4 +1,4 @@
-"""The process itself: programs it compiles, how long its event loop is blocked, the memory, files and disk it uses."""
+"""Process-level measurements: compiled programs, event-loop latency, memory, open files and disk space."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COMPILED = '/jax/core/compile/backend_compile_duration'
 
 
 def fingerprint() -> dict[str, str | int]:
-  """What bits may depend on beside the configuration: a run repeats exactly only where all of it is equal."""
+  """Returns everything besides the configuration that bitwise reproducibility depends on."""
   return {
     'jax': jax.__version__,
     'jaxlib': jaxlib.__version__,
@@ -31,21 +31,21 @@ def fingerprint() -> dict[str, str | int]:
 
 
 def changes(before: Mapping[str, str | int]) -> str:
-  """What is otherwise here and now than in an earlier `fingerprint`, in words; empty for nothing."""
+  """Describes the differences between this environment and a saved `fingerprint`; empty if there are none."""
   now = fingerprint()
   return ', '.join(f'{key} {before.get(key)!r} → {now[key]!r}' for key in now if before.get(key) != now[key])
 
 
 def use_compilation_cache(directory: str) -> None:
-  """Reads compiled programs from there, and leaves there what is compiled, whatever its size."""
+  """Enables JAX's persistent compilation cache in `directory` for every program, however fast it compiles."""
   jax.config.update('jax_compilation_cache_dir', directory)
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
 
 
 def resources(directory: pathlib.Path) -> dict[str, float]:
-  """Memory (GB of 10⁹ bytes) and open descriptors of this process, and free disk space at `directory`, as metrics.
+  """Returns metrics: memory (GB of 10⁹ bytes) and open descriptors of this process, free disk space at `directory`.
 
-  The peak of device memory is the largest over this process's devices; devices that do not report it (CPUs) have none.
+  Peak device memory is the maximum over this process's devices; it is absent if a device does not report it (CPUs).
   """
   process = psutil.Process()
   metrics = {
@@ -60,7 +60,7 @@ def resources(directory: pathlib.Path) -> dict[str, float]:
 
 
 class CompilationCounter:
-  """Programs compiled (or read from the persistent cache) by this process since the last `take`."""
+  """Counts the programs this process compiled (or read from the persistent cache) since the last `take`."""
 
   def __init__(self):
     self._count = 0
@@ -75,7 +75,7 @@ class CompilationCounter:
 
 
 class Heartbeat:
-  """The longest time since the last `take` that the event loop was late."""
+  """Measures the event loop's longest delay since the last `take`."""
 
   def __init__(self, *, every_s: float = 0.05):
     self._every_s = every_s
@@ -97,6 +97,6 @@ class Heartbeat:
       self._late = max(self._late, time.monotonic() - due)
 
   def take(self) -> float:
-    """Seconds."""
+    """Returns the longest delay in seconds and resets it."""
     late, self._late = self._late, 0.0
     return late

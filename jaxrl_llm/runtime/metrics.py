@@ -1,8 +1,8 @@
-"""What is measured, how it adds up, and how to read it.
+"""Metrics: mergeable values, and the documentation of every key.
 
-A metric stays (sum, count), maximum or minimum until it is written: shares of processes, micro-batches and optimizer
-steps are merged first and divided once, so that the written number does not depend on how a step was split. `METRICS`
-documents each key; docs/metrics.md is `document()`.
+A metric stays a (sum, count) pair, maximum or minimum until it is written: the parts from processes, micro-batches and
+optimizer steps are merged first and divided once, so the written number does not depend on how a step was split.
+`METRICS` documents each key; docs/metrics.md is `document()`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 Scalar = Any
-"""A number, or an array of one (NumPy, JAX)."""
+"""A number or a single-element array (NumPy, JAX)."""
 
 
 class Mean(NamedTuple):
-  """A mean that can still be merged: sum of the values and their count (or weights and their sum)."""
+  """Mergeable mean: the sum of the values and their count (or the weighted sum and the sum of the weights)."""
 
   total: Scalar
   count: Scalar
@@ -26,12 +26,12 @@ class Mean(NamedTuple):
     return Mean(self.total + other.total, self.count + other.count)
 
   def value(self) -> float | None:
-    """total / count; None where nothing was counted."""
+    """Returns total / count, None if count is 0."""
     return float(self.total) / float(self.count) if self.count else None
 
 
 class Sum(NamedTuple):
-  """A total: counts of tokens, of skipped samples."""
+  """Mergeable total, such as a count of tokens or skipped samples."""
 
   total: Scalar
 
@@ -43,7 +43,7 @@ class Sum(NamedTuple):
 
 
 class Max(NamedTuple):
-  """The largest value seen; NaN if any was NaN, so that a bad value cannot hide."""
+  """Largest value; NaN if any value was NaN, so that bad values stay visible."""
 
   largest: Scalar
 
@@ -55,7 +55,7 @@ class Max(NamedTuple):
 
 
 class Min(NamedTuple):
-  """The smallest value seen; NaN if any was NaN."""
+  """Smallest value; NaN if any value was NaN."""
 
   smallest: Scalar
 
@@ -75,7 +75,7 @@ def mean_of(values: Iterable[Scalar]) -> Mean:
 
 
 def spread(prefix: str, values: Iterable[Scalar]) -> dict[str, Metric]:
-  """{prefix/mean, prefix/max, prefix/min} of some values; nothing where there are none."""
+  """Returns {prefix/mean, prefix/max, prefix/min} of the values; empty if there are none."""
   values = [float(v) for v in values]
   if not values:
     return {}
@@ -88,7 +88,7 @@ def spread(prefix: str, values: Iterable[Scalar]) -> dict[str, Metric]:
 
 
 def merge(left: Mapping[str, Metric], right: Mapping[str, Metric]) -> dict[str, Metric]:
-  """The metrics of both shares together. Raises TypeError where the two hold one key as different kinds."""
+  """Merges two sets of metrics. Raises TypeError if a key has different kinds in the two."""
   merged = dict(left)
   for key, metric in right.items():
     if key in merged and type(merged[key]) is not type(metric):
@@ -98,7 +98,7 @@ def merge(left: Mapping[str, Metric], right: Mapping[str, Metric]) -> dict[str, 
 
 
 def resolve(metrics: Mapping[str, Metric | Scalar]) -> dict[str, float]:
-  """Metrics as the numbers that are written. A mean over nothing is left out: it is unknown, not 0."""
+  """Resolves metrics to the numbers to write. A mean over nothing is omitted: it is unknown, not 0."""
   row = {}
   for key, metric in metrics.items():
     value = metric.value() if isinstance(metric, Mean | Sum | Max | Min) else float(metric)
@@ -193,8 +193,8 @@ METRICS: dict[str, str] = {
   **_of('num_turns', 'turns (runs of tokens that the policy wrote) per sample', ''),
   'response/aborted_ratio': 'Share of responses that the engine or the workflow gave up. Should be 0.',
   # Trainer against sampler.
-  # Of the trained, sampled tokens of the batch, before its first optimizer step. Figures "embedded" are of the engine
-  # in the trainer's process in float32.
+  # Measured on the trained, sampled tokens of the batch before its first optimizer step. "embedded" figures are from
+  # the engine in the trainer's process in float32.
   'rollout_corr/kl': 'KL from the sampler to the trainer (k1 estimate, nats per token), positive where the sampler is '
   'surer. Embedded: below 1e-6; vLLM in bfloat16: about 1e-3. Above 1e-2 the two compute different models; it may be '
   'near 0 with large differences of both signs, so read k3_kl beside it.',
@@ -303,11 +303,11 @@ METRICS: dict[str, str] = {
   'val-aux/<taskset>/<name>': 'Another measure of the evaluation.',
   '<key>/nonfinite': 'Stands beside a key that is null, and says what it was: nan, inf or -inf.',
 }
-"""Key, or pattern with <placeholders> for one or more path parts, to how to read it. The first that matches counts."""
+"""Description of each key or key pattern; <placeholders> match one or more path parts. The first match counts."""
 
 
 _DEEP = {'<taskset>', '<preferences>', '<part>', '<name>'}
-"""Placeholders that may hold several path parts."""
+"""Placeholders that may match several path parts."""
 
 
 def _pattern(key: str) -> re.Pattern[str]:
@@ -319,7 +319,7 @@ _PATTERNS = [(_pattern(key), key) for key in METRICS if '<' in key]
 
 
 def describe(key: str) -> str | None:
-  """How to read a key; None if the table does not know it."""
+  """Returns the description of a key; None if it is not in `METRICS`."""
   if key in METRICS:
     return METRICS[key]
   if key.endswith('/nonfinite'):
@@ -331,7 +331,7 @@ def describe(key: str) -> str | None:
 
 
 def document() -> str:
-  """docs/metrics.md. A test keeps the file equal to this; rewrite the file with this after changing the table."""
+  """Returns the text of docs/metrics.md. A test keeps the file equal to it; regenerate it after changing `METRICS`."""
   lines = [
     '# Metrics and how to read them',
     '',

@@ -1,8 +1,8 @@
-"""A run's events as a trace that ui.perfetto.dev and chrome://tracing open.
+"""Export of a run's events as a trace for ui.perfetto.dev and chrome://tracing.
 
-A process for each attempt. A lane of the timeline is one thread, or as many as it takes for no two spans of a thread to
-overlap; who asks has a thread of its own, with a mark where a request leaves and where its reply arrives, and an arrow
-leads from the first through the span to the second.
+Each attempt is a process. Each timeline lane is one thread, or as many as it takes for no two spans of a thread to
+overlap. Each requester has its own thread, with marks where a request leaves and where its reply arrives; an arrow
+leads from the first mark through the span to the second.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxrl_llm.runtime.timeline import Span, load, rows
 
 FILE = 'perfetto.json'
 MARK_US = 1.0
-"""A mark is a span of this length: arrows start and end in spans only."""
+"""Length of the spans drawn as marks: arrows can only start and end in spans."""
 
 Row = dict[str, Any]
 
@@ -39,7 +39,7 @@ def write(workdir: pathlib.Path, target: pathlib.Path | None = None) -> pathlib.
 
 
 def trace(spans: list[Span]) -> list[Row]:
-  """Trace events of a timeline's spans. Times are microseconds since the first of them."""
+  """Converts a timeline's spans to trace events. Times are microseconds since the first span starts."""
   zero = min((span.start for span in spans), default=0.0)
   threads: dict[tuple[int, str], int] = {}
   found: list[Row] = []

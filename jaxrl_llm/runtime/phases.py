@@ -1,4 +1,4 @@
-"""The phases of a step, and where their time goes. Residency of roles (who lies on which device when) plugs in here."""
+"""Phases of a step and their timings. Role residency (which role occupies which device when) plugs in here."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator, Iterator
 
 class Phase(enum.StrEnum):
   ROLLOUT = 'gen'
-  """Publishing, generation and scoring, until the batch is closed."""
+  """Weight publishing, generation and scoring, until the batch is closed."""
   INFERENCE = 'annotate'
   """Forward passes over the closed batch."""
   TRAIN = 'train'
 
 
 class PhaseManager:
-  """Roles are always resident here: entering a phase moves nothing, and leaving it records its seconds."""
+  """Times phases. Roles are always resident: entering a phase moves nothing, leaving it records its seconds."""
 
   def __init__(self):
     self._seconds: dict[str, float] = {}
@@ -37,6 +37,6 @@ class PhaseManager:
       self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
   def take(self) -> dict[str, float]:
-    """Seconds by name since the last call."""
+    """Returns the seconds by name since the last call."""
     seconds, self._seconds = self._seconds, {}
     return seconds

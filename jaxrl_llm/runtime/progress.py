@@ -1,8 +1,8 @@
-"""What a person sees while a run goes on: one bar over all stages on a terminal, plain lines anywhere else.
+"""Progress display of a run: one bar over all stages on a terminal, plain lines elsewhere.
 
-What a line says is a function of the rows reported so far alone. Plain lines are printed for the first reported step
-and the last step of each stage, and for a step that ends at least `interval_s` after the line before it; on a terminal
-every step is shown.
+A line depends only on the rows reported so far. Plain lines are printed for the first reported step and the last step
+of each stage, and for a step that ends at least `interval_s` after the previous line; on a terminal every step is
+shown.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PHASES = {
   'save_checkpoint': 'save',
   'testing': 'eval',
 }
-"""timing_s/<key> to its name in the display, in the order of a step."""
+"""Display name of each timing_s/<key>, in the order of a step."""
 
 _QUANTITIES = [
   ('reward', ('critic/score/mean', 'critic/rewards/mean')),
@@ -41,10 +41,10 @@ _QUANTITIES = [
   ('len', ('response_length/mean',)),
   ('KL', ('actor/kl_loss', 'actor/ppo_kl')),
 ]
-"""What is shown, and the keys it is read from, the first that the row has. A row with a reward shows no loss."""
+"""Displayed quantities and their metric keys (the first one present counts). A row with a reward shows no loss."""
 
 _WINDOW = 20
-"""Steps over which the trend of the reward and the time per step are taken."""
+"""Window, in steps, for the reward trend and the median step time."""
 
 
 class ProgressDisplay:
@@ -58,12 +58,12 @@ class ProgressDisplay:
     interval_s: float = 5.0,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """A display that shows nothing yet.
+    """Creates the display without showing anything yet.
 
     Args:
-      stages: Stage name to its number of steps, in the order in which they run.
-      console: Where to show; standard output if None.
-      interval_s: Least time between plain lines inside a stage.
+      stages: Number of steps by stage name, in the order in which the stages run.
+      console: Output console; standard output if None.
+      interval_s: Minimum time between plain lines inside a stage.
       clock: Seconds, monotonic.
     """
     self._stages = dict(stages)
@@ -98,7 +98,7 @@ class ProgressDisplay:
       self._live.stop()
 
   def step(self, stage: str, step: int, row: Mapping[str, Any]) -> None:
-    """Shows that `step` steps of a stage are done (counted within the stage); `row` is the last one's metrics."""
+    """Shows that `step` steps of a stage are done (counted within the stage); `row` has the last step's metrics."""
     took = row.get('timing_s/step')
     if took is not None:
       self._times.append(took)
@@ -111,16 +111,16 @@ class ProgressDisplay:
       self._text.plain = line
 
   def note(self, text: str) -> None:
-    """A line that stays: the result of an evaluation, a checkpoint, a skipped update."""
+    """Prints a permanent line, such as an evaluation result, a checkpoint or a skipped update."""
     self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
   def _done(self, stage: str) -> int:
-    """Steps of the stages before this one."""
+    """Returns the number of steps in all earlier stages."""
     names = list(self._stages)
     return sum(self._stages[name] for name in names[: names.index(stage)])
 
   def _eta(self, stage: str, step: int) -> str:
-    """Remaining steps times the median time of the last ones; '~' where stages follow whose steps may differ."""
+    """Remaining steps times the median of recent step times; prefixed '~' if later stages may have other step times."""
     if not self._times:
       return '?'
     remaining = sum(self._stages.values()) - self._done(stage) - step
@@ -139,7 +139,7 @@ class ProgressDisplay:
     return [*fields, ' '.join(phases)] if phases else fields
 
   def _trend(self, stage: str, reward: float | int | None) -> str:
-    """▲ or ▼ where the reward differs from its mean over the last steps by more than a hundredth of the latter."""
+    """▲ or ▼ where the reward differs from its mean over recent steps by more than 1 % of that mean."""
     if reward is None:
       return ''
     window = self._rewards.setdefault(stage, collections.deque(maxlen=_WINDOW))
@@ -158,12 +158,12 @@ class ProgressDisplay:
 
 
 def number(value: float | int | None) -> str:
-  """Three significant digits; a value that was not finite (null in the log) is 'nan'."""
+  """Formats with three significant digits; non-finite values (null in the log) are 'nan'."""
   return 'nan' if value is None or not math.isfinite(value) else f'{value:.3g}'
 
 
 def duration(seconds: float | int) -> str:
-  """41 s, 3 m 05 s, 2 h 07 m."""
+  """Formats like 41 s, 3 m 05 s, 2 h 07 m."""
   whole = round(seconds)
   if whole < 60:
     return f'{whole} s'

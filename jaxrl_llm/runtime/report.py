@@ -1,8 +1,8 @@
 """report.html: a run's curves, evaluations, rollouts and configuration in one file that needs no network.
 
-It is built from the run's logs alone, so that it can be rebuilt at any time and is the same each time. What the logs
-say is data: it enters the page as JSON whose `<` are escaped and reaches the document as text nodes only, and the
-page's content security policy runs no script but the report's own, by its digest.
+The report is built from the run's logs alone, so rebuilding it at any time gives the same page. Log contents are data:
+they enter the page as JSON with `<` escaped and reach the document as text nodes only, and the page's content security
+policy allows only the report's own script, by its digest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ASSETS = pathlib.Path(__file__).parent / 'report'
 SCRIPTS = ('dom.js', 'charts.js', 'rollouts.js', 'mismatch.js', 'timeline.js', 'page.js')
 
 MAX_POINTS = 2000
-"""Points kept of a longer curve: the smallest and the largest of each of MAX_POINTS / 2 equal stretches."""
+"""Maximum points per curve; longer ones keep the smallest and largest of each of MAX_POINTS / 2 equal stretches."""
 Row = dict[str, Any]
 
 
@@ -41,7 +41,7 @@ def build(workdir: pathlib.Path | str, target: pathlib.Path | str | None = None)
 
 
 def render(data: Mapping[str, Any]) -> str:
-  """The page that shows a payload."""
+  """Returns the HTML page for a payload."""
   style = (ASSETS / 'style.css').read_text(encoding='utf-8')
   script = "(() => {\n'use strict';\n" + '\n'.join((ASSETS / s).read_text(encoding='utf-8') for s in SCRIPTS) + '})();'
   parts = {
@@ -61,7 +61,7 @@ def _digest(text: str) -> str:
 
 
 def payload(workdir: pathlib.Path) -> Row:
-  """All that the page shows, as JSON."""
+  """Returns the page's data as JSON."""
   log = workdir / writers.METRICS_FILE
   if not workdir.is_dir():
     raise UserError(f'--workdir={workdir}: no such directory; give the directory of a run')
@@ -109,10 +109,10 @@ def _step(row: Row) -> int:
 
 
 def _stages(rows: list[Row]) -> list[Row]:
-  """Stages in order of appearance. `start` is where one begins on the x-axis, `offset` what is added to its steps.
+  """Stages in order of appearance, with `start` on the x-axis and the `offset` that is added to their steps.
 
-  The offset is 0 where steps count through the whole run; where a stage starts again below the last one's end, it
-  follows that end.
+  The offset is 0 if steps count through the whole run; for a stage whose steps restart below the end of the previous
+  stage, it is that end.
   """
   stages: list[Row] = []
   names = list(dict.fromkeys(str(row.get(writers.STAGE, 'run')) for row in rows)) or ['run']
@@ -147,7 +147,7 @@ def _series(rows: list[Row], stages: list[Row]) -> dict[str, Row]:
 
 
 def _idle(steps: list[timeline.Step], stages: list[Row]) -> dict[str, Row]:
-  """A curve per role: its idle share over the steps."""
+  """Idle share over steps, one curve per role."""
   points: dict[str, list[tuple[int, float | int | None, int]]] = {}
   for step in steps:
     stage = max((i for i, s in enumerate(stages) if s['start'] < step.number), default=0)
@@ -170,7 +170,7 @@ def _thinned(points: list[tuple[int, float | int | None, int]]) -> list[tuple[in
 
 
 def _evaluations(rows: list[Row], stages: list[Row]) -> Row:
-  """A row per stage and step that was evaluated (of several for one, the last), a column per accuracy or count."""
+  """One row per evaluated stage and step (the last evaluation wins), one column per accuracy or count."""
   columns: dict[str, None] = {}
   table: dict[tuple[int, int], Row] = {}
   for row in rows:
@@ -189,7 +189,7 @@ def _evaluations(rows: list[Row], stages: list[Row]) -> Row:
 
 
 def _summary(rows: list[Row], stages: list[Row]) -> list[Row]:
-  """The tiles of the header: accuracy first to last, reward or loss first to last, steps, time, tokens."""
+  """Header tiles: first and last accuracy, first and last reward or loss, steps, time, tokens."""
   tiles = []
   accuracies = [key for key in _evaluations(rows, stages)['columns'] if re.fullmatch(r'val-core/.+/acc/[^/]+', key)]
   greedy = [key for key in accuracies if key.endswith('/greedy')]

@@ -1,12 +1,12 @@
-"""Scalars in TensorBoard's event files, written and flushed one event at a time.
+"""Writer of TensorBoard scalar event files, flushed after each event.
 
 The format is small and frozen: TFRecord framing (length, masked CRC-32C of it, bytes, masked CRC-32C of them) around
 the protocol buffer `tensorflow.Event`. It is written here because tensorboardX imports torch wherever torch is
-installed (seconds at start-up, and no trainer process may) and names its files by the second, so that a quick restart
-overwrites one. The tests read these files with tensorboardX.
+installed (seconds at start-up, and trainer processes must not) and names its files by the second, so that a quick
+restart overwrites one. The tests read these files with tensorboardX.
 
-Invariant: a file starts with two records that are no rows (the format's version; a session start, which tells a
-TensorBoard that is watching to forget what it read before); each record after them is one `write`.
+Invariant: a file starts with two records that are not rows (the format's version; a session start, which makes a
+watching TensorBoard discard what it read before); each later record is one `write`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HEADER_RECORDS = 2
 
 
 class EventFile:
-  """A new event file. `path` must be named `events.out.tfevents.<anything>` for TensorBoard to find it."""
+  """New event file. `path` must be named `events.out.tfevents.<anything>` for TensorBoard to find it."""
 
   def __init__(self, path: pathlib.Path, wall_time: float):
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ class EventFile:
     self._record(_wall_time(wall_time) + _message(7, start))
 
   def write(self, step: int, scalars: Mapping[str, float | int], wall_time: float) -> None:
-    """Appends one event with the scalars of a step and flushes it."""
+    """Appends one event with a step's scalars and flushes it."""
     with np.errstate(over='ignore'):
       values = [(tag.encode(), np.float32(value).astype('<f4').tobytes()) for tag, value in scalars.items()]
     summary = b''.join(_message(1, _message(1, tag) + b'\x15' + value) for tag, value in values)
@@ -47,7 +47,7 @@ class EventFile:
 
 
 def row_times(path: pathlib.Path) -> list[float]:
-  """The wall time of each row of an event file, up to the first record that is incomplete."""
+  """Returns the wall time of each row of an event file, up to the first incomplete record."""
   data, times, at = path.read_bytes(), [], 0
   while at + 12 <= len(data):
     (length,) = struct.unpack_from('<Q', data, at)

@@ -1,7 +1,7 @@
-"""What went on when: the exchanges of events.jsonl as spans on lanes, and how long trainer and rollout were idle.
+"""Timeline of a run: the exchanges of events.jsonl as spans on lanes, and the idle time of trainer and rollout.
 
-A step reaches from the end of one batch's training to the end of the next one's: evaluation and commit of the batch
-before, publishing, rollout, training. The first one of an attempt begins with the attempt's first event.
+A step lasts from the end of one batch's training to the end of the next: evaluation and commit of the previous batch,
+publishing, rollout, training. The first step of an attempt begins with the attempt's first event.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.runtime.events import EDGES, Edge, read
 
 BUSY = {'trainer': {Edge.TRAINING_DATA, Edge.COMMIT}, 'rollout': {Edge.ROLLOUT, Edge.SUITE}}
-"""A role is idle while none of these is under way."""
+"""Edges that keep each role busy; a role is idle while none of them is in progress."""
 LANES = (
   'trainer',
   'rollout',
@@ -29,11 +29,11 @@ LANES = (
   'taskset',
   'checkpoints',
 )
-"""In the order in which they are drawn."""
+"""Lanes in drawing order."""
 MAX_STEPS = 12
-"""Steps that a report shows one by one."""
+"""Maximum steps that a report shows individually."""
 MAX_SPANS = 4000
-"""Spans that a report draws at most; for their sake it shows fewer steps, then fewer spans."""
+"""Maximum spans that a report draws; to stay below, it shows fewer steps, then fewer spans."""
 
 
 class Span(NamedTuple):
@@ -42,13 +42,13 @@ class Span(NamedTuple):
   edge: Edge
   attempt: int
   step: int
-  """Completed batches at its request."""
+  """Completed batches at the time of the request."""
   id: int
   reply: int | None
-  """Id of the reply; None for a message, and for a request that got none."""
+  """Id of the reply; None for messages and unanswered requests."""
   start: float
   end: float
-  """Seconds since 1970; that of the attempt's last event where no reply came."""
+  """Seconds since 1970; for unanswered requests, the time of the attempt's last event."""
   fields: Mapping[str, Json]
 
   @property
@@ -57,28 +57,28 @@ class Span(NamedTuple):
 
 
 class Step(NamedTuple):
-  """One batch of the run, under the attempt that made it last."""
+  """One batch of the run, from the last attempt that produced it."""
 
   number: int
-  """Completed batches at its end."""
+  """Completed batches at the end of the step."""
   attempt: int
   start: float
   end: float
   idle: Mapping[str, float]
-  """Share of the step in which nothing of `BUSY` was under way, by role; rollout where the batch is of rollouts."""
+  """Idle share of the step by role, see `BUSY`; has rollout only if the batch consists of rollouts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
   spans: list[Span]
-  """By attempt, then by start."""
+  """Spans sorted by attempt, then by start."""
   steps: list[Step]
   unreadable: int
-  """Lines that are no events."""
+  """Number of lines that are not valid events."""
 
 
 def load(path: pathlib.Path) -> Timeline:
-  """The timeline of an events.jsonl; an empty one where there is no such file."""
+  """Loads the timeline of an events.jsonl; empty if the file does not exist."""
   spans: list[Span] = []
   asked: dict[tuple[int, int], int] = {}
   begun: dict[int, float] = {}
@@ -119,7 +119,7 @@ def _steps(spans: Sequence[Span], begun: Mapping[int, float]) -> list[Step]:
     number = span.step + 1
     same = bool(steps) and steps[-1].attempt == span.attempt
     start = steps[-1].end if same else begun[span.attempt]
-    while steps and steps[-1].number >= number:  # undone by a crash, and made again
+    while steps and steps[-1].number >= number:  # undone by a crash and repeated
       steps.pop()
     roles = BUSY if (span.attempt, span.step) in explored else ['trainer']
     idle = {role: 1 - _share(busy[span.attempt, role], start, span.end) for role in roles}
@@ -128,7 +128,7 @@ def _steps(spans: Sequence[Span], begun: Mapping[int, float]) -> list[Step]:
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-  """Disjoint intervals, in order, that cover the same times. Those given are sorted by start."""
+  """Merges intervals, sorted by start, into disjoint ones in the same order."""
   merged: list[tuple[float, float]] = []
   for start, end in intervals:
     if merged and start <= merged[-1][1]:
@@ -139,7 +139,7 @@ def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _share(busy: Sequence[tuple[float, float]], start: float, end: float) -> float:
-  """Of [start, end]: how much the disjoint intervals cover."""
+  """Share of [start, end] that the disjoint intervals cover."""
   covered = 0.0
   for i in range(bisect.bisect_right(busy, start, key=lambda interval: interval[1]), len(busy)):
     if busy[i][0] >= end:
@@ -149,10 +149,10 @@ def _share(busy: Sequence[tuple[float, float]], start: float, end: float) -> flo
 
 
 def rows(spans: Sequence[Span]) -> list[int]:
-  """For each span the first row of its attempt's lane that is free then, so that none of a row overlap.
+  """Assigns each span the first free row of its attempt's lane, so that spans in a row never overlap.
 
   Args:
-    spans: sorted as a Timeline's are.
+    spans: sorted like `Timeline.spans`.
   """
   free: dict[tuple[int, str], list[int]] = {}
   taken: dict[tuple[int, str], list[tuple[float, int]]] = {}
@@ -169,7 +169,7 @@ def rows(spans: Sequence[Span]) -> list[int]:
 
 
 def payload(timeline: Timeline) -> dict[str, Any] | None:
-  """What the report draws of the last steps, and of what followed them; None for a run without steps.
+  """Returns the report's data for the last steps and any spans after them; None for a run without steps.
 
   Times are seconds from the start of the first step shown.
   """

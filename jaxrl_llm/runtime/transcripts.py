@@ -1,7 +1,7 @@
-"""Rollouts and evaluation answers of a run in the short form that its report embeds.
+"""Rollouts and evaluation answers of a run in the compact form embedded in its report.
 
-A report stays a few megabytes whatever the run's size: what is left out follows stated rules (`ROLLOUT_BYTES`,
-`MAX_ANSWERS`) that depend on the files alone, and the page says so. A row that cannot be used is counted, never fatal.
+A report stays a few megabytes whatever the run's size: the selection follows fixed rules (`ROLLOUT_BYTES`,
+`MAX_ANSWERS`) that depend on the files alone, and the page states it. Unusable rows are counted, never fatal.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 from jaxrl_llm.runtime import writers
 
 ROLLOUT_BYTES = 12_000_000
-"""Bytes of rollouts files that are embedded. Beyond, steps are taken evenly, the first and last of each stage among
-them, and if those are too large, the first whole groups of each."""
+"""Budget for embedded rollouts files, in bytes. Above it, steps are selected at even spacing, including the first and
+last of each stage; if those are still too large, only the first whole groups of each step are embedded."""
 MAX_ANSWERS = 300
-"""Evaluation answers embedded per suite, the first of the file."""
+"""Maximum evaluation answers embedded per suite, taken from the start of the file."""
 
 Row = dict[str, Any]
 File = tuple[int, int, pathlib.Path]
-"""Index of the stage, step, path."""
+"""Stage index, step, path."""
 
 
 def is_number(value: Any) -> bool:
@@ -32,12 +32,12 @@ def is_number(value: Any) -> bool:
 
 
 def short(value: Any, digits: int = 6) -> Any:
-  """A float cut to so many significant digits, which is what makes the page small."""
+  """Rounds floats to `digits` significant digits to keep the page small; returns other values unchanged."""
   return float(f'{value:.{digits}g}') if isinstance(value, float) and math.isfinite(value) else value
 
 
 def _files(directory: pathlib.Path, stages: list[Row]) -> list[File]:
-  """(stage, step, file) of a run's rollouts or evals, in the run's order; files of unknown stages are left out."""
+  """Lists a run's rollouts or evals files in run order, omitting those of unknown stages."""
   found = []
   for index, stage in enumerate(stages):
     for path in directory.glob(f'{stage["name"]}/*.jsonl'):
@@ -51,7 +51,10 @@ def _text(value: Any) -> str:
 
 
 def answers(workdir: pathlib.Path, stages: list[Row]) -> tuple[list[Row], int]:
-  """Per suite, the greedy answers at the first evaluation and at the last of each stage, by prompt."""
+  """Returns, per suite and prompt, the greedy answers at the first evaluation and at the last of each stage.
+
+  The second value is the number of unreadable rows.
+  """
   suites: dict[str, list[File]] = {}
   for file in _files(workdir / writers.EVALS_DIR, stages):
     suites.setdefault(file[2].stem.partition('-')[2], []).append(file)
@@ -78,14 +81,14 @@ def answers(workdir: pathlib.Path, stages: list[Row]) -> tuple[list[Row], int]:
 
 
 def _spread_evenly(items: Sequence[Any], count: int) -> list[Any]:
-  """`count` of the items at equal distances, the first and the last among them; all if there are no more."""
+  """Selects `count` items at even spacing, including the first and last; all if there are no more."""
   if len(items) <= count:
     return list(items)
   return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
 def _chosen(files: list[File]) -> tuple[list[File], float]:
-  """The rollouts files to embed and how many bytes of each, by the rule of ROLLOUT_BYTES."""
+  """Selects the rollouts files to embed and the byte limit for each, see `ROLLOUT_BYTES`."""
   total = sum(path.stat().st_size for _, _, path in files)
   if total <= ROLLOUT_BYTES:
     return files, math.inf
@@ -98,7 +101,7 @@ def _chosen(files: list[File]) -> tuple[list[File], float]:
 
 
 def _leading_groups(path: pathlib.Path, limit: float) -> Iterator[Row | None]:
-  """Rows of a rollouts file, None for an unreadable line; past `limit` bytes it ends with the group it is in."""
+  """Yields rows of a rollouts file, None for unreadable lines; past `limit` bytes it stops at the end of a group."""
   size, last = 0, None
   with path.open('rb') as file:
     for line in file:
@@ -114,14 +117,14 @@ def _leading_groups(path: pathlib.Path, limit: float) -> Iterator[Row | None]:
 
 
 class _Table(dict):
-  """Values to their index, in order of arrival."""
+  """Indices of distinct values, in insertion order."""
 
   def place(self, value: Any) -> int:
     return self.setdefault(value, len(self))
 
 
 def rollouts(workdir: pathlib.Path, stages: list[Row]) -> tuple[Row, int]:
-  """The rollouts to embed, with tokens, tasks and scores as tables, and how many rows could not be read."""
+  """Returns the rollouts to embed, with tokens, tasks and scores as tables, and the number of unreadable rows."""
   files = _files(workdir / writers.ROLLOUTS_DIR, stages)
   chosen, limit = _chosen(files)
   tokens, scores, tasks = _Table(), _Table(), {}
@@ -153,7 +156,7 @@ def _shown(rows: int, chosen: int, files: int, limit: float) -> str:
 
 
 def _compact(row: Row, tokens: _Table, scores: _Table) -> Row | None:
-  """A rollout in the page's short form; None where its lists do not belong together."""
+  """Converts a rollout to the page's compact form; None if its lists are malformed or differ in length."""
   texts, ids = row.get('tokens'), row.get('token_ids')
   lists = {name: row.get(name) or None for name in ('advantages', 'behaviour_logprobs', 'trainer_logprobs')}
   if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):

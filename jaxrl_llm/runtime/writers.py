@@ -1,11 +1,11 @@
 """The logs of a run: metrics.jsonl with its TensorBoard copy, rollouts/ and evals/.
 
-Invariant: after a resume each log equals that of a run that was never interrupted. metrics.jsonl is the truth and is
-cut back to the byte offset that the checkpoint committed; TensorBoard files are derived from it and are written anew;
-each rollouts and evals file is one step's, replaced whole or not at all, and those of later steps are removed.
+Invariant: after a resume each log equals that of an uninterrupted run. metrics.jsonl is the source of truth and is
+truncated to the byte offset committed by the checkpoint; TensorBoard files are derived from it and rewritten; each
+rollouts and evals file holds one step and is replaced atomically, and files of later steps are removed.
 
-Valid JSON always: a metric that is NaN or infinite is written as null with `<key>/nonfinite` = 'nan', 'inf' or '-inf'
-beside it; in rollouts and evals it is null. Arrays there are rounded to 8 decimals, below the resolution of float32.
+The logs are always valid JSON: a NaN or infinite metric is written as null, with `<key>/nonfinite` = 'nan', 'inf' or
+'-inf' beside it; in rollouts and evals it is null. Arrays there are rounded to 8 decimals, below float32's resolution.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STAGE, STEP = 'stage', 'training/global_step'
 
 
 def read_jsonl(path: pathlib.Path) -> tuple[list[dict[str, Any]], int]:
-  """The rows of a log, and how many lines were no JSON object (a half-written last line among them)."""
+  """Returns the rows of a log and the number of lines that are not JSON objects, such as a half-written last line."""
   rows, corrupt = [], 0
   with path.open('rb') as file:
     for line in file:
@@ -48,7 +48,7 @@ def read_jsonl(path: pathlib.Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def finite_row(values: Mapping[str, Any]) -> dict[str, float | int | str | None]:
-  """Metrics as JSON numbers, sorted by key; see the module about NaN and infinity."""
+  """Converts metrics to JSON numbers, sorted by key; see the module docstring for NaN and infinity."""
   row: dict[str, float | int | str | None] = {}
   for key in sorted(values):
     value = np.asarray(values[key]).item()
@@ -61,16 +61,16 @@ def finite_row(values: Mapping[str, Any]) -> dict[str, float | int | str | None]
 
 
 class MetricsWriter:
-  """Appends rows to `<workdir>/metrics.jsonl` and to `<workdir>/tensorboard/<stage>/`. One process of a run has one."""
+  """Appends rows to `<workdir>/metrics.jsonl` and `<workdir>/tensorboard/<stage>/`. Used by one process of a run."""
 
   def __init__(self, workdir: pathlib.Path | str, *, committed: int | None, tensorboard: bool = True):
     """Opens the log.
 
     Args:
-      workdir: The run directory; made where it is missing.
-      committed: Bytes of metrics.jsonl that a checkpoint vouches for; what follows them is cut off. 0 starts the log
-        anew. None keeps every whole line and cuts only a half-written last one.
-      tensorboard: Whether event files are written too.
+      workdir: Run directory; created if missing.
+      committed: Committed length of metrics.jsonl in bytes; the rest is truncated. 0 starts the log afresh. None keeps
+        every whole line and truncates only a half-written last one.
+      tensorboard: Whether to write event files too.
     """
     self._path = pathlib.Path(workdir) / METRICS_FILE
     self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,11 +86,11 @@ class MetricsWriter:
 
   @property
   def offset(self) -> int:
-    """Bytes written so far: what a checkpoint commits, after `sync`."""
+    """Number of bytes written so far; checkpoints commit it after `sync`."""
     return self._file.tell()
 
   def write(self, stage: str, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Appends one row and flushes it. Returns the row as written."""
+    """Appends one row, flushes it and returns it as written."""
     row = {STAGE: stage, STEP: int(step), **finite_row({k: v for k, v in values.items() if k not in (STAGE, STEP)})}
     self._file.write(json.dumps(row, allow_nan=False).encode() + b'\n')
     self._file.flush()
@@ -99,7 +99,7 @@ class MetricsWriter:
     return row
 
   def sync(self) -> int:
-    """Makes everything written so far durable, and returns its length in bytes."""
+    """Makes everything written so far durable and returns its length in bytes."""
     self._file.flush()
     os.fsync(self._file.fileno())
     return self.offset
@@ -168,7 +168,7 @@ class RolloutsWriter:
     return write_rows(self.directory / _file_name(stage) / f'{step:06d}.jsonl', rows)
 
   def discard_later(self, last_steps: Mapping[str, int]) -> int:
-    """Removes the files of steps after the committed ones; a stage that is not named has none committed."""
+    """Removes files of steps after each stage's last committed step; stages not listed have none committed."""
     return _discard_later(self.directory, last_steps)
 
 
@@ -182,7 +182,7 @@ class EvalsWriter:
     return write_rows(self.directory / _file_name(stage) / f'{step:06d}-{_file_name(suite)}.jsonl', rows)
 
   def discard_later(self, last_steps: Mapping[str, int]) -> int:
-    """Removes the files of steps after the committed ones; a stage that is not named has none committed."""
+    """Removes files of steps after each stage's last committed step; stages not listed have none committed."""
     return _discard_later(self.directory, last_steps)
 
 
@@ -193,7 +193,7 @@ def _file_name(name: str) -> str:
 
 
 def write_rows(path: pathlib.Path, rows: Iterable[Mapping[str, Any]]) -> pathlib.Path:
-  """Replaces a JSONL file, whole or not at all."""
+  """Writes a JSONL file, replacing any existing one atomically."""
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.with_suffix('.jsonl.tmp')
   with temporary.open('w', encoding='utf-8') as file:
@@ -206,7 +206,7 @@ def write_rows(path: pathlib.Path, rows: Iterable[Mapping[str, Any]]) -> pathlib
 
 
 def _plain(value: Any) -> Any:
-  """JSON for what a row may hold: arrays become lists, numbers that are not finite null."""
+  """Converts a row's values to JSON: arrays become lists, non-finite numbers null."""
   if isinstance(value, Mapping):
     return {str(k): _plain(v) for k, v in value.items()}
   if isinstance(value, np.ndarray):
