@@ -1,9 +1,9 @@
-"""Media in the rows of a taskset: read once when it is loaded, so that a run never starts with a picture that is not
-there, is not the one that was meant, or is none.
+"""Media of taskset rows, read and validated when the taskset loads: a run never starts with a missing, changed or
+invalid image.
 
 A row's `media` is a list of `{kind: 'image', path | bytes, digest?}`; `path` is relative to the directory of the
-taskset's file and does not lead out of it, `bytes` is base64 (in Parquet: bytes), `digest` the xxh3-128 of the bytes in
-hex. `images`, as verl's data have it, is a list of paths or of `{bytes | path}`.
+taskset's file and must stay inside it, `bytes` is base64 (in Parquet: bytes), `digest` the xxh3-128 of the bytes in
+hex. `images`, the form of verl's data, is a list of paths or of `{bytes | path}`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ KINDS = ('image',)
 _SIGNATURES = (b'\x89PNG\r\n\x1a\n', b'\xff\xd8\xff', b'GIF87a', b'GIF89a', b'BM', b'II*\x00', b'MM\x00*')
 _DATA = 'data:;base64,'
 MAX_BYTES = 32 << 20
-"""Size of the largest picture."""
+"""Maximum size of an image."""
 
 
 def media_bytes(reference: str, root: pathlib.Path | None) -> bytes:
-  """What a `Media.reference` stands for, under the directory of the taskset's file. Raises ValueError in one line."""
+  """Reads the bytes of a `Media.reference`; paths are relative to `root`. Raises ValueError with one line."""
   if reference.startswith(_DATA):
     try:
       return base64.b64decode(reference.removeprefix(_DATA), validate=True)
@@ -44,7 +44,7 @@ def media_bytes(reference: str, root: pathlib.Path | None) -> bytes:
 
 
 def read_media(fields: Mapping[str, Json], root: pathlib.Path | None) -> tuple[Media, ...]:
-  """The media of a row, each read and checked. Raises ValueError in one line for one that is not as it should be."""
+  """Reads and validates the media of a row. Raises ValueError with one line for an invalid item."""
   if 'media' in fields and fields['media'] is not None:
     listed, key = fields['media'], 'media'
   else:

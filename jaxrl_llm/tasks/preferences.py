@@ -1,7 +1,7 @@
-"""Preference pairs: rows of a source turned into a prompt with a better and a worse answer, split by question.
+"""Preference pairs: source rows converted to prompts with a chosen and a rejected answer, split by question.
 
 Every row read is counted in exactly one of `kept, corrupt, identical, duplicate, other_split`, so the counts add up to
-`read`; and a pair's split depends on its group alone, so no question is in two splits, however many pairs it has.
+`read`. A pair's split depends on its group alone, so no question is in two splits, however many pairs it has.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAME = re.compile(r'[A-Za-z0-9_.-]+')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferencesConfig:
-  """Which pairs. Templates are `str.format` over the row's fields, see `tasks.templates`.
+  """Source, templates and split of preference pairs. Templates are `str.format` over row fields, see `tasks.templates`.
 
   Without templates a row is one of: texts `prompt`, `chosen`, `rejected`; `prompt` as messages with `chosen` and
   `rejected` as texts or as one assistant message each; `chosen` and `rejected` as whole conversations that differ in
@@ -46,9 +46,9 @@ class PreferencesConfig:
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Arguments of `datasets.load_dataset`; files take none."""
   domain: str = 'general'
-  """Of rows that name no `ability` of their own."""
+  """Domain of rows without an `ability`."""
   size: int | None = None
-  """At most so many rows are read."""
+  """Maximum number of rows to read."""
   prompt: str | None = None
   """Template of the prompt; None: the row's own."""
   chosen: str | None = None
@@ -56,15 +56,15 @@ class PreferencesConfig:
   rejected: str | None = None
   """Template of the worse answer; None: the row's own."""
   group: str | None = None
-  """Template of what is split as one, for example '{question_id}'; None: the prompt."""
+  """Template of the group that is kept in one split, for example '{question_id}'; None: the prompt."""
   split: Literal['all', 'train', 'eval'] = 'all'
   holdout: float = 0.0
-  """Fraction of all groups that is 'eval', in [0, 1). Without `group`, a prompt is held out just as in a taskset."""
+  """Fraction of groups in 'eval', in [0, 1). Without `group`, the same prompts are held out as in a taskset."""
   fold: int | None = None
-  """Instead of holdout: 'eval' is this one of `folds` parts of the groups, 'train' the others."""
+  """Cross-validation instead of holdout: 'eval' is this fold of `folds`, 'train' the other folds."""
   folds: int = 5
   origin: Literal['human', 'synthetic'] = 'human'
-  """Who judged the answers: recorded as the samples' source."""
+  """Origin of the judgements, recorded as the samples' source."""
   on_corrupt: Literal['fail', 'skip'] = 'fail'
 
   def __post_init__(self):
@@ -90,34 +90,34 @@ class PreferencesConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair:
-  """A prompt and two answers to it."""
+  """A prompt with a chosen and a rejected answer."""
 
   uid: str
-  """Stable over runs: the preferences' name and half of the digest of prompt and answers."""
+  """Identifier, stable across runs: the preferences' name and half of the digest of prompt and answers."""
   task: Task
   chosen: str
   rejected: str
   group: str
-  """Pairs of equal group are in the same split, and are no independent observations."""
+  """Pairs with the same group are in the same split and are not independent observations."""
   origin: Source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preferences:
-  """Distinct pairs, in the order of their source."""
+  """Distinct pairs, in source order."""
 
   name: str
   pairs: tuple[Pair, ...]
   counts: Mapping[str, int]
-  """`read`, and what became of it: kept, corrupt, identical (the answers are alike), duplicate, other_split."""
+  """Rows `read`, and how many were kept, corrupt, identical (equal answers), duplicate or in other_split."""
 
 
 def load_preferences(config: PreferencesConfig) -> Preferences:
-  """Reads, deduplicates and splits.
+  """Reads, deduplicates and splits preference pairs.
 
   Raises:
     UserError: the source cannot be read; a row is corrupt and `on_corrupt` is 'fail'; a prompt is in two groups, so
-      that a split would not keep it on one side; no pair is left.
+      that a split might put it on both sides; no pair is left.
   """
   if config.source.startswith('taskset:'):
     raise ValueError(f'preferences {config.name}: {config.source!r} is not read here but by pairs_of_tasks')
@@ -147,13 +147,13 @@ def pairs_of_tasks(
   count: int | None = None,
   name: str | None = None,
 ) -> Preferences:
-  """A right and a wrong answer to each of the first `count` tasks (None: to all), both made by templates.
+  """Creates a right and a wrong answer to each of the first `count` tasks (None: all tasks) from templates.
 
-  Which template of `rejected` a task gets depends on (seed, its prompt) alone. Tasks whose two answers come out alike
-  are left out and counted as identical. The group is the prompt.
+  The choice among the `rejected` templates depends on the seed and the task's prompt alone. Tasks whose two answers
+  are equal are omitted and counted as identical. The group is the prompt.
 
   Args:
-    name: of the preferences, the first part of the pairs' names; None: the taskset's.
+    name: name of the preferences, which prefixes the pairs' uids; None: the taskset's name.
   """
   name = taskset.name if name is None else name
   count = len(taskset.tasks) if count is None else count
@@ -178,7 +178,7 @@ def pairs_of_tasks(
 
 
 def preference_samples(pair: Pair, tokenizer: Tokenizer) -> tuple[Sample, Sample]:
-  """The records of the chosen and of the rejected answer: the tokens of a demonstration, trained on, not sampled."""
+  """Converts a pair to samples (chosen, rejected) whose answer tokens are in the loss and marked as not sampled."""
   return _sample(pair, 'chosen', pair.chosen, 0, tokenizer), _sample(pair, 'rejected', pair.rejected, 1, tokenizer)
 
 
@@ -223,7 +223,7 @@ def _report_corrupt(corrupt: sources.Corrupt, config: PreferencesConfig, count: 
 
 
 def _check_group(where: str, pair: Pair, group_of: dict[str, str], config: PreferencesConfig) -> None:
-  """Refuses a split whose groups would put one prompt on both sides; remembers the prompt's group."""
+  """Raises UserError if a split could put one prompt on both sides; records the prompt's group in `group_of`."""
   group = group_of.setdefault(pair.task.digest, pair.group)
   if config.split != 'all' and group != pair.group:
     raise UserError(
@@ -233,7 +233,7 @@ def _check_group(where: str, pair: Pair, group_of: dict[str, str], config: Prefe
 
 
 def _fate(pair: Pair, config: PreferencesConfig, seen: set[str]) -> str:
-  """Under which count the pair goes; remembers its uid."""
+  """Returns the count that the pair falls under; adds its uid to `seen`."""
   if pair.chosen == pair.rejected:
     return 'identical'
   if pair.uid in seen:
@@ -243,7 +243,7 @@ def _fate(pair: Pair, config: PreferencesConfig, seen: set[str]) -> str:
 
 
 def _is_eval(pair: Pair, config: PreferencesConfig) -> bool:
-  # The prompt's own digest, where it is the group: a taskset with the same holdout then holds out the same prompts.
+  # If the group is the prompt, use its digest: a taskset with the same holdout then holds out the same prompts.
   digest = pair.group if config.group is None else xxhash.xxh3_128_hexdigest(pair.group.encode())
   point = int(digest, 16)
   return point < config.holdout * 16 ** len(digest) if config.fold is None else point % config.folds == config.fold
@@ -260,7 +260,7 @@ def _pair_or_corrupt(row: sources.Row | sources.Corrupt, config: PreferencesConf
 
 
 def _pair_of(fields: Mapping[str, Json], config: PreferencesConfig) -> Pair:
-  """Raises ValueError for a row that is no pair."""
+  """Converts a row to a pair. Raises ValueError if that is not possible."""
   before, chosen = _conversation(fields, 'chosen', config.chosen)
   before_rejected, rejected = _conversation(fields, 'rejected', config.rejected)
   if before != before_rejected:
@@ -286,7 +286,7 @@ def _pair(name: str, task: Task, chosen: str, rejected: str, *, group: str, orig
 
 
 def _conversation(fields: Mapping[str, Json], name: str, template: str | None) -> tuple[list[Message], str]:
-  """The messages before an answer, if it comes with any, and its text."""
+  """Returns the messages before an answer, if any, and the answer's text."""
   value = _own(fields, name) if template is None else templates.render(template, fields)
   messages = _as_messages(name, value, role='assistant')
   if not messages or messages[-1]['role'] != 'assistant':
@@ -324,7 +324,7 @@ def _own(fields: Mapping[str, Json], name: str) -> Json:
 
 
 def _as_messages(name: str, value: Json, *, role: str) -> list[Message]:
-  """Messages as they are, a text as one message of `role`."""
+  """Returns messages unchanged and text as one message of `role`."""
   if isinstance(value, str):
     return [{'role': role, 'content': value}]
   if isinstance(value, list):

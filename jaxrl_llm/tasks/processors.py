@@ -1,7 +1,7 @@
-"""What is taken out of a taskset before anything is attempted: ordered, pure, and counted in and out.
+"""Task processors: ordered, pure filters that drop tasks from a taskset before any rollout.
 
-A processor says of each task, in the order of the tasks, why it is dropped, or nothing; it changes none. For each, kept
-and dropped by reason add up to what it was given.
+A processor returns, for each task in order, the reason to drop it, or an empty string; it never modifies tasks. The
+kept and dropped counts of a processor add up to its input.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.tasks.taskset import ProcessorConfig, Taskset
 
 Processor = Callable[[Task], str]
-"""Why the task is dropped; empty: it is kept. Called once for each task, in order."""
+"""Returns the reason to drop a task; empty: keep it. Called once per task, in order."""
 
 
 class Passed(NamedTuple):
-  """What a processor made of the tasks that it was given."""
+  """Counts of a processor's input and dropped tasks."""
 
   name: str
   given: int
   dropped: Mapping[str, int]
-  """By reason."""
+  """Dropped tasks by reason."""
 
   @property
   def kept(self) -> int:
@@ -41,25 +41,25 @@ class Passed(NamedTuple):
 
 
 class Setting(NamedTuple):
-  """What a processor may know beside the tasks that it is given."""
+  """Context that a processor has besides its tasks."""
 
   others: Sequence[Task]
-  """Of the tasksets that were processed before this one."""
+  """Tasks of the tasksets processed before this one."""
   length_of: Callable[[Task], int]
-  """Tokens of the task's prompt."""
+  """Returns the length of a task's prompt in tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DedupConfig:
-  """Drops tasks that the run has already: in this taskset, one that is measured, or one configured before it."""
+  """Drops tasks already present in the run: in this taskset, an evaluation taskset, or one configured before it."""
 
   near: bool = True
-  """Also those that differ only in case, spacing, sentence marks or the system message."""
+  """Also drop tasks that differ only in case, spacing, sentence punctuation or the system message."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LengthConfig:
-  """Drops tasks whose prompt has fewer or more tokens."""
+  """Drops tasks whose prompt length in tokens is outside the limits."""
 
   min_tokens: int = 0
   max_tokens: int | None = None
@@ -74,7 +74,7 @@ class AnswerKindConfig:
   """Drops tasks whose answer is easily guessed by its kind (Kimi k1.5, arXiv:2501.12599, section 2.1)."""
 
   drop: tuple[Literal['choice', 'boolean'], ...] = ('choice', 'boolean')
-  """choice: the answer is one of the lettered options that the prompt lists; boolean: true, false, yes or no."""
+  """choice: the answer is one of the prompt's lettered options; boolean: the answer is true, false, yes or no."""
 
 
 def dedup(config: DedupConfig, setting: Setting) -> Processor:
@@ -93,11 +93,11 @@ def dedup(config: DedupConfig, setting: Setting) -> Processor:
 
 
 _MARK = re.compile(r'(?<!\d)[.,;:?]|[.,;:?](?!\d)|["`“”„«»…¿¡]')
-"""Punctuation of sentences; not within a number (1.5, 12:30), and not what formulas need (5!, y', 2-1, brackets)."""
+"""Sentence punctuation, except within numbers (1.5, 12:30) and where formulas need it (5!, y', 2-1, brackets)."""
 
 
 def normalised(task: Task) -> str:
-  """What the prompt says and shows, but for case, spacing, sentence marks and the system message."""
+  """Normalises a prompt's text and media: ignores case, spacing, sentence punctuation and the system message."""
   said = (f'{m["role"]} {_MARK.sub(" ", m["content"].casefold())}' for m in task.prompt if m['role'] != 'system')
   return '\n'.join([*(' '.join(text.split()) for text in said), *(shown.digest for shown in task.media)])
 
@@ -132,11 +132,11 @@ PROCESSORS: Mapping[str, tuple[type, Callable[[Any, Setting], Processor]]] = {
   'length': (LengthConfig, length),
   'answer_kind': (AnswerKindConfig, answer_kind),
 }
-"""By the name that `TasksetConfig.processors` calls them: options, and what makes the processor of them."""
+"""Configuration class and factory of each processor, by its name in `TasksetConfig.processors`."""
 
 
 class Outcomes(NamedTuple):
-  """What became of a task's attempts, those left out that nobody could score."""
+  """Results of a task's attempts, without unscorable ones."""
 
   correct: int
   attempts: int
@@ -147,7 +147,7 @@ class Outcomes(NamedTuple):
 
 
 def pass_rate(outcomes: Mapping[str, Outcomes], *, low: float, high: float) -> Processor:
-  """Keeps tasks whose share of correct attempts is in [low, high] (Kimi k1.5, 2.1); `outcomes` by uid."""
+  """Keeps tasks whose pass rate is in [low, high] (Kimi k1.5, 2.1); `outcomes` is keyed by task uid."""
 
   def why(task: Task) -> str:
     of = outcomes[task.uid]
@@ -159,12 +159,12 @@ def pass_rate(outcomes: Mapping[str, Outcomes], *, low: float, high: float) -> P
 
 
 def guessable(outcomes: Mapping[str, Outcomes]) -> Processor:
-  """Drops tasks that were answered correctly without reasoning (Kimi k1.5, 2.1); `outcomes` of guesses, by uid."""
+  """Drops tasks answered correctly without reasoning (Kimi k1.5, 2.1); `outcomes` has the guesses by task uid."""
   return lambda task: 'guessed' if outcomes[task.uid].correct else ''
 
 
 def run(name: str, processor: Processor, tasks: Iterable[Task]) -> tuple[tuple[Task, ...], Passed]:
-  """The tasks that are kept, and the count."""
+  """Applies a processor; returns the kept tasks and the counts."""
   kept, dropped, given = [], {}, 0
   for task in tasks:
     given += 1
@@ -176,10 +176,10 @@ def run(name: str, processor: Processor, tasks: Iterable[Task]) -> tuple[tuple[T
 
 
 def process(taskset: Taskset, configs: Sequence[ProcessorConfig], setting: Setting) -> Taskset:
-  """The taskset without what the configured processors drop, which is counted as '<processor>/<reason>'.
+  """Applies the configured processors; dropped tasks are counted as '<processor>/<reason>'.
 
   Raises:
-    UserError: a processor or an option of one is unknown; no task is left.
+    UserError: a processor or one of its options is unknown; no task is left.
   """
   tasks, counts = taskset.tasks, dict(taskset.counts)
   for config in configs:

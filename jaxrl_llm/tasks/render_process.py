@@ -1,7 +1,7 @@
-"""The program of `tasks.rendering`: reads orders and writes answers, one JSON line each, over its standard streams.
+"""Program run by `tasks.rendering`: reads requests and writes replies, one JSON line each, on its standard streams.
 
-Never imported: the process holds no data but the conversation that it renders. A rendering that takes too much CPU time
-ends the process.
+Run as a program, never imported: the process holds no data but the conversation that it renders. A rendering that
+exceeds its CPU time limit ends the process.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import sys
 
 
 def main() -> None:
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the owner decides.
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent handles it.
   orders, answers = os.fdopen(0, 'rb', closefd=False), os.fdopen(os.dup(1), 'wb')
-  os.dup2(2, 1)  # Nothing else is written to the answers.
+  os.dup2(2, 1)  # Keeps other output off the reply stream.
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
   from transformers.utils.chat_template_utils import render_jinja_template
@@ -49,11 +49,11 @@ def _write(file, answer: dict) -> None:
 
 
 def _limit_memory(room_bytes: int) -> None:
-  """Limits the address space to what it is now and `room_bytes` more."""
+  """Limits the address space to its current size plus `room_bytes`."""
   try:
     with open('/proc/self/statm') as file:
       pages = int(file.read().split()[0])
-  except OSError:  # Only Linux tells. Elsewhere the time is limited, and thereby the memory.
+  except OSError:  # /proc is Linux only. Elsewhere the CPU time limit bounds memory indirectly.
     return
   limit = pages * os.sysconf('SC_PAGE_SIZE') + room_bytes
   granted = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -65,5 +65,5 @@ def _limit_memory(room_bytes: int) -> None:
 if __name__ == '__main__':
   try:
     main()
-  except BrokenPipeError:  # The owner is gone.
+  except BrokenPipeError:  # The parent has exited.
     sys.exit(0)

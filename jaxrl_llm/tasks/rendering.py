@@ -1,8 +1,8 @@
-"""Chat templates of others, rendered in a process of their own.
+"""Rendering of untrusted chat templates in a separate process.
 
-Invariant: a template cannot hold up or exhaust this process. Jinja's sandbox confines what a template may call, but not
-how long it loops (`range` within `range`) nor what it allocates (`'x' * 10**10`), and neither can be interrupted within
-a process.
+Invariant: a template cannot block or exhaust this process. Jinja's sandbox restricts what a template may call, but not
+how long it loops (`range` within `range`) or how much it allocates (`'x' * 10**10`), and neither can be interrupted
+from within a process.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ _PROGRAM = pathlib.Path(__file__).with_name('render_process.py')
 
 
 class RenderError(Exception):
-  """A template that fails; one line."""
+  """Raised, with a one-line message, when a template fails."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-  """Limits of one rendering."""
+  """Resource limits of a rendering."""
 
   cpu_s: float = 5.0
   memory_bytes: int = 1 << 30
-  """Address space beyond what the process has when it starts."""
+  """Address space in addition to what the process has when it starts."""
   characters: int = 16 << 20
-  """Length of the text."""
+  """Length of the rendered text."""
   start_s: float = 120.0
-  """Wall-clock time until the process has its libraries."""
+  """Wall-clock limit for the process to start and import its libraries."""
   wall_s: float = 60.0
-  """Wall-clock time without an answer after which the process is given up, however little CPU time it had."""
+  """Wall-clock limit for a reply, after which the process is abandoned however little CPU time it used."""
 
 
 LIMITS = Limits()
 
 
 class TemplateProcess:
-  """Renders one template; the process starts with the first rendering and ends with this object."""
+  """Renders one template in a process that starts with the first rendering and ends with this object."""
 
   def __init__(self, template: str, limits: Limits | None = None):
     self._template, self._limits = template, LIMITS if limits is None else limits
@@ -60,12 +60,12 @@ class TemplateProcess:
   def render(
     self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
   ) -> str:
-    """The conversation as text.
+    """Renders a conversation as text.
 
     Args:
-      messages: the conversation.
-      add_generation_prompt: whether the text ends with the opening of an answer.
-      variables: further ones of the template, JSON only, such as special tokens.
+      messages: conversation to render.
+      add_generation_prompt: whether to end the text with the opening of an assistant message.
+      variables: further template variables, JSON only, such as special tokens.
 
     Raises:
       RenderError: the template fails or exceeds a limit.
@@ -92,9 +92,9 @@ class TemplateProcess:
   def _start(self) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-      # Threads of a numerical library would take address space for nothing.
+      # Unused threads of a numerical library would take address space.
       environment = os.environ | {'OPENBLAS_NUM_THREADS': '1', 'TRANSFORMERS_NO_ADVISORY_WARNINGS': '1'}
-      # -P: the directory of the program holds modules with names of the standard library's.
+      # -P: the program's directory has modules that would shadow the standard library's.
       process = subprocess.Popen(
         [sys.executable, '-P', str(_PROGRAM)], stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, env=environment
       )
@@ -127,6 +127,6 @@ class TemplateProcess:
 def _end(process: subprocess.Popen, ours: socket.socket, file: BinaryIO) -> None:
   process.kill()
   process.wait()
-  with contextlib.suppress(OSError):  # What the process has not read.
+  with contextlib.suppress(OSError):  # Flushing data that the process never read fails.
     file.close()
   ours.close()

@@ -1,4 +1,4 @@
-"""Which task next, of several tasksets. The whole state is JSON, so a restored sampler continues exactly."""
+"""Task sampling across tasksets. The whole state is JSON, and a restored sampler continues exactly."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from jaxrl_llm.tasks.taskset import Taskset
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaterWeights:
   from_batch: int
-  """Of the stage, counted from 0: the first whose tasks are drawn so."""
+  """First batch of the stage, counted from 0, whose tasks are drawn with these weights."""
   weights: Mapping[str, float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplerConfig:
-  """In which order the tasks of a stage come."""
+  """Order in which a stage draws its tasks."""
 
   order: Literal['shuffled', 'sequential', 'easy_to_hard', 'prioritised', 'difficulty'] = 'shuffled'
-  """shuffled, sequential, easy_to_hard: each task once in every pass. prioritised: by 1 − success rate. difficulty: by
-  how near the success rate is to `target`."""
+  """shuffled, sequential, easy_to_hard: each task once per pass. prioritised: weighted by 1 − success rate. difficulty:
+  weighted by how close the success rate is to `target`."""
   weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  """Share of each taskset in the draws, up to a factor, kept by counting and not by chance; each has its own order
-  then. Empty: the tasks of all tasksets are one."""
+  """Relative share of each taskset in the draws, enforced by counting rather than randomly; each taskset then has its
+  own order. Empty: the tasks of all tasksets form one pool."""
   schedule: tuple[LaterWeights, ...] = ()
-  """Weights that follow, by batch."""
+  """Later weights, by their first batch."""
   hardness: str | None = None
-  """easy_to_hard: the field of a task's row that says how hard it is, a number."""
+  """easy_to_hard: numeric field of a task's row that holds its difficulty."""
   prior: float = 0.5
-  """prioritised: success rate of a task that was never attempted."""
+  """prioritised: assumed success rate of a task that was never attempted."""
   newest: float = 0.5
-  """prioritised: share of the newest group in a task's success rate."""
+  """prioritised: weight of the newest group in the moving average of a task's success rate."""
   floor: float = 0.05
-  """prioritised: least weight of a task, however well it is solved."""
+  """prioritised: minimum weight of a task, however often it is solved."""
   target: float = 0.5
-  """difficulty: the success rate that is looked for."""
+  """difficulty: target success rate."""
   temperature: float = 0.1
-  """difficulty: a task as far from the target is drawn e times more rarely."""
+  """difficulty: distance from the target at which a task's weight falls by a factor of e."""
   discount: float = 0.2
-  """difficulty: share of its past that a task's posterior forgets with each group."""
+  """difficulty: share of the past evidence that a task's posterior forgets with each group."""
 
   def __post_init__(self):
     if (self.order == 'easy_to_hard') != (self.hardness is not None):
@@ -71,7 +71,7 @@ class SamplerConfig:
         raise UserError(f'sampler.weights: {dict(weights)}, wanted them not negative and some positive')
 
   def check_tasksets(self, names: Sequence[str], where: str = '') -> None:
-    """Raises UserError if weights name other tasksets than these; `where` begins its message."""
+    """Raises UserError unless the weights name exactly these tasksets; `where` prefixes the message."""
     for weights in (self.weights, *(later.weights for later in self.schedule)):
       if weights and set(weights) != set(names):
         raise UserError(
@@ -80,7 +80,7 @@ class SamplerConfig:
 
 
 class TaskSampler:
-  """Draws the tasks of several tasksets, one after the other, without end."""
+  """Draws tasks from several tasksets, endlessly."""
 
   def __init__(self, tasksets: Sequence[Taskset], config: SamplerConfig, *, seed: int):
     names = [taskset.name for taskset in tasksets]
@@ -96,7 +96,7 @@ class TaskSampler:
       raise UserError(f'sampler.weights: taskset {empty[0]} holds no task; remove it')
     self._names = names if config.weights else ['']
     self._starts = [sum(map(len, pools[:i])) for i in range(len(pools))]
-    # A pool of its own has an order of its own, or tasksets of one size would go in step.
+    # Each pool has its own seed, or tasksets of equal size would be drawn in the same order.
     self._pools = [_selector(pool, config, seed=seed + i) for i, pool in enumerate(pools)]
     self._credits = [0.0] * len(pools)
     uids = [task.uid for task in self._tasks]
@@ -105,14 +105,14 @@ class TaskSampler:
     self._identity: dict[str, Json] = {'config': to_json(config), 'seed': seed, 'tasks': _fingerprint(self._tasks)}
 
   def __len__(self) -> int:
-    """Tasks in one pass."""
+    """Returns the number of tasks in one pass."""
     return len(self._tasks)
 
   def next(self) -> tuple[Task, int]:
-    """The next task and how often it had been drawn before.
+    """Returns the next task and its visit number.
 
-    A prompt in n tasksets has n tasks, whose visits 0, 1, … are counted as 0, n, …, as 1, n + 1, … and so on: a visit
-    that came again would draw the same noise.
+    A prompt in n tasksets has n tasks, whose visits 0, 1, … are numbered 0, n, …, then 1, n + 1, … and so on: two
+    tasks with the same prompt and visit would draw the same noise.
     """
     pool = self._pool()
     drawn, visit = self._pools[pool].next()
@@ -121,11 +121,11 @@ class TaskSampler:
     return self._tasks[number], visit * count + rank
 
   def task(self, uid: str) -> Task | None:
-    """The task of that name, if there is one."""
+    """Returns the task with this uid; None if there is none."""
     return self._tasks[self._numbers[uid]] if uid in self._numbers else None
 
   def _pool(self) -> int:
-    """The one that is furthest behind its share."""
+    """Selects the pool that is furthest behind its share."""
     if len(self._pools) == 1:
       return 0
     weights = [self._weights()[name] for name in self._names]
@@ -139,22 +139,22 @@ class TaskSampler:
     return begun[-1] if begun else self._config.weights
 
   def advance(self, batch: int) -> None:
-    """What is drawn from here on belongs to this batch of the stage, or to later ones."""
+    """Sets the batch of the stage that subsequent draws belong to; it selects the weights."""
     self._batch = batch
 
   def feedback(self, uid: str, successes: int, attempts: int) -> None:
-    """What became of a group of attempts at a task; groups are told in the order in which they were drawn."""
+    """Records the results of a group of attempts at a task; call it in the order in which groups were drawn."""
     number = self._numbers[uid]
     pool = max(i for i, start in enumerate(self._starts) if start <= number)
     self._pools[pool].feedback(number - self._starts[pool], successes, attempts)
 
   def state(self) -> dict[str, Json]:
-    """JSON; `restore` of it continues with the task that `next` would have given."""
+    """Returns the state as JSON; after `restore`, `next` returns the same tasks as it would have here."""
     pools = [pool.state() for pool in self._pools]
     return {**self._identity, 'batch': self._batch, 'credits': self._credits, 'pools': pools}
 
   def restore(self, state: dict[str, Json]) -> None:
-    """Raises UserError if the state belongs to other tasks, another configuration or another seed."""
+    """Restores a state. Raises UserError if it belongs to other tasks, another configuration or another seed."""
     differing = [key for key, value in self._identity.items() if state.get(key) != value]
     if differing:
       told = ', '.join(f'{key} {state.get(key)!r} in the checkpoint, {self._identity[key]!r} now' for key in differing)
@@ -191,7 +191,7 @@ def _hardness(task: Task, field: str) -> float:
 
 
 def _copies(prompts: Sequence[str]) -> list[tuple[int, int]]:
-  """For each prompt, how many equal ones are before it, and how many there are."""
+  """Returns, for each prompt, the number of equal prompts before it and in total."""
   counts, seen, ranks = collections.Counter(prompts), collections.Counter(), []
   for prompt in prompts:
     ranks.append((seen[prompt], counts[prompt]))

@@ -1,6 +1,6 @@
-"""Which of several tasks next, and how often it was drawn before: in passes, or by what attempts at it have shown.
+"""Selectors that draw the next task, in passes or weighted by the results of past attempts.
 
-Every selector is a function of its seed, its draws and what it was told, and its state is JSON.
+A selector is a deterministic function of its seed, its draws and the feedback it got; its state is JSON.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from jaxrl_llm.core.types import Json
 
 @runtime_checkable
 class Selector(Protocol):
-  """Draws from tasks that are numbered from 0."""
+  """Draws tasks, numbered from 0."""
 
   def next(self) -> tuple[int, int]:
-    """A task, and how often it had been drawn before."""
+    """Returns a task and how often it had been drawn before."""
     ...
 
   def feedback(self, task: int, successes: int, attempts: int) -> None:
-    """What became of a group of attempts at a task."""
+    """Records the results of a group of attempts at a task."""
     ...
 
   def state(self) -> dict[str, Json]: ...
@@ -34,13 +34,13 @@ class Selector(Protocol):
 
 
 class Passes:
-  """Each task once in every pass, in a given order or in a new one each time; what is told changes nothing."""
+  """Draws each task once per pass, in a fixed order or reshuffled for each pass; ignores feedback."""
 
   def __init__(self, order: Sequence[int], *, seed: int | None):
     """
     Args:
-      order: of every pass.
-      seed: of new orders, one for each pass; None: `order` itself.
+      order: order of every pass.
+      seed: seed for reshuffling the order in each pass; None: use `order` itself.
     """
     self._order = order
     indices = grain.MapDataset.range(len(order))
@@ -64,10 +64,10 @@ class Passes:
 
 @runtime_checkable
 class Estimate(Protocol):
-  """Of each task's success rate, and how much it is therefore worth to be drawn."""
+  """Estimates a task's success rate and derives its sampling weight."""
 
   def update(self, before: Sequence[float] | None, successes: int, attempts: int) -> list[float]:
-    """What is known of a task after a group of attempts; `before` is None for the first."""
+    """Returns a task's statistics after a group of attempts; `before` is None for the first group."""
     ...
 
   def weight(self, known: Sequence[float] | None) -> float: ...
@@ -80,8 +80,8 @@ class FailureRate:
     """
     Args:
       prior: s of a task that was never attempted.
-      newest: share of the newest group in the average; the first group is all of it.
-      floor: least weight of a task, so that what was solved once comes back.
+      newest: weight of the newest group in the average; the first group sets the average.
+      floor: minimum weight of a task, so that solved tasks are drawn again.
     """
     self._prior, self._newest, self._floor = prior, newest, floor
 
@@ -97,7 +97,7 @@ class TargetRate:
   """P ∝ exp(−|p − target| / temperature), p the mean of a Beta posterior whose past is discounted.
 
   α ← (1 − λ) α + λ + successes, β ← (1 − λ) β + λ + failures, from α = β = 1: the explicit evidence of BOTS
-  (arXiv:2510.26374), as Trinity-RFT's difficulty-based selector has it; tasks that were not drawn keep what they have.
+  (arXiv:2510.26374), as in Trinity-RFT's difficulty-based selector; tasks that were not drawn keep their posterior.
   """
 
   def __init__(self, *, target: float, temperature: float, discount: float):
@@ -114,7 +114,7 @@ class TargetRate:
 
 
 class Weighted:
-  """Independent draws in proportion to each task's weight; draw n depends on the seed, n and the weights then."""
+  """Independent draws in proportion to the tasks' weights; draw n depends on the seed, n and the current weights."""
 
   def __init__(self, tasks: int, estimate: Estimate, *, seed: int):
     self._count, self._estimate, self._seed = tasks, estimate, seed

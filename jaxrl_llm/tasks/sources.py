@@ -1,7 +1,7 @@
-"""Where rows come from: procedural tasks, files, Hugging Face datasets.
+"""Sources of rows: procedural tasks, files, Hugging Face datasets.
 
-Every source yields, in a fixed order, one `Row` or one `Corrupt` for each thing it read: nothing is dropped here. A
-row is JSON of bounded size and depth.
+Every source yields one `Row` or `Corrupt` for each item read, in a fixed order, and drops nothing. A row is JSON of
+bounded size and depth.
 """
 
 from __future__ import annotations
@@ -29,45 +29,45 @@ SOURCES: Mapping[str, str] = {
   '<path>.parquet': 'the same rows',
   'datasets:<directory or hub id>[#split]': 'a Hugging Face dataset with such rows',
 }
-"""How a source is named, and what it is."""
+"""Description of each form of source name."""
 
 FORMS = "'reasoning_gym:<dataset>', a path ending .jsonl or .parquet, 'datasets:<directory or hub id>[#split]'"
 MEDIA = ('media', 'images')
-"""Columns of pictures, see `tasks.media`."""
+"""Columns with images, see `tasks.media`."""
 _PARQUET_ROWS = 1024
 MAX_ROW_BYTES = 64 << 20
-"""Length of the longest line of a .jsonl file."""
+"""Maximum line length of a .jsonl file."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-  """One row as its source has it, JSON only."""
+  """A row as stored in its source, JSON only."""
 
   where: str
-  """File and line, or dataset and index: for messages."""
+  """File and line, or dataset and index, for messages."""
   fields: Mapping[str, Json]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Corrupt:
-  """Something in a source that is no row."""
+  """An item of a source that is not a valid row."""
 
   where: str
   reason: str
-  """One line."""
+  """One-line reason."""
 
   def __post_init__(self):
-    object.__setattr__(self, 'reason', one_line(self.reason))  # It may quote what the row holds.
+    object.__setattr__(self, 'reason', one_line(self.reason))  # It may quote the row's contents.
 
 
 def read_rows(source: str, *, options: Mapping[str, Any], size: int | None, seed: int) -> Iterator[Row | Corrupt]:
-  """The first `size` rows of a source (all of them for None).
+  """Reads the first `size` rows of a source (None: all rows).
 
   Args:
     source: one of `FORMS`.
-    options: the source's own parameters: reasoning-gym's configuration, `datasets.load_dataset`'s arguments.
-    size: items drawn from a procedural source, which has no end of its own; otherwise at most so many rows.
-    seed: of a procedural source.
+    options: source-specific parameters: reasoning-gym's configuration or `datasets.load_dataset`'s arguments.
+    size: number of items to draw from a procedural source, which is endless; otherwise the maximum number of rows.
+    seed: seed of a procedural source.
 
   Raises:
     UserError: the source does not exist, cannot be read, or does not take these options.
@@ -95,7 +95,7 @@ def read_rows(source: str, *, options: Mapping[str, Any], size: int | None, seed
 
 
 def directory(source: str) -> pathlib.Path | None:
-  """Where paths in the source's rows begin; None for a source that is no file and no directory."""
+  """Returns the directory that paths in rows are relative to; None if the source is neither file nor directory."""
   scheme, _, rest = source.partition(':')
   if scheme in ('reasoning_gym', 'datasets'):
     path = pathlib.Path(rest.partition('#')[0])
@@ -104,7 +104,7 @@ def directory(source: str) -> pathlib.Path | None:
 
 
 def missing_file(path: pathlib.Path) -> str:
-  """One line about a file that is not there, with the nearest name in its directory."""
+  """Describes a missing file in one line, suggesting the closest name in its directory."""
   if not path.parent.is_dir():
     return f'{path}: no such file, and its directory {path.parent} does not exist either'
   near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir() if p.is_file()], n=1, cutoff=0.5)
@@ -112,8 +112,8 @@ def missing_file(path: pathlib.Path) -> str:
 
 
 def _procedural_rows(name: str, options: Mapping[str, Any], size: int | None, seed: int) -> Iterator[Row]:
-  """Items 0 … size-1 of a reasoning-gym dataset; item i draws from Random(seed + i), so items repeat."""
-  from reasoning_gym.factory import DATASETS, create_dataset  # 1 s to import: only who uses it pays
+  """Yields items 0 … size-1 of a reasoning-gym dataset; item i draws from Random(seed + i), so items repeat."""
+  from reasoning_gym.factory import DATASETS, create_dataset  # imported here because the import takes 1 s
 
   where = f'reasoning_gym:{name}'
   if name not in DATASETS:
@@ -141,7 +141,7 @@ def _procedural_rows(name: str, options: Mapping[str, Any], size: int | None, se
 
 
 def _check_verifier(where: str, dataset: Any) -> None:
-  """Refuses datasets whose verifier judges an entry otherwise once it has been JSON (tuples become lists)."""
+  """Raises UserError if the verifier scores an entry differently after a JSON round trip (tuples become lists)."""
   entry = dataset[0]
   before = dataset.score_answer(entry['answer'], entry)
   after = dataset.score_answer(entry['answer'], _plain(entry))
@@ -153,7 +153,7 @@ def _check_verifier(where: str, dataset: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-  """The value as JSON would give it back. Raises TypeError or ValueError for what JSON cannot hold."""
+  """Returns the value after a JSON round trip. Raises TypeError or ValueError if JSON cannot represent it."""
   return json.loads(json.dumps(value, allow_nan=False))
 
 
@@ -198,7 +198,7 @@ def _parsed(where: str, line: bytes) -> Row | Corrupt:
 
 
 def _row(where: str, fields: dict[str, Json]) -> Row:
-  """Raises ValueError for a row that claims to be reasoning-gym's and has no entry of that form."""
+  """Creates a row. Raises ValueError if it has 'reasoning_gym' without a reasoning-gym entry."""
   entry = fields.get('entry')
   if 'reasoning_gym' in fields and not (isinstance(entry, dict) and isinstance(entry.get('metadata'), dict)):
     raise ValueError("has 'reasoning_gym' without an entry {question, answer, metadata}; wanted both or neither")
@@ -218,7 +218,7 @@ def _parquet_rows(path: pathlib.Path) -> Iterator[Row | Corrupt]:
 
 
 def _dataset_rows(target: str, options: Mapping[str, Any]) -> Iterator[Row | Corrupt]:
-  import datasets  # 2 s to import: only who uses it pays
+  import datasets  # imported here because the import takes 2 s
 
   name, _, split = target.partition('#')
   where = f'datasets:{target}'
@@ -232,8 +232,8 @@ def _dataset_rows(target: str, options: Mapping[str, Any]) -> Iterator[Row | Cor
       loaded = _load_saved(name, '', options)
     else:
       loaded = datasets.load_dataset(name, split=split or None, **options)
-  except Exception as error:  # Whatever a damaged file leads the library to.
-    # Which says no more than that there was an error.
+  except Exception as error:  # A damaged file can make the library raise anything.
+    # DatasetGenerationError only says that there was an error; its cause says which.
     cause = (isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__) or error
     reason = (str(cause).splitlines() or [''])[0]
     raise UserError(f'{where}: cannot be loaded: {type(cause).__name__}: {one_line(reason)}') from error
@@ -245,9 +245,9 @@ def _dataset_rows(target: str, options: Mapping[str, Any]) -> Iterator[Row | Cor
 
 
 def _load_saved(name: str, split: str, options: Mapping[str, Any]) -> Any:
-  """The saved dataset, or one split of it.
+  """Loads a saved dataset or one split of it.
 
-  Raises ArrowInvalid for a damaged file, which would lead reads out of the process's memory, and the library's errors.
+  Raises ArrowInvalid for a damaged file, which could cause out-of-bounds reads, and the library's errors.
   """
   import datasets
 
@@ -259,7 +259,7 @@ def _load_saved(name: str, split: str, options: Mapping[str, Any]) -> Any:
 
 
 def _check_saved(directory: pathlib.Path) -> None:
-  """Raises ValueError for a saved dataset that names other files than regular ones inside its directory."""
+  """Raises ValueError if a saved dataset names anything but regular files inside its directory."""
   parts = [directory]
   if (directory / 'dataset_dict.json').is_file():
     parts = [path_inside(directory, split) for split in _read_listed(directory / 'dataset_dict.json', 'splits')]
@@ -281,7 +281,7 @@ def _read_listed(path: pathlib.Path, name: str) -> list[Json]:
 def _loaded_rows(where: str, loaded: Any) -> Iterator[Row | Corrupt]:
   rows = iter(loaded)
   if loaded.features and any(_names_files(field.type) for field in loaded.features.arrow_schema):
-    # As they are stored: to decode a picture, datasets would open whatever file its row names.
+    # Read undecoded: to decode an image, datasets would open any file that a row names.
     tables = loaded.with_format('arrow').iter(_PARQUET_ROWS)
     rows = (fields for table in tables for fields in table.to_pylist())
   try:
@@ -292,7 +292,7 @@ def _loaded_rows(where: str, loaded: Any) -> Iterator[Row | Corrupt]:
 
 
 def _names_files(kind: pyarrow.DataType) -> bool:
-  """Whether values of a type hold what datasets decodes: pictures, sound, video."""
+  """Whether values of a type contain media that datasets decodes: images, audio, video."""
   if pyarrow.types.is_struct(kind):
     return {'bytes', 'path'} <= {field.name for field in kind} or any(_names_files(field.type) for field in kind)
   is_list = pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind)
@@ -300,7 +300,7 @@ def _names_files(kind: pyarrow.DataType) -> bool:
 
 
 def _with_text(items: Any) -> Any:
-  """A column of media, whose bytes Parquet has as they are, in the form of JSON: base64."""
+  """Encodes the raw bytes in a media column as base64 text for JSON."""
   if not isinstance(items, list):
     return items
   as_text = lambda value: base64.b64encode(value).decode() if isinstance(value, bytes) else value
@@ -319,7 +319,7 @@ def _checked(where: str, fields: Mapping[str, Any]) -> Row | Corrupt:
 
 
 def check_text(fields: Mapping[str, Json]) -> None:
-  """Raises ValueError for a row with text that UTF-8 cannot write: a lone surrogate."""
+  """Raises ValueError for a row with text that UTF-8 cannot encode: a lone surrogate."""
   try:
     json.dumps(fields, ensure_ascii=False).encode()
   except UnicodeEncodeError as error:

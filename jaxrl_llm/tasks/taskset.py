@@ -1,8 +1,8 @@
-"""Tasksets: rows of a source turned into Tasks, each prompt once, split by digest.
+"""Tasksets: rows of a source converted to Tasks with distinct prompts, split by digest.
 
-Every row read is counted in exactly one of `kept, corrupt, unmatched, duplicate, other_split, too_long`, or under what
-a processor dropped it for (`tasks.processors`): the counts add up to `read`. A task's split depends on its prompt
-alone, so train and evaluation are disjoint whatever the seeds.
+Every row read is counted in exactly one of `kept, corrupt, unmatched, duplicate, other_split, too_long`, or under the
+reason of the processor that dropped it (`tasks.processors`): the counts add up to `read`. A task's split depends on its
+prompt alone, so train and evaluation are disjoint whatever the seeds.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ _NAME = re.compile(r'[A-Za-z0-9_.-]+')
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessorConfig:
   name: str
-  """One of `tasks.processors.PROCESSORS` (`launch/train.py --list`)."""
+  """Key of `tasks.processors.PROCESSORS` (`launch/train.py --list`)."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Fields of the processor's own configuration."""
+  """Fields of the processor's configuration."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TasksetConfig:
-  """Which tasks. Templates are `str.format` over the row's fields, see `tasks.templates`."""
+  """Source, templates and filters of a taskset. Templates are `str.format` over row fields, see `tasks.templates`."""
 
   name: str
   source: str
   """'reasoning_gym:<dataset>', a path ending .jsonl or .parquet, or 'datasets:<directory or hub id>[#split]'."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """The source's own parameters."""
+  """Source-specific parameters."""
   domain: str = 'general'
-  """Of rows that name no `ability` of their own."""
+  """Domain of rows without an `ability`."""
   size: int | None = None
-  """Procedural sources: items drawn, duplicates included (required); others: at most so many rows."""
+  """Procedural sources: number of items to draw, including duplicates (required); others: maximum number of rows."""
   seed: int = 0
-  """Procedural sources only. Item i draws from Random(seed + i), so nearby seeds give the same items."""
+  """Seed, procedural sources only. Item i draws from Random(seed + i), so nearby seeds share items."""
   prompt: str | None = None
   """Template of the prompt; None: the row's `prompt` or `question`."""
   truth: str | None = None
   """Template of the reference answer; None: the row's `reward_model.ground_truth` or `answer`."""
   system: str | None = None
-  """System message; None: the row's own, if it has one."""
+  """System message; None: the row's own, if any."""
   match: str | None = None
-  """Regular expression that the text of the prompt's last message must match in full."""
+  """Regular expression that must fully match the prompt's last message."""
   split: Literal['all', 'train', 'eval'] = 'all'
   holdout: float = 0.0
-  """Fraction of all prompts that is 'eval', in [0, 1); the rest is 'train'."""
+  """Fraction of prompts in 'eval', in [0, 1); the rest is 'train'."""
   on_corrupt: Literal['fail', 'skip'] = 'fail'
   processors: tuple[ProcessorConfig, ...] = ()
-  """What drops tasks after that, in this order."""
+  """Processors that then drop tasks, in this order."""
 
   def __post_init__(self):
     if not _NAME.fullmatch(self.name):
@@ -82,23 +82,24 @@ class TasksetConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Taskset:
-  """Tasks with distinct prompts, in the order of their source."""
+  """Tasks with distinct prompts, in source order."""
 
   name: str
   tasks: tuple[Task, ...]
   counts: Mapping[str, int]
-  """`read`, and what became of it: kept, corrupt, unmatched, duplicate, other_split, too_long, and by processors."""
+  """Rows `read`, and how many were kept, corrupt, unmatched, duplicate, other_split, too_long or dropped by processors.
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DemonstrationsConfig:
-  """Answers to imitate, of stated quality: each task is answered by one of several templates."""
+  """Demonstrations of chosen quality: each task is answered by one of several templates."""
 
   templates: tuple[str, ...]
   weights: tuple[float, ...] = (1.0,)
-  """Chance of each template, up to a factor."""
+  """Relative probability of each template."""
   count: int | None = None
-  """How many tasks, from the taskset's first on; None: all."""
+  """Number of tasks, from the start of the taskset; None: all."""
   seed: int = 0
 
   def __post_init__(self):
@@ -111,13 +112,13 @@ class DemonstrationsConfig:
 
 
 def taskset_loader(configs: Iterable[TasksetConfig]) -> Callable[[str], Taskset]:
-  """A function that gives the taskset of a name, and loads each once."""
+  """Returns a function from name to taskset that loads each taskset once."""
   named = {config.name: config for config in configs}
   return functools.cache(lambda name: load_taskset(named[name]))
 
 
 def load_taskset(config: TasksetConfig) -> Taskset:
-  """Reads, filters, deduplicates and splits.
+  """Reads, filters, deduplicates and splits a taskset.
 
   Raises:
     UserError: the source cannot be read; a row is corrupt and `on_corrupt` is 'fail'; no task is left.
@@ -144,7 +145,7 @@ def load_taskset(config: TasksetConfig) -> Taskset:
 
 
 def drop_long(taskset: Taskset, limit: int, length_of: Callable[[Task], int]) -> Taskset:
-  """Without the tasks whose prompt is longer than `limit` tokens; they are counted as too_long."""
+  """Drops the tasks whose prompt is longer than `limit` tokens and counts them as too_long."""
   kept = tuple(task for task in taskset.tasks if length_of(task) <= limit)
   dropped = len(taskset.tasks) - len(kept)
   if not dropped:
@@ -157,7 +158,7 @@ def drop_long(taskset: Taskset, limit: int, length_of: Callable[[Task], int]) ->
 
 
 def demonstrations(taskset: Taskset, config: DemonstrationsConfig) -> list[tuple[Task, str]]:
-  """The first `count` tasks with an answer each; which template a task gets depends on (seed, its prompt) alone."""
+  """Answers the first `count` tasks; a task's template depends on the seed and the task's prompt alone."""
   count = len(taskset.tasks) if config.count is None else config.count
   if not 0 < count <= len(taskset.tasks):
     raise UserError(
@@ -174,7 +175,7 @@ def demonstrations(taskset: Taskset, config: DemonstrationsConfig) -> list[tuple
 
 
 def check_disjoint(train: Taskset, evaluation: Taskset) -> None:
-  """Raises UserError with an example if a prompt is in both tasksets."""
+  """Raises UserError, with an example, if the tasksets share a prompt."""
   digests = {task.digest for task in train.tasks}
   common = [task for task in evaluation.tasks if task.digest in digests]
   if common:
@@ -196,7 +197,7 @@ def _told(counts: Mapping[str, int]) -> str:
 
 
 def _fate(task: Task, config: TasksetConfig, seen: set[str]) -> str:
-  """Under which count the task goes; remembers its digest."""
+  """Returns the count that the task falls under; adds its digest to `seen`."""
   if config.match is not None and not re.fullmatch(config.match, task.prompt[-1]['content']):
     return 'unmatched'
   digest = task.digest
@@ -224,14 +225,14 @@ def _task_or_corrupt(row: sources.Row | sources.Corrupt, config: TasksetConfig) 
   try:
     sources.check_text(row.fields)
     task = _task(row.fields, config)
-    f'{task.digest}{task.truth}'.encode()  # Templates can make text without UTF-8 too.
+    f'{task.digest}{task.truth}'.encode()  # Templates can also produce text that UTF-8 cannot encode.
     return task
   except ValueError as error:
     return sources.Corrupt(where=row.where, reason=str(error))
 
 
 def _task(fields: Mapping[str, Json], config: TasksetConfig) -> Task:
-  """Raises ValueError for a row that is no task."""
+  """Converts a row to a task. Raises ValueError if that is not possible."""
   ability = fields.get('ability')
   return Task(
     taskset=config.name,
@@ -262,7 +263,7 @@ def _prompt(fields: Mapping[str, Json], config: TasksetConfig) -> tuple[Message,
 
 
 def own_messages(fields: Mapping[str, Json]) -> list[Message]:
-  """A row's own prompt. Raises ValueError where it has none."""
+  """Returns a row's own prompt. Raises ValueError if it has none."""
   source = fields['entry'] if 'reasoning_gym' in fields else fields
   for key in ('prompt', 'question'):
     value = source.get(key)
@@ -283,7 +284,7 @@ def _messages(value: list[Json]) -> list[Message]:
 
 
 def own_truth(fields: Mapping[str, Json]) -> str | None:
-  """A row's own reference answer, as text."""
+  """Returns a row's own reference answer as text, None if it has none."""
   source = fields['entry'] if 'reasoning_gym' in fields else fields
   judge = source.get('reward_model')
   value = judge.get('ground_truth') if isinstance(judge, Mapping) else source.get('answer')

@@ -1,7 +1,7 @@
-"""Texts made of a row's fields: Python's `str.format` over one flat set of names, whatever the source.
+"""Text templates over a row's fields: Python's `str.format` with one flat set of names, whatever the source.
 
-Two format specs are added to Python's: `{numbers:csv}` joins a list with commas, whole numbers without their '.0'
-(['61.0', 33] -> '61,33'), and `{answer:after ####}` is what follows the last '####', without surrounding space.
+There are two additional format specs: `{numbers:csv}` joins a list with commas, whole numbers without their '.0'
+(['61.0', 33] -> '61,33'), and `{answer:after ####}` is the stripped text after the last '####'.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _WHOLE = re.compile(r'(-?\d+)\.0+')
 
 
 def names(fields: Mapping[str, Json]) -> dict[str, Json]:
-  """What a template may name, for `Task.fields`.
+  """Returns the names available to templates, for `Task.fields`.
 
-  A reasoning-gym entry: its metadata's keys, `metadata`, `question`, `answer`. Any other row: the keys of its
-  `extra_info`, `ground_truth` of its `reward_model`, and its own keys. Where two claim a name, the later one has it.
+  For a reasoning-gym entry: its metadata's keys, `metadata`, `question`, `answer`. For any other row: the keys of its
+  `extra_info`, `ground_truth` of its `reward_model`, and its own keys. On conflicts the later one wins.
   """
   if 'reasoning_gym' in fields:
     entry = fields['entry']
@@ -36,7 +36,7 @@ def names(fields: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def render(template: str, fields: Mapping[str, Json]) -> str:
-  """The template with `names(fields)` filled in. Raises ValueError that says which name or format does not fit."""
+  """Fills `names(fields)` into the template. Raises ValueError that names an unknown name or bad format."""
   known = names(fields)
   try:
     return _FORMATTER.vformat(template, (), known)

@@ -1,7 +1,7 @@
-"""Text to tokens and back, by the model's own tokenizer and chat template.
+"""Conversion between text and tokens with the model's tokenizer and chat template.
 
-One renderer for everything: rollouts, expert data and preference data come from `render_prompt` and `render_answer`,
-and the prompt's tokens are the same in both.
+Rollouts, expert data and preference data all use `render_prompt` and `render_answer`, and the prompt's tokens are the
+same in both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jaxrl_llm.tasks.rendering import RenderError, TemplateProcess
 
 Template = Literal['plain', 'chatml']
 
-# 'plain' adds nothing but the end of an answer; 'chatml' is Qwen's, less its default system message.
+# 'plain' adds only the end of an answer; 'chatml' is Qwen's template without its default system message.
 _TEMPLATES = {
   'plain': (
     "{% for message in messages %}{{ message['content'] }}"
@@ -48,9 +48,9 @@ _SPECIALS = {'plain': ['<pad>', '<eos>'], 'chatml': ['<pad>', '<|im_start|>', '<
 _SCAFFOLD = {'plain': '', 'chatml': 'systemuserassistanttool\n'}
 _GENERATION = 'generation_config.json'
 _FILE_BYTES = 256 << 20
-"""Size of the largest file of a tokenizer."""
+"""Maximum size of a tokenizer's file."""
 _SUFFIXES = ('.json', '.jinja', '.txt', '.model')
-"""Suffixes of the files that transformers may open in a tokenizer's directory."""
+"""Suffixes of files that transformers may open in a tokenizer directory."""
 _FILES = (
   'tokenizer.json',
   'tokenizer_config.json',
@@ -65,18 +65,18 @@ _FILES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-  """An existing tokenizer, or one to build from the tasks' text."""
+  """An existing tokenizer, or one to train on the tasks' text."""
 
   path: str | None = None
-  """Directory of an existing one; the other fields are then not read."""
+  """Directory of an existing tokenizer; the other fields are then ignored."""
   kind: Literal['character', 'bpe'] = 'character'
   template: Template = 'plain'
   vocab_size: int = 1024
-  """Of 'bpe', special tokens included; 'character' has as many as there are characters."""
+  """Vocabulary size of 'bpe', including special tokens; for 'character' the characters determine it."""
 
 
 class Tokenizer:
-  """A `PreTrainedTokenizerFast` directory, read-only."""
+  """Read-only tokenizer backed by a `PreTrainedTokenizerFast` directory."""
 
   def __init__(self, fast: PreTrainedTokenizerFast, *, files: dict[str, bytes], stop_ids: Sequence[int], name: str):
     self._fast = fast
@@ -87,7 +87,7 @@ class Tokenizer:
     self.pad_id: int = fast.eos_token_id if fast.pad_token_id is None else fast.pad_token_id
     self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([fast.eos_token_id, *stop_ids]))
     model = json.loads(files['tokenizer.json'])['model']
-    # Our templates end; those of others run where they can be ended.
+    # The built-in templates terminate; others are rendered in a process that can be killed.
     template = fast.get_chat_template()
     self._process = None if template in _TEMPLATES.values() else TemplateProcess(template)
     specials = [token.content for token in fast.added_tokens_decoder.values()]
@@ -96,7 +96,7 @@ class Tokenizer:
 
   @classmethod
   def from_directory(cls, directory: str | pathlib.Path) -> Tokenizer:
-    """Raises UserError if there is no tokenizer with an end token and a chat template, or it is damaged."""
+    """Loads a tokenizer. Raises UserError if it is missing, damaged, or lacks an end token or a chat template."""
     path = pathlib.Path(directory)
     if not (path / 'tokenizer.json').exists():
       raise UserError(f'tokenizer {path}: no tokenizer.json there; wanted a directory as launch/tokenizer.py makes it')
@@ -115,21 +115,21 @@ class Tokenizer:
 
   @property
   def vocabulary(self) -> tuple[dict[str, int], tuple[int, ...]]:
-    """What ids mean: token to id, and the ids that end a completion."""
+    """Mapping from token to id, and the ids that end a completion."""
     return self._fast.get_vocab(), tuple(self.stop_ids)
 
   @property
   def renders_elsewhere(self) -> bool:
-    """Whether another process renders the chat template, so that `render_prompt` may wait."""
+    """Whether another process renders the chat template, so that `render_prompt` may block."""
     return self._process is not None
 
   def check_fits(self, vocab_size: int, model: str) -> None:
-    """Raises UserError for an end, stop or padding token that a model with `vocab_size` tokens lacks.
+    """Raises UserError if an end, stop or padding token is outside a model's vocabulary of `vocab_size` tokens.
 
-    Other tokens that it lacks are a warning: many tokenizers have some that no text is encoded to.
+    Other tokens outside it only cause a warning: many tokenizers have tokens that no text encodes to.
 
     Args:
-      model: names the model in the messages.
+      model: the model's name in messages.
     """
     lacking = sorted(token for token in self._fast.get_vocab().values() if token >= vocab_size)
     if not lacking:
@@ -142,7 +142,7 @@ class Tokenizer:
     logging.warning('%s; %d tokens cannot be used', line, len(lacking))
 
   def encode(self, text: str) -> list[int]:
-    """Token ids, nothing added. Raises UserError for text that has none, such as characters that a table lacks."""
+    """Encodes text without adding special tokens. Raises UserError if it cannot be encoded (unknown characters)."""
     if self._alphabet is not None and not self._alphabet.issuperset(text):
       self._check_characters(text)
     try:
@@ -156,17 +156,17 @@ class Tokenizer:
     return self._fast.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
 
   def token_text(self, token: int) -> str:
-    """One token as text, special or not; part of a character shows as U+FFFD."""
+    """Returns one token as text, special or not; partial characters show as U+FFFD."""
     return self.decode([token], skip_special=False)
 
   def render_prompt(self, messages: Sequence[Message]) -> list[int]:
-    """Token ids of the messages and of what opens an answer."""
+    """Returns the token ids of the messages and the opening of an answer (the generation prompt)."""
     return self.encode(self._render(messages, add_generation_prompt=True))
 
   def render_answer(self, messages: Sequence[Message], answer: str) -> tuple[list[int], list[int]]:
-    """Token ids of the prompt, equal to `render_prompt(messages)`, and of the answer up to its stop token.
+    """Returns the token ids of the prompt, equal to `render_prompt(messages)`, and of the answer up to its stop token.
 
-    The two are encoded apart, as a policy meets them: no token straddles the border.
+    The two are encoded separately, as in a rollout: no token straddles the boundary.
     """
     prompt = self._render(messages, add_generation_prompt=True)
     whole = self._render([*messages, {'role': 'assistant', 'content': answer}], add_generation_prompt=False)
@@ -181,11 +181,11 @@ class Tokenizer:
 
   @property
   def files(self) -> dict[str, bytes]:
-    """By name, what a directory has to hold for `from_directory` to make the same tokenizer."""
+    """Contents, by name, of the files from which `from_directory` loads the same tokenizer."""
     return {**self._files, _GENERATION: json.dumps({'eos_token_id': list(self.stop_ids)}).encode()}
 
   def save(self, directory: str | pathlib.Path) -> None:
-    """Writes the tokenizer's files as they were read."""
+    """Writes the tokenizer's files unchanged."""
     path = pathlib.Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     for name, data in self._files.items():
@@ -219,7 +219,7 @@ class Tokenizer:
 
 
 def task_texts(tasks: Iterable[Task]) -> Iterable[str]:
-  """What a tokenizer is built from: the tasks' messages and reference answers."""
+  """Yields the texts to build a tokenizer from: the tasks' messages and reference answers."""
   for task in tasks:
     for message in task.prompt:
       yield message['content']
@@ -228,7 +228,7 @@ def task_texts(tasks: Iterable[Task]) -> Iterable[str]:
 
 
 def build_tokenizer(config: TokenizerConfig, texts: Iterable[str], directory: str | pathlib.Path) -> Tokenizer:
-  """The tokenizer of `config.path`, or a new one from `texts`; either way its files are then in `directory`."""
+  """Loads the tokenizer at `config.path` or builds one from `texts`, and writes its files to `directory`."""
   if config.path is not None:
     tokenizer = Tokenizer.from_directory(config.path)
     tokenizer.save(directory)
@@ -239,7 +239,7 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str], directory: st
 
 
 def build_character_tokenizer(texts: Iterable[str], directory: str | pathlib.Path, *, template: Template) -> Tokenizer:
-  """One token per Unicode character of the texts (and of the template), in code point order, then special tokens."""
+  """Builds a tokenizer with a token per Unicode character of texts and template, by code point, then special tokens."""
   characters = set(_SCAFFOLD[template]).union(*texts)
   if not characters:
     raise UserError('character tokenizer: the texts are empty, so it would have no character')
@@ -253,7 +253,7 @@ def build_character_tokenizer(texts: Iterable[str], directory: str | pathlib.Pat
 def build_bpe_tokenizer(
   texts: Iterable[str], directory: str | pathlib.Path, *, vocab_size: int, template: Template
 ) -> Tokenizer:
-  """Byte-level BPE: every text can be encoded and decodes to itself. Special tokens come first."""
+  """Trains byte-level BPE: every text can be encoded and decodes to itself. Special tokens come first."""
   smallest = 256 + len(_SPECIALS[template])
   if vocab_size < smallest:
     raise UserError(f'BPE tokenizer: vocab_size is {vocab_size}, wanted at least {smallest}: 256 bytes, special tokens')
@@ -279,7 +279,7 @@ def _write(table: tokenizers.Tokenizer, directory: pathlib.Path, template: Templ
     chat_template=_TEMPLATES[template],
   )
   fast.save_pretrained(str(directory))
-  # transformers 5 writes its new class name here, which version 4 cannot load; both know this one.
+  # transformers 5 writes its new class name here, which version 4 cannot load; both accept this one.
   path = directory / 'tokenizer_config.json'
   config = {**json.loads(path.read_text()), 'tokenizer_class': 'PreTrainedTokenizerFast'}
   path.write_text(json.dumps(config, indent=2, sort_keys=True) + '\n')
@@ -287,12 +287,12 @@ def _write(table: tokenizers.Tokenizer, directory: pathlib.Path, template: Templ
 
 
 def _read_files(path: pathlib.Path) -> dict[str, bytes]:
-  """The tokenizer's files by name. Raises UserError for one that is no regular file, or no JSON where it should be."""
+  """Reads the tokenizer's files by name. Raises UserError for irregular files and invalid JSON."""
   files = {}
   try:
     for entry in sorted([*path.iterdir(), *path.glob('additional_chat_templates/*')]):
       if entry.suffix in _SUFFIXES:
-        with contextlib.suppress(OSError):  # A directory, or a link to nothing: read by nobody.
+        with contextlib.suppress(OSError):  # Directories and dangling links are never read.
           check_regular(entry)
     for name in _FILES:
       if (path / name).exists():
@@ -305,7 +305,7 @@ def _read_files(path: pathlib.Path) -> dict[str, bytes]:
 
 
 def _parse_object(path: pathlib.Path, data: bytes) -> dict[str, Any]:
-  """Raises ValueError that names the file for anything but a JSON object."""
+  """Parses a JSON object. Raises ValueError that names the file for anything else."""
   try:
     value = parse_json(data.decode())
   except ValueError as error:
@@ -323,7 +323,7 @@ def _has_template(fast: PreTrainedTokenizerFast) -> bool:
 
 
 def _generation_stops(path: pathlib.Path, fast: PreTrainedTokenizerFast) -> list[int]:
-  """Further stop tokens of a model's directory: `eos_token_id` of generation_config.json is one id or several."""
+  """Reads additional stop tokens: `eos_token_id` in generation_config.json is one id or a list."""
   config = path / _GENERATION
   if not config.exists():
     return []
