@@ -1,4 +1,4 @@
-"""Additions to rewards and coefficients that change with the step: pure functions of what they are given."""
+"""Reward shaping and coefficients that change with the step, as pure functions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Per-token rewards, returns and advantages of rows with holes, in float64; what lies in a hole is never read.
+"""Per-token rewards, returns and advantages of rows with holes, in float64; values in holes are never read.
 
-A row's `mask` says which tokens are trained on: not the prompt, not what a tool said. Every result is exactly 0 where
-the mask is False.
+A row's `mask` marks the trained tokens: not the prompt, not tool output. Every result is exactly 0 where the mask is
+False.
 """
 
 from __future__ import annotations

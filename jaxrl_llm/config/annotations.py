@@ -1,8 +1,8 @@
-"""What the annotations of configuration fields say: which alternatives, which elements, in which words.
+"""Inspection of configuration field annotations: alternatives, element types, descriptions.
 
-Annotations understood: bool, int, float, str, None, Literal, enums, tuple[T, ...] and tuple[A, B], Mapping[str, T],
-Any or Json (any JSON value), dataclasses, and unions of these. Whatever else is a mistake of the one who wrote the
-dataclass, a TypeError; what a user gets wrong is a UserError.
+Supported annotations: bool, int, float, str, None, Literal, enums, tuple[T, ...] and tuple[A, B], Mapping[str, T],
+Any or Json (any JSON value), dataclasses, and unions of these. Any other annotation is an error in the dataclass and
+raises TypeError; user errors raise UserError.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCALARS = {bool: 'true or false', int: 'an integer', float: 'a number', str: 'te
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-  """What to say after an unknown name: the name that was probably meant, or all there are."""
+  """Returns the hint for an unknown name: the closest choice, or all choices."""
   choices = [str(choice) for choice in choices]
   close = difflib.get_close_matches(word, choices, n=1)
   if close:
@@ -32,7 +32,7 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def field_types(cls: type) -> dict[str, Any]:
-  """Annotation of each field that the constructor takes, in order."""
+  """Returns the annotation of each constructor field, in order."""
   annotations: dict[str, Any] = {}
   for base in reversed(cls.__mro__):
     if dataclasses.is_dataclass(base):
@@ -41,14 +41,14 @@ def field_types(cls: type) -> dict[str, Any]:
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
-  """The alternatives of a union; an annotation that is none has one: itself."""
+  """Returns the alternatives of a union, or the annotation itself if it is not a union."""
   if typing.get_origin(annotation) in (types.UnionType, typing.Union):
     return typing.get_args(annotation)
   return (types.NoneType,) if annotation is None else (annotation,)
 
 
 def is_json(annotation: Any) -> bool:
-  """Any, or a union with a free list or dict in it: a field that takes whatever JSON has."""
+  """Whether a field takes any JSON value: Any, or a union with an untyped list or dict."""
   origins = {typing.get_origin(member) or member for member in members(annotation)}
   return annotation is Any or (len(origins) > 1 and bool(origins & {list, dict}))
 
@@ -70,7 +70,7 @@ def is_enum(annotation: Any) -> bool:
 
 
 def describe(annotation: Any) -> str:
-  """What an annotation wants, in words for an error line."""
+  """Describes in words, for error messages, what an annotation accepts."""
   if is_json(annotation):
     return 'a JSON value'
   if len(members(annotation)) > 1:
@@ -94,7 +94,7 @@ def describe(annotation: Any) -> str:
 
 
 def field_type(cls: type, name: str, where: str) -> Any:
-  """The annotation of a dataclass's field, or the nearest name where there is none."""
+  """Returns the annotation of a dataclass's field. Raises UserError with the closest name if there is none."""
   kinds = field_types(cls)
   if name not in kinds:
     raise UserError(f'{where}.{name}: {cls.__name__} has no field {name!r}; {nearest(name, kinds)}')
@@ -102,7 +102,7 @@ def field_type(cls: type, name: str, where: str) -> Any:
 
 
 def element_types(annotation: Any, count: int, where: str) -> tuple[Any, ...]:
-  """The annotation of each of a tuple's `count` elements."""
+  """Returns the annotations of a tuple's `count` elements. Raises UserError if the tuple has another length."""
   kinds = typing.get_args(annotation)
   if repeats(annotation):
     return (kinds[0],) * count

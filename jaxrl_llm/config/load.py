@@ -2,14 +2,14 @@
 
   python launch/train.py --config=configs/x.py:variant --config.learner.optimizer.peak_lr=1e-6 --workdir=runs/x
 
-Invariant: a configuration that is returned holds in every field what the field's annotation says, and equals what
-`from_json(to_json(config))` gives; whatever does not fit is one line that names file or flag, what was got and what
-was wanted (UserError).
+Invariant: every field of a returned configuration matches its annotation, and the configuration equals
+`from_json(to_json(config))`; anything else raises a one-line UserError that names the file or flag, the value got and
+what was wanted.
 
-Parts are addressed by dots: fields by name, elements of a tuple by position or by their own `name` field
-(`--config.stages.grpo.steps=10`), entries of a mapping by key. Values are written as `text.parse_text` says. All
-overrides are applied before anything is built, so two that must change together can. Of two for the same key the
-later wins.
+Parts are addressed by dotted keys: fields by name, tuple elements by position or by their `name` field
+(`--config.stages.grpo.steps=10`), mapping entries by key. `text.parse_text` defines the syntax of values. All
+overrides are applied before anything is built, so interdependent values can change together. The last of several
+overrides of a key wins.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _CONFIG_HELP = """  --config: FILE.py[:VARIANT], whose get_config(VARIANT) retur
   --config.KEY: A value in the configuration, as in --config.learner.optimizer.peak_lr=1e-6."""
 
 SHIPPED = pathlib.Path(__file__).parents[1] / 'configs'
-"""Directory of the configurations that come with the package."""
+"""Directory of the configurations shipped with the package."""
 
 ABSENT = '(absent)'
-"""What `difference` sets against a value that the other side lacks."""
+"""Placeholder in `difference` for a value missing on one side."""
 
 
 def load_config(argv: Sequence[str], root_type: type, *, flag_values: flags.FlagValues = flags.FLAGS) -> Any:
-  """The configuration that a whole command line (program name first) asks for; other flags go to absl."""
+  """Loads the configuration for a full command line (program name first); absl parses the other flags."""
   absl_argv, spec, overrides = split_argv(argv)
   parse_flags(absl_argv, flag_values)
   if spec is None:
@@ -62,9 +62,9 @@ def load_config(argv: Sequence[str], root_type: type, *, flag_values: flags.Flag
 
 
 def split_argv(argv: Sequence[str]) -> tuple[list[str], str | None, dict[str, str]]:
-  """Parts a command line into what absl parses, the last --config, and the --config.KEY=TEXT overrides.
+  """Splits a command line into absl's arguments, the last --config, and the --config.KEY=TEXT overrides.
 
-  As absl allows, a value may also follow as the next argument. What follows a bare `--` is left alone.
+  As in absl, a value may also be the next argument. Arguments after a bare `--` are left alone.
   """
   rest, spec, overrides = list(argv[:1]), None, {}
   arguments = list(argv[1:])
@@ -85,13 +85,13 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], str | None, dict[str, st
     if match['key'] is None:
       spec = text
     else:
-      overrides.pop(match['key'], None)  # The later one also takes its place in the order.
+      overrides.pop(match['key'], None)  # A repeated override moves to the end of the order.
       overrides[match['key']] = text
   return rest, spec, overrides
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, str]:
-  """['--config.a.b=text', ...] as {'a.b': 'text'}; anything else is refused."""
+  """Parses ['--config.a.b=text', ...] to {'a.b': 'text'}. Raises UserError for any other argument."""
   rest, spec, overrides = split_argv(['', *arguments])
   if rest[1:] or spec is not None:
     raise UserError(f'{rest[1] if rest[1:] else "--config=" + spec}: wanted --config.KEY=VALUE')
@@ -108,12 +108,12 @@ def parse_flags(
   """Parses a command's flags with absl. --help prints `document` and the flags, and exits with 0.
 
   Args:
-    absl_argv: the command line, program name first.
-    document: describes the command; by default the main module's docstring.
+    absl_argv: command line, program name first.
+    document: description of the command; defaults to the main module's docstring.
     takes_config: whether the command also takes --config, which --help then explains.
 
   Raises:
-    UserError: absl refuses a flag, or an argument is no flag.
+    UserError: absl rejects a flag, or an argument is not a flag.
   """
   if {'--help', '-h', '-help', '--helpshort'} & set(absl_argv[1:]):
     text = document or sys.modules['__main__'].__doc__ or ''
@@ -163,7 +163,7 @@ def load_file(spec: str, root_type: type) -> Any:
 
 
 def apply_overrides(config: Any, overrides: Mapping[str, str]) -> Any:
-  """The configuration with {'a.b': 'text'} put in. An optional part that is None starts from its defaults."""
+  """Applies overrides {'a.b': 'text'}. Overriding inside an optional part that is None starts from its defaults."""
   tree = to_json(config)
   for key, text in overrides.items():
     tree = _with(tree, type(config), key.split('.'), text, '--config')
@@ -171,9 +171,9 @@ def apply_overrides(config: Any, overrides: Mapping[str, str]) -> Any:
 
 
 def difference(old: Any, new: Any) -> list[tuple[str, Any, Any]]:
-  """(dotted key, old value, new value) of all that differs; each side a configuration or the JSON of one.
+  """Lists the differences as (dotted key, old value, new value); each side is a configuration or its JSON.
 
-  What only one side has stands against '(absent)'. Elements with distinct names are compared by name.
+  Values missing on one side are '(absent)' there. Elements with distinct names are matched by name.
   """
   old, new = (side if isinstance(side, dict) else to_json(side) for side in (old, new))
   return _differing('', old, new)
@@ -188,9 +188,9 @@ def _one_line(error: BaseException) -> str:
 
 
 def _execute(path: pathlib.Path) -> dict[str, Any]:
-  """Runs the file as a module of its own; dataclasses defined in it find their annotations through sys.modules.
+  """Executes the file as a module registered in sys.modules, through which its dataclasses resolve annotations.
 
-  What lies beside it can be imported, as Python does it for a script: other configurations, a user's own algorithm.
+  As for a Python script, the file's directory is importable: other configurations, a user's own algorithm.
   """
   if str(path.parent.absolute()) not in sys.path:
     sys.path.append(str(path.parent.absolute()))
@@ -202,7 +202,7 @@ def _execute(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _guarded(path: pathlib.Path, call: Callable[[], Any]) -> Any:
-  """Runs the user's code; whatever it raises becomes one line with the file's own line number."""
+  """Runs the user's code; turns any exception into a one-line UserError with the line number in the file."""
   try:
     return call()
   except Exception as error:
@@ -217,7 +217,7 @@ def _guarded(path: pathlib.Path, call: Callable[[], Any]) -> Any:
 
 
 def _with(value: Any, annotation: Any, names: list[str], text: str, where: str) -> Any:
-  """A copy of the JSON `value` in which the part that `names` leads to is what `text` says."""
+  """Returns a copy of the JSON `value` in which the part at path `names` is replaced by the parsed `text`."""
   if not names:
     return parse_text(text, annotation, where)
   name, *rest = names
@@ -241,7 +241,7 @@ def _with(value: Any, annotation: Any, names: list[str], text: str, where: str) 
 
 
 def _names(items: list) -> list[str]:
-  """The elements' `name` entries, where every element has one."""
+  """Returns the elements' `name` entries if every element has one, else an empty list."""
   names = [item['name'] for item in items if isinstance(item, dict) and isinstance(item.get('name'), str)]
   return names if len(names) == len(items) else []
 

@@ -1,4 +1,4 @@
-"""A user's own part, by the name that a configuration gives it."""
+"""Import of user-defined components named in a configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxrl_llm.core.errors import UserError, one_line
 
 
 def own_part(name: str, what: str) -> Any:
-  """A user's own part, named 'module:attribute'; the module is looked for as Python looks for any."""
+  """Imports a user-defined component named 'module:attribute'; Python's usual import path applies."""
   module, _, attribute = name.partition(':')
   if not re.fullmatch(r'[\w-]+(\.[\w-]+)*', module):
     raise UserError(f"{what} {name!r}: {module!r} is no module's name; wanted 'module:attribute'")

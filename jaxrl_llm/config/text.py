@@ -1,6 +1,6 @@
-"""Command-line text as values of configuration fields, read by the fields' own annotations.
+"""Parsing of command-line text to configuration values, guided by the fields' annotations.
 
-Invariant: what `parse_text` returns is JSON that `values.from_json` accepts for the same annotation.
+Invariant: `parse_text` returns JSON that `values.from_json` accepts for the same annotation.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ from jaxrl_llm.core.files import parse_json
 
 _NONE_WORDS = ('none', 'None', 'null')
 _BOOL_WORDS = {'true': True, 'True': True, 'false': False, 'False': False}
-_LONGEST_NUMBER = 1000  # Characters; Python itself refuses to read numbers several times as long.
-_INT_DIGITS_LIMIT = 18  # A longer exponent is a slip, and expanding it could take all memory.
+_LONGEST_NUMBER = 1000  # Characters; Python itself refuses to parse numbers several times as long.
+_INT_DIGITS_LIMIT = 18  # A larger exponent is a typo, and expanding it could exhaust memory.
 
 
 def parse_text(text: str, annotation: Any, where: str) -> Any:
-  """What a command line says, as the JSON value that the annotation wants.
+  """Parses command-line text to a JSON value of the annotated type.
 
-  Integers may be written 1000, 1_000 or 1e3 (exact, integral); booleans true or false; no value none; a tuple 1,2 or
-  [1, 2]; a mapping or a dataclass as a JSON object; text stands for itself (where none is allowed too, '"none"' in
-  quotes is the text).
+  Integers: 1000, 1_000 or 1e3 (exact, integral); booleans: true or false; None: none; tuples: 1,2 or [1, 2]; mappings
+  and dataclasses: a JSON object; strings: the text itself (if None is also allowed, '"none"' in quotes is the string).
   """
   if is_json(annotation):
     return _parse_json(text, where)
   kinds = members(annotation)
-  # Text accepts everything, so it is tried last (`int | str` reads 7 as a number), and no value after all values.
+  # str accepts everything, so it comes after the other types (`int | str` reads 7 as a number).
   for kind in sorted(kinds, key=lambda kind: (kind is str, kind is types.NoneType)):
     value = _parse_scalar(text, kind, unquote=len(kinds) > 1)
     if value is not _UNREAD:
@@ -62,7 +61,7 @@ def parse_text(text: str, annotation: Any, where: str) -> Any:
   raise UserError(f'{where}: got {text!r}, wanted {describe(annotation)}{hint}')
 
 
-_UNREAD = object()  # A scalar that the text is not; None is a value.
+_UNREAD = object()  # Returned if the text does not parse; None is a valid value.
 
 
 def _parse_scalar(text: str, kind: Any, *, unquote: bool) -> Any:
@@ -80,7 +79,7 @@ def _parse_scalar(text: str, kind: Any, *, unquote: bool) -> Any:
 
 
 def _choices(kind: Any) -> dict[str, Any]:
-  """Text -> JSON value of what a Literal or an enum can be."""
+  """Returns the JSON values of a Literal or an enum, by their text."""
   if typing.get_origin(kind) is typing.Literal:
     return {str(choice): choice for choice in typing.get_args(kind)}
   if is_enum(kind):
@@ -119,14 +118,14 @@ def _parse_tuple(text: str, kind: Any, where: str) -> Any:
     return value
   inner = text[1:-1] if text.startswith('(') and text.endswith(')') else text
   parts = [part.strip() for part in inner.split(',')]
-  if parts[-1] == '':  # (1,) and the empty text.
+  if parts[-1] == '':  # Trailing comma as in (1,), or empty text.
     parts.pop()
   kinds = element_types(kind, len(parts), where)
   return [parse_text(part, element, f'{where}.{i}') for i, (part, element) in enumerate(zip(parts, kinds, strict=True))]
 
 
 def _parse_json(text: str, where: str) -> Any:
-  """JSON, or a bare word, which stands for itself as text; Python's True, False and None are taken as meant."""
+  """Parses JSON; bare words are strings, except true, false, none and Python's spellings of them."""
   if text in _BOOL_WORDS or text in _NONE_WORDS:
     return _BOOL_WORDS.get(text)
   try:

@@ -1,4 +1,4 @@
-"""Configurations checked against their annotations, written as JSON and built from it.
+"""Type checks of configurations, and their conversion to and from JSON.
 
 Invariant: for a configuration that `check_types` accepts, `from_json(to_json(config), type(config)) == config`.
 """
@@ -30,21 +30,21 @@ from jaxrl_llm.config.annotations import (
 from jaxrl_llm.core.errors import UserError
 
 TAG = '@type'
-"""Key that names the dataclass in JSON where an annotation allows several."""
+"""JSON key with the dataclass's name where an annotation allows several."""
 
 
 def check_types(config: Any, where: str = 'config') -> None:
-  """Refuses a configuration in which a field holds what its annotation does not allow, naming the field."""
+  """Raises UserError, naming the field, if a value does not match its field's annotation."""
   _check(config, type(config), where)
 
 
 def to_json(config: Any) -> Any:
-  """The configuration as plain JSON, sharing nothing with it. Infinities become the text 'inf' and '-inf'."""
+  """Converts a configuration to an independent JSON value. Infinities become the strings 'inf' and '-inf'."""
   return _write(config, type(config))
 
 
 def from_json(value: Any, annotation: Any, where: str = 'config') -> Any:
-  """Builds what `to_json` wrote (or a hand-written piece of JSON), naming the key of what does not fit."""
+  """Builds a value from JSON, as written by `to_json` or by hand. Raises UserError naming the key of a mismatch."""
   return _read(value, annotation, where)
 
 
@@ -53,7 +53,7 @@ def _mismatch(value: Any, annotation: Any, where: str) -> UserError:
 
 
 def _member_of(value: Any, annotation: Any, where: str) -> Any:
-  """The alternative of a union that a Python value belongs to, by its type alone."""
+  """Returns the alternative of a union that a Python value belongs to, by its type alone."""
   for member in members(annotation):
     if _has_type(value, member):
       return member
@@ -63,7 +63,7 @@ def _member_of(value: Any, annotation: Any, where: str) -> Any:
 
 
 def _has_type(value: Any, member: Any) -> bool:
-  if member is float:  # As Python's own typing has it, an int will do; a bool will not.
+  if member is float:  # As in Python's typing, an int is accepted; a bool is not.
     return abs(value) <= sys.float_info.max if type(value) is int else type(value) is float and not math.isnan(value)
   if member in SCALARS:
     return type(value) is member
@@ -73,7 +73,7 @@ def _has_type(value: Any, member: Any) -> bool:
     return type(value) is tuple
   if is_mapping(member):
     return isinstance(value, Mapping)
-  describe(member)  # Raises for an annotation that is not understood.
+  describe(member)  # Raises TypeError for an unsupported annotation.
   return type(value) is member
 
 
@@ -95,7 +95,7 @@ def _check(value: Any, annotation: Any, where: str) -> None:
 
 
 def check_json(value: Any, where: str) -> None:
-  """Refuses what JSON cannot hold and give back: tuples, sets, objects, nan and infinities, keys other than text."""
+  """Raises UserError for values that do not survive JSON: tuples, sets, objects, nan, infinities, non-string keys."""
   if isinstance(value, dict):
     for key, element in value.items():
       _check(key, str, f'{where} (key)')
@@ -130,7 +130,7 @@ def _write(value: Any, annotation: Any) -> Any:
 
 
 def default_json(cls: type) -> dict[str, Any]:
-  """A dataclass's defaults as `to_json` would write them; fields without one are absent."""
+  """Returns a dataclass's defaults as `to_json` writes them; fields without a default are absent."""
   kinds = field_types(cls)
   written = {}
   for field in dataclasses.fields(cls):
@@ -142,12 +142,12 @@ def default_json(cls: type) -> dict[str, Any]:
 
 
 def records(annotation: Any) -> dict[str, type]:
-  """The dataclasses among an annotation's alternatives, by name."""
+  """Returns the dataclasses among an annotation's alternatives, by name."""
   return {member.__name__: member for member in members(annotation) if is_record(member)}
 
 
 def record_type(value: Any, annotation: Any, where: str) -> type:
-  """The dataclass that a JSON object stands for."""
+  """Returns the dataclass that a JSON object represents."""
   classes = records(annotation)
   if len(classes) == 1:
     return next(iter(classes.values()))

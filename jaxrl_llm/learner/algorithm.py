@@ -1,7 +1,7 @@
-"""An algorithm is a value: which passes it reads, how it annotates a closed batch, its loss terms.
+"""Algorithms as values: the passes they read, how they annotate a closed batch, and their loss terms.
 
-Whatever is a statistic of the batch (a baseline, whitening, a schedule's coefficient) is computed in `annotate`, on the
-host, and enters the loss as a constant; the loss itself sees one micro-batch at a time.
+Batch statistics (baselines, whitening, scheduled coefficients) are computed in `annotate`, on the host, and enter the
+loss as constants; the loss itself sees one micro-batch at a time.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from jaxrl_llm.ops.logprobs import SequenceScores, TokenLogprobs, TokenValues
 from jaxrl_llm.ops.reduce import Aggregation, Stat, Term, aggregate
 
 Read = Literal['proximal', 'reference', 'values']
-"""A pass over the closed batch before its first update: logprobs of policy and reference, values of the critic."""
+"""Passes over the closed batch before its first update: logprobs of policy or reference, values of the critic."""
 TokenColumn = Literal[
   'loss_mask', 'behaviour_logprobs', 'proximal_logprobs', 'reference_logprobs', 'values', 'next_values'
 ]
-"""What `annotate` may ask for, per token of each row; `next_values`, of the states after each token, with the read
-'values'."""
+"""Per-token columns available to `annotate`; `next_values` are the values of the states after each token and need the
+read 'values'."""
 Outputs = TokenLogprobs | TokenValues | SequenceScores
-"""What a model makes of a micro-batch: by its head, 'lm', 'value' or 'scalar'."""
+"""Outputs of a model for a micro-batch, by its head: 'lm', 'value' or 'scalar'."""
 Constants = Mapping[str, Any]
-"""Scalars of a batch that its loss reads, by name."""
+"""Batch scalars that the loss reads, by name."""
 Terms = dict[str, Term]
 Stats = dict[str, Stat]
 Loss = Callable[[Any, Chunks, Constants], tuple[Terms, Stats]]
@@ -39,23 +39,23 @@ Loss = Callable[[Any, Chunks, Constants], tuple[Terms, Stats]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-  """What an algorithm may know of the run besides its own options."""
+  """Settings of the run available to an algorithm besides its options."""
 
   max_response_length: int
-  """Tokens."""
+  """Maximum response length in tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReferenceRule:
-  """Which policy is the reference. It is the policy at the beginning of the stage until something refreshes it."""
+  """Update rule of the reference policy, which is initially the policy at the beginning of the stage."""
 
   every: int | None = None
-  """Batches between refreshes: the reference becomes the policy after each n-th; None: never.
+  """Batches between refreshes, which set the reference to the current policy; None: never.
 
-  With 1 it is the policy before each batch, and no copy of it is kept.
+  With 1 the reference is the policy before each batch, and no copy of it is kept.
   """
   ema: float | None = None
-  """Weight of the old reference in an exponential moving average, taken after each batch; None: no averaging."""
+  """Decay of an exponential moving average of the policy, updated after each batch; None: no averaging."""
 
   def __post_init__(self):
     if self.every is not None and self.every < 1:
@@ -67,36 +67,36 @@ class ReferenceRule:
 
 
 class Closed(NamedTuple):
-  """A closed batch, as `annotate` sees it."""
+  """A closed batch, the input of `annotate`."""
 
   rows: Sequence[Row]
   step: int
-  """Batches of the stage before this one."""
+  """Number of earlier batches in the stage."""
   tokens: Mapping[str, Sequence[np.ndarray]]
-  """The columns named in `Algorithm.on_host`, each with one array `[row.length]` per row."""
+  """Columns named in `Algorithm.on_host`, each with one array `[row.length]` per row."""
   state: Json
-  """What the last batch's annotation left; None before the first."""
+  """State returned by the previous batch's annotation; None for the first batch."""
 
 
 class Annotation(NamedTuple):
-  """What an algorithm derives from a closed batch before the update; never stored."""
+  """Quantities that an algorithm derives from a closed batch before the update; never stored."""
 
   advantages: Sequence[float | Float64[np.ndarray, '...']] | Float64[np.ndarray, 'rows']
-  """For each row one number for all its trained tokens, or one for each token."""
+  """Per row, one advantage for all its trained tokens or one per token."""
   in_loss: Bool[np.ndarray, 'rows']
-  """Rows that take part in the loss at all (unscorable ones do not)."""
+  """Rows that take part in the loss (unscorable ones do not)."""
   metrics: Mapping[str, tuple[float, float]]
-  """(sum, count) of batch statistics."""
+  """Batch statistics as (sum, count)."""
   returns: Sequence[Float64[np.ndarray, '...']] | None = None
-  """What a critic learns, per token of each row."""
+  """Targets of the critic, per token of each row."""
   rewards: Sequence[float | None] | None = None
-  """Of each row after shaping (`critic/rewards`); None: as they were scored."""
+  """Reward of each row after shaping (`critic/rewards`); None: as scored."""
   constants: Constants = types.MappingProxyType({})
   state: Json = None
 
 
 class Algorithm(NamedTuple):
-  """`loss(outputs, chunks, constants)` gives named terms and statistics of one micro-batch.
+  """A learning algorithm. `loss(outputs, chunks, constants)` returns named terms and statistics of one micro-batch.
 
   Denominators of terms depend on `chunks` alone: the update computes them first, over the whole optimizer step.
   """
@@ -104,26 +104,26 @@ class Algorithm(NamedTuple):
   annotate: Callable[[Closed], Annotation]
   loss: Loss
   reads: frozenset[Read] = frozenset()
-  """Passes whose results the loss or `annotate` reads."""
+  """Passes that the loss or `annotate` reads."""
   on_host: frozenset[TokenColumn] = frozenset()
   """Columns that `annotate` reads."""
   constants: frozenset[str] = frozenset()
   """Names of the constants that the loss reads."""
   head: Literal['lm', 'scalar'] = 'lm'
-  """Of the model that is trained: a policy's, or a reward model's."""
+  """Head of the trained model: 'lm' for a policy, 'scalar' for a reward model."""
   reference: ReferenceRule = ReferenceRule()
   renew_optimizer: bool = False
-  """The optimizer's moments start afresh with each batch."""
+  """Whether the optimizer's moments are reset before each batch."""
   critic_loss: Loss | None = None
-  """Of the critic's values, where there is a critic."""
+  """Loss of the critic's values, if there is a critic."""
   critic_warmup: int = 0
-  """Batches that train the critic alone."""
+  """Number of initial batches that train only the critic."""
   no_effect: tuple[str, ...] = ()
-  """A line for each option that is set and has no effect; logged when a stage is built."""
+  """Messages about options that are set but have no effect; logged when a stage is built."""
 
 
 def plain(rows: Sequence[Row], **more: Any) -> Annotation:
-  """The annotation of rows that are all learned from as they are."""
+  """Returns an annotation that trains on all rows, with zero advantages."""
   return Annotation(np.zeros(len(rows)), np.ones(len(rows), bool), {}, **more)
 
 
@@ -136,7 +136,7 @@ def term(
   weight: Any = 1.0,
   scale: float = 1.0,
 ) -> Term:
-  """Per-token values as a term; `scale` is the divisor of seq-mean-token-sum-norm."""
+  """Aggregates per-token values to a loss term; `scale` is the divisor of seq-mean-token-sum-norm."""
   numerator, denominator = aggregate(
     values, mask, chunks.segment_ids, segments=chunks.temperature.shape[-1], mode=mode, loss_scale_factor=scale
   )

@@ -1,4 +1,4 @@
-"""Every algorithm by name: its options, and what makes it of them."""
+"""Catalogue of algorithms: the options class and factory of each, by name."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ ALGORITHMS: Mapping[str, tuple[type, Callable[[Any, Setting], Algorithm]]] = {
   'reward_model': (RewardModelConfig, reward_model),
 }
 PAIRWISE = frozenset({'dpo', 'reward_model'})
-"""Those that learn from preference pairs."""
+"""Algorithms that learn from preference pairs."""
 OFFLINE = PAIRWISE | {'sft'}
-"""Those that can learn from static data alone."""
+"""Algorithms that can learn from static data alone."""

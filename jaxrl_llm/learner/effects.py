@@ -1,4 +1,4 @@
-"""Options that are set and have no effect, because of other options or of the algorithm."""
+"""Detection of options that are set but have no effect, because of other options or the algorithm."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any, NamedTuple
 
 
 class Need(NamedTuple):
-  """The condition under which an option has an effect."""
+  """Condition under which an option has an effect."""
 
   met: Callable[[Any], bool]
   """Whether the options meet it."""
   text: str
-  """The condition, for the message: 'has no effect without <text>'."""
+  """Text of the condition in the message 'has no effect without <text>'."""
 
 
 def without_effect(options: Any, where: str, needs: Mapping[str, Need]) -> tuple[str, ...]:
-  """A line for each option that differs from its default and whose need is not met.
+  """Returns a message for each option that differs from its default but whose need is not met.
 
   Args:
-    options: a dataclass whose fields all have defaults, among them those that `needs` names.
-    where: the options' place in a configuration, for the lines.
-    needs: by option.
+    options: a dataclass whose fields all have defaults and include those named in `needs`.
+    where: dotted path of the options in a configuration, for the messages.
+    needs: conditions by option name.
   """
   default = type(options)()
   changed = [name for name in needs if getattr(options, name) != getattr(default, name)]
@@ -34,7 +34,7 @@ def without_effect(options: Any, where: str, needs: Mapping[str, Need]) -> tuple
 
 
 def _shown(value: Any) -> str:
-  """A value in one line; of a dataclass the fields that differ from their defaults."""
+  """Formats a value in one line; for a dataclass, only the fields that differ from their defaults."""
   if not dataclasses.is_dataclass(value):
     return repr(value)
   names = [field.name for field in dataclasses.fields(value) if getattr(value, field.name) != field.default]

@@ -1,4 +1,4 @@
-"""The forward pass of a packed micro-batch, and the score pass over a whole optimizer step."""
+"""Forward pass of a packed micro-batch, and score pass over a whole optimizer step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxrl_llm.parallel import rules
 
 
 def chunk_outputs(model: Model, params: Params, chunks: Chunks, *, token_chunk: int) -> Outputs:
-  """What the model makes of one micro-batch: logprobs under each sample's own temperature, values, or scores."""
+  """Returns the model's outputs for one micro-batch: logprobs at each sample's temperature, values, or scores."""
   hidden, kernel = _states(model, params, chunks)
   if model.spec.head == 'value':
     return token_values(hidden, kernel, chunks.segment_ids)
@@ -43,13 +43,13 @@ def chunk_outputs(model: Model, params: Params, chunks: Chunks, *, token_chunk: 
 def _states(
   model: Model, params: Params, chunks: Chunks
 ) -> tuple[Float[Array, 'chunks time embed'], Float[Array, 'out embed']]:
-  """Hidden states, and the kernel that makes outputs of them."""
+  """Returns the hidden states and the kernel of the output head."""
   hidden = model.apply(params, chunks.tokens, chunks.positions, chunks.segment_ids)
   return hidden, rules.constrain(model.head_kernel(params), model.mesh, 'vocab', None)
 
 
 def _parts(model: Model, chunks: Chunks) -> dict[str, int]:
-  """Into how many parts the mesh cuts rows and time, where it does."""
+  """Returns the number of shards of rows and time on the mesh; empty without a mesh."""
   if model.mesh is None:
     return {}
   rows, time = (rules.parts(model.mesh, axis, size) for axis, size in zip(('batch', 'time'), chunks.tokens.shape))
@@ -57,7 +57,7 @@ def _parts(model: Model, chunks: Chunks) -> dict[str, int]:
 
 
 def micro_batch(batch: Chunks, i: int | Int[Array, '']) -> Chunks:
-  """Micro-batch `i` of arrays `[micro_batches, chunks, ...]`."""
+  """Returns micro-batch `i` of arrays `[micro_batches, chunks, ...]`."""
   return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), batch)
 
 
@@ -65,7 +65,7 @@ Score = Callable[[Params, Chunks, Int[Array, '']], Float[Array, 'micro chunks ..
 
 
 def build_score(model: Model, mesh: Mesh, *, token_chunk: int) -> Score:
-  """A jitted forward-only pass: logprobs, values or scores of the first `used` micro-batches, 0 elsewhere."""
+  """Builds a jitted forward-only pass: logprobs, values or scores of the first `used` micro-batches, 0 elsewhere."""
   return _build_pass(lambda params, chunks: chunk_outputs(model, params, chunks, token_chunk=token_chunk)[0], mesh)
 
 
@@ -73,12 +73,12 @@ Value = Callable[[Params, Chunks, Int[Array, '']], StateValues]
 
 
 def build_value(critic: Model, mesh: Mesh) -> Value:
-  """The same pass of a critic, with the values of the states after each token beside those before it."""
+  """Builds the same pass for a critic; it returns the values of the states before and after each token."""
   return _build_pass(lambda params, chunks: state_values(*_states(critic, params, chunks), chunks.segment_ids), mesh)
 
 
 def _build_pass(outputs: Callable[[Params, Chunks], Any], mesh: Mesh) -> Callable[[Params, Chunks, Any], Any]:
-  """Jitted: the outputs of the first `used` micro-batches, with a leading axis, 0 elsewhere."""
+  """Jits `outputs` over the first `used` micro-batches; results have a leading micro-batch axis, 0 elsewhere."""
 
   def whole(params: Params, batch: Chunks, used: Int[Array, '']) -> Any:
     one = lambda i: outputs(params, micro_batch(batch, i))

@@ -1,7 +1,7 @@
 """MIX (Trinity-RFT, arXiv:2505.17826): policy gradient on rollouts and imitation of experts in one optimizer step.
 
 L = (1 - μ) · L_GRPO(usual rows) + μ · L_SFT(expert rows), each with its own denominator over the whole step; KL and
-entropy act on the usual rows. A micro-batch, or a step, that holds one kind alone adds nothing to the other's term.
+entropy act on the usual rows. A micro-batch or step with only one kind of rows adds nothing to the other's term.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class MixConfig(PolicyGradientConfig):
   """MIX (Trinity-RFT, arXiv:2505.17826): GRPO on rollouts and imitation of expert rows in one update."""
 
   mu: MuSchedule = MuSchedule(mu=0.1)
-  """Weight of imitation, by batch of the stage."""
+  """Weight of imitation as a schedule over the stage's batches."""
   expert_loss_agg_mode: Aggregation = 'token-mean'
   expert_token_weight: Literal['none', 'chord'] = 'none'
-  """'chord': each expert token counts p(1 - p) of its probability (CHORD, arXiv:2508.11408)."""
+  """'chord': weights each expert token by p(1 - p), where p is its probability (CHORD, arXiv:2508.11408)."""
 
 
 def mix(config: MixConfig, setting: Setting) -> Algorithm:
-  """See the module. The stage's `experts` says where expert rows come from, and how many there are."""
+  """Builds MIX, see the module. The stage's `experts` configures the source and number of expert rows."""
   usual = policy_gradient(config, setting)
 
   def annotate_both(closed: Closed) -> Annotation:
-    """Usual rows as ever; expert rows are imitated whatever they would score."""
+    """Annotates usual rows with the policy gradient; expert rows are imitated regardless of reward."""
     expert = np.array([row.is_expert for row in closed.rows], bool)
     chosen = [i for i, is_expert in enumerate(expert) if not is_expert]
     tokens = {name: [column[i] for i in chosen] for name, column in closed.tokens.items()}

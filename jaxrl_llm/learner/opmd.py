@@ -1,7 +1,7 @@
-"""Online policy mirror descent, as Kimi k1.5 (arXiv:2501.12599, section 2.3.2) does it: per whole sequence.
+"""Online policy mirror descent over whole sequences, as in Kimi k1.5 (arXiv:2501.12599, section 2.3.2).
 
 The surrogate's gradient is  1/k Σ ( ∇log π(y) (r - baseline) - τ/2 ∇(log π(y)/π_ref(y))² ); the reference is the policy
-at the beginning of each batch, and the optimizer starts afresh there. No ratio is clipped, and there is no critic.
+at the beginning of each batch, where the optimizer is also reset. No ratio is clipped, and there is no critic.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from jaxrl_llm.ops.reduce import Stat, Term, masked_stat, segment_sums
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpmdConfig(ShapingOptions):
-  """Online policy mirror descent (Kimi k1.5, arXiv:2501.12599): whole sequences, reference = policy before it."""
+  """Online policy mirror descent (Kimi k1.5, arXiv:2501.12599): whole sequences, reference = policy at batch start."""
 
   tau: float = 0.1
-  """Weight of staying near the reference; Kimi k1.5 names no value."""
+  """Strength of the regularisation towards the reference; Kimi k1.5 gives no value."""
   baseline: Literal['mean', 'log_partition'] = 'mean'
-  """Of the group's rewards: their mean, or τ·log(mean(exp(r/τ)))."""
+  """Baseline from the group's rewards: their mean, or τ·log(mean(exp(r/τ)))."""
   reference: ReferenceRule = ReferenceRule(every=1)
   renew_optimizer: bool = True
-  """The optimizer's moments start afresh with each batch."""
+  """Whether the optimizer's moments are reset before each batch."""
 
 
 def opmd(config: OpmdConfig, setting: Setting) -> Algorithm:
-  """See the module."""
+  """Builds OPMD, see the module."""
   check_shaping(config, setting, 'opmd')
   check_ranges(config, 'opmd', {'tau': Range(0.0, exclusive=config.baseline == 'log_partition')})
 
@@ -69,7 +69,7 @@ def opmd(config: OpmdConfig, setting: Setting) -> Algorithm:
     summed = lambda values: segment_sums(jnp.where(mask, values, 0.0), ids, segments=segments)
     tokens = summed(jnp.ones_like(outputs.logprobs))
     ratio = summed(outputs.logprobs - chunks.reference_logprobs)
-    # In the outputs' type, as all sums over time, whose order the mesh decides.
+    # Summed in the outputs' dtype, like all sums over time, because the mesh decides their order.
     advantage = summed(chunks.advantages.astype(tokens.dtype)) / jnp.maximum(tokens, 1.0)
     losses = opmd_loss(ratio, advantage, tau=config.tau)
     there = tokens > 0

@@ -1,4 +1,4 @@
-"""AdamW with a schedule, and when an update is taken at all."""
+"""AdamW with a learning-rate schedule, and application of updates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool
 from jaxrl_llm.core.types import Params
 
 HOST, DEVICE = 'pinned_host', 'device'
-"""JAX's names of the memories."""
+"""JAX's names of the memory kinds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,32 +21,32 @@ class OptimizerConfig:
   """AdamW with a learning-rate schedule and gradient clipping."""
 
   peak_lr: float
-  """Always explicit."""
+  """Peak learning rate; has no default."""
   schedule: Literal['constant', 'cosine', 'linear'] = 'constant'
-  """After the warm-up: constant, or down from the peak; `end_lr_fraction` of it is reached when the stage is over."""
+  """Shape after the warm-up: constant, or a decay from the peak to `end_lr_fraction` of it at the end of the stage."""
   warmup_steps: int = 0
-  """Updates over which the rate rises linearly: the n-th has n / warmup_steps of the peak."""
+  """Updates over which the rate rises linearly: the n-th update has n / warmup_steps of the peak."""
   end_lr_fraction: float = 0.0
   b1: float = 0.9
   b2: float = 0.95
   eps: float = 1e-8
   weight_decay: float = 0.0
-  """Applied to kernels and adapters only, not to norms and biases."""
+  """Weight decay, applied only to kernels and adapters, not to norms and biases."""
   max_grad_norm: float = 1.0
-  """Gradients are scaled down to this global norm."""
+  """Global norm to which gradients are clipped."""
   skip_grad_norm: float = 1e3
-  """An update whose global gradient norm is above this, or not finite, is skipped and counted."""
+  """Updates whose global gradient norm exceeds this or is not finite are skipped and counted."""
   max_skipped_updates: int = 10
-  """So many skipped updates in a row stop the run."""
+  """Number of consecutive skipped updates that stops the run."""
   offload: bool = False
-  """The moments lie in the host's memory, pinned; those of a parameter at a time come to the devices for the update."""
+  """Keeps the moments in pinned host memory and moves them to the devices one parameter at a time for the update."""
 
 
 _DECAYED = ('kernel', 'lora_a', 'lora_b')
 
 
 def learning_rate(config: OptimizerConfig, updates: int) -> optax.Schedule:
-  """The rate by number of updates taken, for a stage of `updates` updates."""
+  """Returns the learning rate as a function of the number of updates taken, for a stage of `updates` updates."""
   decay = max(updates - config.warmup_steps, 1)
   after = {
     'constant': lambda: optax.constant_schedule(config.peak_lr),
@@ -55,17 +55,17 @@ def learning_rate(config: OptimizerConfig, updates: int) -> optax.Schedule:
   }[config.schedule]()
   if not config.warmup_steps:
     return after
-  # Update number n is the (n+1)-th: a rate of 0 at n = 0 would waste it.
+  # The schedule's count starts at 0, and a rate of 0 there would waste the first update.
   warmup = optax.linear_schedule(config.peak_lr / config.warmup_steps, config.peak_lr, config.warmup_steps - 1)
   return optax.join_schedules([warmup, after], [config.warmup_steps])
 
 
 def build_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTransformation:
-  """AdamW (Loshchilov & Hutter, arXiv:1711.05101), of gradients that are clipped already.
+  """Builds AdamW (Loshchilov & Hutter, arXiv:1711.05101) for gradients that are already clipped.
 
-  Every part works on each parameter for itself: `apply_update` counts on it.
+  Every transformation treats each parameter independently: `apply_update` relies on it.
   """
-  # By name: where layers are scanned, norms and biases have two dimensions too.
+  # Select by name, not by rank: with scanned layers, norms and biases have two dimensions too.
   decayed = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in _DECAYED, params)
   return optax.chain(
     optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
@@ -77,10 +77,10 @@ def build_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTran
 def optimizer_shardings(
   optimizer: optax.GradientTransformation, params: Params, shardings, whole, *, offload: bool = False
 ):
-  """Shardings of the optimizer's state: its copies of parameters lie as the parameters do, the rest is `whole`.
+  """Returns the optimizer state's shardings: parameter-shaped leaves are sharded like parameters, the rest is `whole`.
 
   Args:
-    offload: the copies lie in the host's memory.
+    offload: whether the parameter-shaped leaves are in host memory.
   """
   shapes = jax.eval_shape(optimizer.init, params)
   place = lambda _, sharding: sharding.with_memory_kind(HOST) if offload else sharding
@@ -90,14 +90,14 @@ def optimizer_shardings(
 def apply_update(
   optimizer: optax.GradientTransformation, grads: Params, opt_state, params: Params, shardings, *, take: Bool[Array, '']
 ) -> tuple[Params, Any]:
-  """Parameters and state after one update, or as they were where `take` is false; inside a jitted function.
+  """Returns parameters and state after one update, or unchanged if `take` is false; call it in a jitted function.
 
-  Moments in the host's memory come parameter by parameter, each after those before it have gone back, so that a device
-  never holds more than one parameter's; none comes before `take` is known, for until then activations need the room.
+  Offloaded moments are moved to the devices one parameter at a time, each after the previous one has moved back, so a
+  device never holds more than one parameter's; none moves before `take` is known, while activations need the memory.
 
   Args:
-    grads: already clipped.
-    shardings: of `opt_state`.
+    grads: clipped gradients.
+    shardings: shardings of `opt_state`.
   """
   if not any(map(is_offloaded, jax.tree.leaves(shardings))):
     return _applied(optimizer, grads, opt_state, params, take)
@@ -110,7 +110,7 @@ def apply_update(
   for i, ((path, param), grad) in enumerate(
     zip(jax.tree.leaves_with_path(params), jax.tree.leaves(grads), strict=True)
   ):
-    # Under its own name, by which weight decay knows it.
+    # Keep the parameter's name, which selects weight decay.
     one = lambda leaf, name=path[-1].key: {name: leaf}
     there, _ = jax.lax.optimization_barrier(([copy and copy[i] for copy in copies], before))
     fetched = [
@@ -140,7 +140,7 @@ def _applied(optimizer, grads, opt_state, params, take):
 
 
 def clipped(grads: Params, config: OptimizerConfig) -> Params:
-  """Gradients scaled down to `max_grad_norm`, all of them together."""
+  """Clips gradients to global norm `max_grad_norm`."""
   clip = optax.clip_by_global_norm(config.max_grad_norm)
   return clip.update(grads, clip.init(grads))[0]
 

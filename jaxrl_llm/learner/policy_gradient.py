@@ -1,7 +1,7 @@
 """The policy-gradient family: one loss of exchangeable parts.
 
-GRPO, Dr.GRPO, DAPO, GSPO, CISPO, RLOO, REINFORCE++ and PPO differ in how advantages are estimated, how the importance
-ratio is bounded, how tokens are aggregated, and in whether there is a critic; nothing else.
+GRPO, Dr.GRPO, DAPO, GSPO, CISPO, RLOO, REINFORCE++ and PPO differ only in advantage estimation, bounds of the
+importance ratio, token aggregation, and whether there is a critic.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from jaxrl_llm.ops.reduce import masked_stat
 
 
 def policy_gradient(config: PolicyGradientConfig, setting: Setting) -> Algorithm:
-  """The algorithm that a configuration of the family describes."""
+  """Builds the algorithm described by a configuration of the family."""
   check(config, setting)
   reads = {'reference'} if config.kl_loss_coef or config.kl_reward_coef else set()
   reads |= set() if config.bypass_old_logprobs else {'proximal'}
@@ -87,7 +87,7 @@ def policy_gradient(config: PolicyGradientConfig, setting: Setting) -> Algorithm
 
 
 def annotate(config: PolicyGradientConfig, setting: Setting, closed: Closed) -> Annotation:
-  """Shaped rewards, then advantages; unscorable rows leave the loss."""
+  """Shapes rewards and estimates advantages; unscorable rows are excluded from the loss."""
   rows = closed.rows
   if config.adv_estimator in ('reinforce_plus_plus', 'gae'):
     reason = f'adv_estimator {config.adv_estimator!r} takes each row for an episode'
@@ -119,17 +119,17 @@ def annotate(config: PolicyGradientConfig, setting: Setting, closed: Closed) -> 
 
 
 def _finite_rows(closed: Closed) -> Bool[np.ndarray, 'rows']:
-  """Rows whose columns are finite wherever they are read; each other row is named in a warning.
+  """Selects rows whose columns are finite wherever they are read; a warning names each other row.
 
   Raises:
-    RunError: there is no such row.
+    RunError: no row is finite.
   """
   finite, line = np.ones(len(closed.rows), bool), ''
   for name in sorted(closed.tokens.keys() - {'loss_mask'}):
     for i, (row, values, mask) in enumerate(
       zip(closed.rows, closed.tokens[name], closed.tokens['loss_mask'], strict=True)
     ):
-      # The value after the last token is read, no other of its column.
+      # Of `next_values`, only the value after the last token of a truncated row is read.
       read = mask if name != 'next_values' else row.truncated & (np.arange(row.length) == row.length - 1)
       bad = np.flatnonzero(read & ~np.isfinite(values))
       if len(bad) and finite[i]:
@@ -153,7 +153,7 @@ def _token_advantages(
   masks: Sequence[np.ndarray],
   coef: float,
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-  """Whitened advantages per token of each row, and with a critic what it is to learn."""
+  """Returns whitened advantages per token of each row and, with a critic, its targets."""
   returns = None
   if config.adv_estimator == 'reinforce_plus_plus_baseline':
     advantages = [np.where(mask, a, 0.0) for mask, a in zip(masks, groups.advantages, strict=True)]
@@ -172,7 +172,7 @@ def _token_advantages(
 
 
 def _last_values(config: PpoConfig, closed: Closed) -> list[float]:
-  """The value of the state that each row ends in: 0 after an end, the critic's after a cut, if it is to be used."""
+  """Value of each row's final state: the critic's for truncated rows if `bootstrap_truncated` is set, otherwise 0."""
   if not config.bootstrap_truncated:
     return [0.0] * len(closed.rows)
   values = closed.tokens['next_values']
@@ -180,7 +180,7 @@ def _last_values(config: PpoConfig, closed: Closed) -> list[float]:
 
 
 def shaped_rewards(config: ShapingOptions, setting: Setting, closed: Closed) -> list[float | None]:
-  """Rewards with the length terms; None stays None."""
+  """Adds the length terms to rewards; None stays None."""
   rows = closed.rows
   if config.overlong_buffer_len or config.length_reward_weight:
     reason = 'overlong_buffer_len and length_reward_weight go by the length of a row'
@@ -204,12 +204,12 @@ def shaped_rewards(config: ShapingOptions, setting: Setting, closed: Closed) -> 
 
 
 def worths(rows: Sequence[Row], rewards: Sequence[float | None]) -> list[float | None]:
-  """The number by which rows are compared where advantages are one per sample: the reward and those of the turns."""
+  """Scalar per row from which per-sample advantages are estimated: the reward plus the rewards of its turns."""
   return [worth(reward, row.turn_rewards) for row, reward in zip(rows, rewards, strict=True)]
 
 
 def refuse_steps(rows: Sequence[Row], reason: str) -> None:
-  """Raises UserError, with the reason, for a trajectory that is recorded as several rows."""
+  """Raises UserError, with the reason, if a trajectory is recorded as several rows."""
   recorded = collections.Counter(row.trajectory for row in rows if row.trajectory)
   for row in rows:
     if row.step_index or recorded[row.trajectory] > 1:
@@ -234,7 +234,7 @@ def _compared(
   rewards: Sequence[float | None],
   estimate: Callable[[Sequence[float | None], Sequence[str]], GroupAdvantages],
 ) -> GroupAdvantages:
-  """The estimate of each row, by its worth, among those that share its baseline."""
+  """Applies `estimate` to the rows' worths among the rows that share a baseline."""
   values, groups = worths(rows, rewards), [row.group for row in rows]
   if any(row.trajectory for row in rows):
     trajectories = [row.trajectory or row.uid for row in rows]
@@ -244,12 +244,12 @@ def _compared(
 
 
 def _mixed(config: PolicyGradientConfig, rows: Sequence[Row]) -> Bool[np.ndarray, 'rows']:
-  """Rows whose baseline has two different worths before the length terms."""
+  """Rows whose baseline averages at least two different worths, before the length terms."""
   return _compared(config, rows, [row.reward for row in rows], unequal).advantages > 0
 
 
 def _token_rewards(config, closed: Closed, rewards, masks, coef: float) -> list[Float64[np.ndarray, '...']]:
-  """Each row's reward at its last trained token, its turns' at theirs, and the KL penalty at each."""
+  """Per-token rewards: each row's at its last trained token, its turns' at theirs, and the KL penalty at each token."""
   dense = [
     by_token.place_rewards(mask, reward or 0.0, row.turn_rewards)
     for row, reward, mask in zip(closed.rows, rewards, masks, strict=True)
@@ -275,13 +275,13 @@ class _KlCoefficients(NamedTuple):
 def _kl(
   config: PolicyGradientConfig, closed: Closed, finite: Bool[np.ndarray, 'rows']
 ) -> tuple[_KlCoefficients, dict[str, tuple[float, float]], Any]:
-  """The KL coefficients in force, their metrics (of `finite` rows), and the state after this batch."""
+  """Returns the current KL coefficients, their metrics (over `finite` rows), and the state after this batch."""
   coefs, state = _KlCoefficients(config.kl_loss_coef, config.kl_reward_coef), None
   if not any(coefs):
     return coefs, {}, None
   measured = _measured_kl(config, closed, finite) if 'reference_logprobs' in closed.tokens else None
   if config.kl_target is not None:
-    start = coefs.loss or coefs.reward  # One of them, see `check`.
+    start = coefs.loss or coefs.reward  # Exactly one is set, see `check`.
     coef = start if closed.state is None else float(closed.state['kl_coef'])
     coefs = _KlCoefficients(*(coef if given else 0.0 for given in coefs))
     control = AdaptiveKl(init_coef=start, target=config.kl_target, horizon=config.kl_horizon)
@@ -292,7 +292,7 @@ def _kl(
 
 
 def _measured_kl(config: PolicyGradientConfig, closed: Closed, finite: Bool[np.ndarray, 'rows']) -> tuple[float, float]:
-  """Sum over the trained tokens of `finite` rows of log π_prox - log π_ref, and their number."""
+  """Sum of log π_prox - log π_ref over the trained tokens of `finite` rows, and the number of these tokens."""
   total, count = 0.0, 0
   masks = [mask & live for mask, live in zip(closed.tokens['loss_mask'], finite, strict=True)]
   for p, q, mask in zip(_proximal(config, closed), closed.tokens['reference_logprobs'], masks, strict=True):
@@ -302,7 +302,7 @@ def _measured_kl(config: PolicyGradientConfig, closed: Closed, finite: Bool[np.n
 
 
 def _critic_metrics(values, returns, masks) -> dict[str, tuple[float, float]]:
-  """Of the values before the batch, against what they are to learn."""
+  """Metrics of the values before the update against their targets."""
   v = np.concatenate([np.asarray(x, np.float64)[m] for x, m in zip(values, masks, strict=True)])
   r = np.concatenate([x[m] for x, m in zip(returns, masks, strict=True)])
   if not len(r):
@@ -324,7 +324,7 @@ def policy_terms(
   constants: Constants,
   mask: Bool[Array, 'chunks time'],
 ) -> tuple[Terms, Stats]:
-  """Policy, entropy and KL terms of the tokens in `mask`."""
+  """Returns policy, entropy and KL terms over the tokens in `mask`."""
   logprobs, segments = outputs.logprobs, chunks.temperature.shape[-1]
   proximal = chunks.behaviour_logprobs if config.bypass_old_logprobs else chunks.proximal_logprobs
   scale = config.loss_scale_factor or float(setting.max_response_length)
@@ -365,7 +365,7 @@ def _surrogate(config, logprobs, proximal, chunks: Chunks, mask) -> ClippedSurro
 
 
 def _weights(config, logprobs, proximal, chunks: Chunks, mask, segments: int) -> tuple[Array, Stats]:
-  """What each token's loss is multiplied with against off-policy samples; denominators keep all tokens."""
+  """Per-token loss weights that correct for off-policy samples; denominators keep all tokens."""
   behaviour, ids = chunks.behaviour_logprobs, chunks.segment_ids
   weights, stats = jnp.ones_like(logprobs), {}
   if config.rollout_is != 'none' and not config.bypass_old_logprobs:

@@ -1,4 +1,4 @@
-"""The options of the policy-gradient family, and its named algorithms as sets of defaults."""
+"""Options of the policy-gradient family, and its named algorithms as sets of defaults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PolicyLoss = Literal['clip', 'gspo', 'cispo']
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdvantageOptions:
-  """How rewards become advantages."""
+  """Options of advantage estimation."""
 
   adv_estimator: AdvEstimator = 'grpo'
   norm_adv_by_std: bool = True
@@ -26,80 +26,80 @@ class AdvantageOptions:
   adv_ddof: int = 1
   adv_eps: float = 1e-6
   credit: Literal['trajectory', 'step'] = 'trajectory'
-  """Of trajectories recorded step by step (grpo, rloo): one advantage for all steps, or a baseline for each step."""
+  """Credit for trajectories recorded step by step (grpo, rloo): one advantage for all steps, or a baseline per step."""
   mask_unmixed_groups: bool = False
-  """Groups of one and groups of equal rewards leave the loss, and so its denominators (DAPO's dynamic sampling)."""
+  """Excludes single-sample and equal-reward groups from the loss and its denominators (DAPO's dynamic sampling)."""
   mask_truncated: bool = False
-  """Samples cut by the length limit leave the loss; their rewards stay in the baseline (overlong filtering)."""
+  """Excludes truncated samples from the loss; their rewards stay in the baseline (overlong filtering)."""
   gamma: float = 1.0
   """gae, reinforce_plus_plus: discount per trained token."""
   lam: float = 1.0
-  """gae."""
+  """gae: λ."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShapingOptions:
-  """What is added to rewards before advantages are estimated; `critic/score` is before, `critic/rewards` after."""
+  """Reward shaping before advantage estimation; `critic/score` is before, `critic/rewards` after shaping."""
 
   overlong_buffer_len: int = 0
-  """DAPO: responses longer than max_response_length minus this are penalised; 0 = off. Tokens of the response."""
+  """DAPO: responses longer than max_response_length minus this many tokens are penalised; 0 = off."""
   overlong_penalty_factor: float = 1.0
-  """DAPO: the penalty at full length."""
+  """DAPO: penalty at full length."""
   length_reward_weight: float = 0.0
   """Kimi k1.5's length reward, relative to the group; 0 = off."""
   length_reward_warmup_steps: int = 0
-  """Batches before it counts."""
+  """Initial batches without the length reward."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KlOptions:
-  """Divergence from the reference, which is not loaded where both coefficients are 0."""
+  """KL divergence from the reference policy, which is not loaded if both coefficients are 0."""
 
   kl_loss_coef: float = 0.0
   kl_loss_type: Estimator = 'k3'
   kl_unbiased_gradient: bool = True
-  """k2 and k3 in the loss: multiplied with the importance ratio, which gives the gradient of the reverse KL."""
+  """k2 and k3 in the loss: multiplies by the importance ratio, which gives the gradient of the reverse KL."""
   allow_zero_gradient_kl: bool = False
-  """k1 in the loss has zero expected gradient on-policy: refused unless this is set."""
+  """Allows k1 in the loss, which has zero expected gradient on-policy."""
   kl_reward_coef: float = 0.0
-  """Penalty on each token's reward; needs token rewards (reinforce_plus_plus, gae)."""
+  """KL penalty on each token's reward; needs token rewards (reinforce_plus_plus, gae)."""
   kl_reward_type: Estimator = 'k1'
   kl_target: float | None = None
-  """The coefficient (of the loss, or of the reward) is adapted to keep the mean KL per token here; None = fixed."""
+  """Target mean KL per token to which the coefficient (of loss or reward) is adapted; None = fixed coefficient."""
   kl_horizon: float = 10_000.0
-  """Samples over which the adaption acts."""
+  """Horizon of the adaptation, in samples."""
   reference: ReferenceRule = ReferenceRule()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CorrectionOptions:
-  """What is done about the difference between the policy that trains and the one that sampled."""
+  """Off-policy correction between the trained policy and the one that sampled."""
 
   bypass_old_logprobs: bool = False
-  """The sampler's logprobs are the proximal ones: one pass less, and no correction."""
+  """Uses the sampler's logprobs as the proximal ones: one pass fewer, and no correction."""
   rollout_is: Literal['none', 'token', 'sequence', 'icepop'] = 'token'
-  """Importance weights of the proximal policy against the sampler's, truncated; 'icepop' drops what it would cut."""
+  """Truncated importance weights of the proximal policy against the sampler; 'icepop' zeroes instead of truncating."""
   rollout_is_threshold: float = 2.0
-  """Largest weight."""
+  """Maximum weight."""
   rollout_is_lower: float | None = None
-  """Least weight; None = 0 ('icepop': 0.5)."""
+  """Minimum weight; None = 0 ('icepop': 0.5)."""
   rollout_rs_low: float | None = None
-  """Sequences whose mean ratio (geometric) is outside [low, high] are masked; None = none are."""
+  """Masks sequences whose geometric mean ratio is outside [low, high]; None = no masking."""
   rollout_rs_high: float | None = None
   off_policy_seq_mask: float | None = None
-  """Sequences with negative advantage and mean(sampler's - current logprob) above this are masked (DeepSeek-V3.2)."""
+  """Masks sequences with negative advantage and mean(sampler's - current logprob) above this (DeepSeek-V3.2)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyGradientConfig(AdvantageOptions, ShapingOptions, KlOptions, CorrectionOptions):
-  """The field's names, the project's defaults, which are GRPO's."""
+  """Base configuration of the family; the defaults are GRPO's."""
 
   policy_loss: PolicyLoss = 'clip'
-  """clip: PPO's; gspo: the same on the sequence's ratio; cispo: clipped weights on log-likelihoods."""
+  """clip: PPO's clipped ratio; gspo: the same on the sequence ratio; cispo: clipped weights on log-likelihoods."""
   clip_ratio_low: float = 0.2
   clip_ratio_high: float = 0.2
   clip_ratio_c: float | None = 3.0
-  """Dual clip; None = off."""
+  """Dual-clip bound; None = off."""
   loss_agg_mode: Aggregation = 'token-mean'
   loss_scale_factor: float | None = None
   """Divisor of seq-mean-token-sum-norm; None = max_response_length."""
@@ -108,12 +108,12 @@ class PolicyGradientConfig(AdvantageOptions, ShapingOptions, KlOptions, Correcti
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GrpoConfig(PolicyGradientConfig):
-  """Group-relative policy optimization (DeepSeekMath, arXiv:2402.03300) with the field's later options."""
+  """Group-relative policy optimization (DeepSeekMath, arXiv:2402.03300) with later options from the literature."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrGrpoConfig(PolicyGradientConfig):
-  """Dr.GRPO (arXiv:2503.20783): neither the group's deviation nor a response's own length in a denominator."""
+  """Dr.GRPO (arXiv:2503.20783): divides by neither the group's standard deviation nor the response length."""
 
   norm_adv_by_std: bool = False
   loss_agg_mode: Aggregation = 'seq-mean-token-sum-norm'
@@ -121,7 +121,7 @@ class DrGrpoConfig(PolicyGradientConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DapoConfig(PolicyGradientConfig):
-  """DAPO (arXiv:2503.14476): clip-higher, token mean, no unmixed groups; overlong_buffer_len gives its penalty."""
+  """DAPO (arXiv:2503.14476): clip-higher, token mean, no unmixed groups; overlong_buffer_len enables its penalty."""
 
   clip_ratio_high: float = 0.28
   mask_unmixed_groups: bool = True
@@ -129,7 +129,7 @@ class DapoConfig(PolicyGradientConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GspoConfig(PolicyGradientConfig):
-  """GSPO (arXiv:2507.18071): the ratio of whole sequences, and its narrow range."""
+  """GSPO (arXiv:2507.18071): sequence-level ratio with a narrow clip range."""
 
   policy_loss: PolicyLoss = 'gspo'
   clip_ratio_low: float = 3e-4
@@ -140,7 +140,7 @@ class GspoConfig(PolicyGradientConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CispoConfig(PolicyGradientConfig):
-  """CISPO (MiniMax-M1, arXiv:2506.13585): ranges are distances from 1; no lower bound in effect."""
+  """CISPO (MiniMax-M1, arXiv:2506.13585): clip ranges are distances from 1; the lower bound has no effect."""
 
   policy_loss: PolicyLoss = 'cispo'
   clip_ratio_low: float = 1.0
@@ -150,7 +150,7 @@ class CispoConfig(PolicyGradientConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RlooConfig(PolicyGradientConfig):
-  """RLOO (arXiv:2402.14740): the other samples' mean as baseline, whole sequences."""
+  """RLOO (arXiv:2402.14740): leave-one-out mean as baseline, whole sequences."""
 
   adv_estimator: AdvEstimator = 'rloo'
   loss_agg_mode: Aggregation = 'seq-mean-token-sum'
@@ -165,22 +165,22 @@ class ReinforcePlusPlusConfig(PolicyGradientConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReinforcePlusPlusBaselineConfig(PolicyGradientConfig):
-  """REINFORCE++-baseline: the group's mean first, then whitening over the batch."""
+  """REINFORCE++-baseline: group mean as baseline, then whitening over the batch."""
 
   adv_estimator: AdvEstimator = 'reinforce_plus_plus_baseline'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PpoConfig(PolicyGradientConfig):
-  """PPO (arXiv:1707.06347) with a critic: a network of its own, see the stage's `critic`."""
+  """PPO (arXiv:1707.06347) with a separate critic network, see the stage's `critic`."""
 
   adv_estimator: AdvEstimator = 'gae'
   cliprange_value: float | None = 0.5
-  """Values move at most so far from what they were at the batch's close; None = freely."""
+  """Maximum change of values from those at the batch's close; None = no clipping."""
   critic_warmup: int = 0
-  """Batches at the beginning that train the critic alone."""
+  """Number of initial batches that train only the critic."""
   bootstrap_truncated: bool = False
-  """After an answer cut by the length limit comes the critic's value of where it was cut; False: 0, as after an end."""
+  """Bootstraps truncated answers with the critic's value at the cut; False: 0, as after an end token."""
 
 
 _SHAPING_RANGES = {
@@ -189,7 +189,7 @@ _SHAPING_RANGES = {
   'length_reward_warmup_steps': Range(0),
 }
 _RANGES = {
-  # The population's deviation or the sample's. With the group size, every advantage would be 0.
+  # Population or sample standard deviation. With the group size, every advantage would be 0.
   'adv_ddof': Range(0, 1),
   'adv_eps': Range(0.0),
   'gamma': Range(0.0, 1.0),
@@ -211,16 +211,16 @@ _CRITIC_RANGES = {'cliprange_value': Range(0.0, exclusive=True), 'critic_warmup'
 
 
 def name_of(config: PolicyGradientConfig) -> str:
-  """The algorithm's name in a configuration."""
+  """Returns the algorithm's name in configurations."""
   return re.sub('(?<!^)([A-Z])', r'_\1', type(config).__name__.removesuffix('Config')).lower()
 
 
 def check(config: PolicyGradientConfig, setting: Setting) -> None:
-  """Raises UserError for options that contradict each other, or do something else than they seem to."""
+  """Raises UserError for contradictory or misleading options."""
   where = name_of(config)
   check_shaping(config, setting, where)
   ranges = _RANGES | (_CRITIC_RANGES if isinstance(config, PpoConfig) else {})
-  if config.policy_loss == 'cispo':  # The cap of a weight, 1 + clip_ratio_high, may be below 1.
+  if config.policy_loss == 'cispo':  # The maximum weight, 1 + clip_ratio_high, may be below 1.
     ranges |= {'clip_ratio_high': Range(-1.0, exclusive=True, infinite=True)}
   check_ranges(config, where, ranges)
   least = config.rollout_is_lower
@@ -267,7 +267,7 @@ def check(config: PolicyGradientConfig, setting: Setting) -> None:
 
 
 def check_shaping(config: ShapingOptions, setting: Setting, where: str) -> None:
-  """Raises UserError for length terms that no response could meet, and for penalties that would reward."""
+  """Raises UserError for an overlong buffer beyond the response length and for negative penalties."""
   if not 0 <= config.overlong_buffer_len <= setting.max_response_length:
     raise UserError(
       f'{where}.overlong_buffer_len: {config.overlong_buffer_len} of max_response_length={setting.max_response_length} '

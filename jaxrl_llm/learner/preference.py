@@ -1,6 +1,6 @@
-"""Learning from pairs: DPO for policies, Bradley-Terry for reward models.
+"""Learning from preference pairs: DPO for policies, Bradley-Terry for reward models.
 
-A pair is one unit: its two sequences are always in one micro-batch, where the loss couples them.
+A pair is a unit: its two sequences are always in the same micro-batch, where the loss couples them.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from jaxrl_llm.ops.reduce import Stat, Term, by_segment, masked_stat, segment_su
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DpoConfig:
-  """Direct preference optimization (arXiv:2305.18290) on pairs: static ones, or made of rollouts."""
+  """Direct preference optimization (arXiv:2305.18290) on static pairs or pairs formed from rollouts."""
 
   beta: float = 0.1
   loss_type: Literal['sigmoid', 'ipo'] = 'sigmoid'
-  """ipo reads logprobs averaged over the answer's tokens, sigmoid their sum."""
+  """ipo uses logprobs averaged over the answer's tokens, sigmoid their sum."""
   label_smoothing: float = 0.0
-  """sigmoid: chance that a label is wrong (cDPO)."""
+  """sigmoid: probability that a label is wrong (cDPO)."""
   sft_loss_coef: float = 0.0
-  """Negative log-likelihood of the chosen answers, per token."""
+  """Weight of the negative log-likelihood of the chosen answers, per token."""
   reference: ReferenceRule = ReferenceRule()
 
 
 def dpo(config: DpoConfig, setting: Setting) -> Algorithm:
-  """Direct preference optimization (arXiv:2305.18290), with IPO (arXiv:2310.12036) as a choice."""
+  """Builds direct preference optimization (arXiv:2305.18290) or IPO (arXiv:2310.12036)."""
   # Above 0.5, the loss would prefer the rejected response.
   ranges = {'beta': Range(0.0, exclusive=True), 'label_smoothing': Range(0.0, 0.5), 'sft_loss_coef': Range(0.0)}
   check_ranges(config, 'dpo', ranges)
@@ -60,7 +60,7 @@ def dpo(config: DpoConfig, setting: Setting) -> Algorithm:
       sums = segment_sums(jnp.where(mask, logprobs, 0.0), ids, segments=segments)
       return sums / jnp.maximum(tokens, 1.0) if config.loss_type == 'ipo' else sums
 
-    # The difference first: sums of thousands of logprobs have lost the digits that their difference needs.
+    # Subtract before summing: sums of thousands of logprobs lose the digits that their difference needs.
     ratio = sequence(outputs.logprobs - chunks.reference_logprobs)
     margin, there = pair_sums(ratio, chunks.pair, chunks.label)
     losses = dpo_loss(
@@ -88,13 +88,13 @@ class RewardModelConfig:
   """Bradley-Terry reward model: a score at the end of each sequence of a pair."""
 
   margin: float = 0.0
-  """By which the chosen answer is to win."""
+  """Target margin of the chosen answer's score."""
   center_rewards_coefficient: float = 0.0
-  """Weight of (r_chosen + r_rejected)², which keeps scores around 0."""
+  """Weight of (r_chosen + r_rejected)², which centres scores at 0."""
 
 
 def reward_model(config: RewardModelConfig, setting: Setting) -> Algorithm:
-  """Bradley-Terry: -log σ(r_chosen - r_rejected - margin), of scores at the sequences' last tokens."""
+  """Builds Bradley-Terry: -log σ(r_chosen - r_rejected - margin), with scores at the sequences' last tokens."""
   check_ranges(config, 'reward_model', {'margin': Range(), 'center_rewards_coefficient': Range(0.0)})
 
   def loss(outputs: SequenceScores, chunks: Chunks, constants: Constants) -> tuple[Terms, Stats]:
@@ -117,7 +117,7 @@ def _pair_term(losses: Float[Array, 'pairs'], there: Bool[Array, 'pairs'], weigh
 
 
 def _pair_stats(margins: Float[Array, 'pairs'], there: Bool[Array, 'pairs']) -> Stats:
-  """TRL's names. A margin of exactly 0 is half a hit: a policy that is its reference prefers neither."""
+  """Statistics under TRL's names. A margin of 0 is half a hit: a policy equal to its reference prefers neither."""
   hits = jnp.where(margins > 0, 1.0, jnp.where(margins < 0, 0.0, 0.5))
   count = there.sum().astype(jnp.float32)
   total = lambda values: Stat(jnp.where(there, values, 0.0).sum(), count)

@@ -11,14 +11,14 @@ from jaxrl_llm.core.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-  """The numbers from `least` to `most`, finite unless `infinite`. NaN lies in no range."""
+  """Numbers from `least` to `most`, finite unless `infinite`. No range contains NaN."""
 
   least: float = -math.inf
   most: float = math.inf
   exclusive: bool = False
-  """Whether `least` itself is outside."""
+  """Whether `least` itself is excluded."""
   infinite: bool = False
-  """Whether infinity, which switches a limit off, is inside."""
+  """Whether infinity, which disables a limit, is included."""
 
   def __contains__(self, value: float) -> bool:
     above = value > self.least if self.exclusive else value >= self.least
@@ -31,11 +31,11 @@ class Range:
 
 
 def check_ranges(options: object, where: str, ranges: Mapping[str, Range]) -> None:
-  """Raises UserError for an option outside its range. An option that is None is not checked.
+  """Raises UserError for an option outside its range. Options that are None are not checked.
 
   Args:
     options: a dataclass with a field for each name in `ranges`.
-    where: the options' place in a configuration, for the message.
+    where: dotted path of the options in a configuration, for the message.
   """
   for name, wanted in ranges.items():
     value = getattr(options, name)

@@ -1,4 +1,4 @@
-"""The trained state: parameters, optimizer, counters; created sharded, never assembled on one device."""
+"""Training state: parameters, optimizer, counters; created sharded, never assembled on one device."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ from jaxrl_llm.models.heads import replace_head
 from jaxrl_llm.parallel import rules
 
 Leaves = Any
-"""A tree of arrays, or of what stands for them while a program is traced, sharded or restored."""
+"""Pytree of arrays, or of their tracers, shardings or abstract values."""
 
 
 @flax.struct.dataclass
 class TrainState:
   params: Leaves
-  """What is trained: the whole model, or adapters (`models.lora.split`)."""
+  """Trained parameters: the whole model, or adapters (`models.lora.split`)."""
   opt_state: Leaves
   updates: Leaves
-  """i32, updates taken by this optimizer"""
+  """i32, number of updates taken by this optimizer."""
   skipped: Leaves
-  """i32, updates skipped in a row, up to now"""
+  """i32, number of most recent consecutive updates that were skipped."""
 
 
 class Learned(NamedTuple):
-  """All that a stage learns or learns from."""
+  """State of everything that a stage trains or reads while training."""
 
   policy: TrainState
-  """Or a reward model's, where that is what the stage trains."""
+  """State of the policy, or of the reward model if the stage trains one."""
   critic: TrainState | None = None
   reference: Params | None = None
-  """As `policy.params`. None where no reference is read, and where it is the policy before each batch."""
+  """Reference parameters, like `policy.params`. None if not read or equal to the policy before each batch."""
   reference_step: int = 0
-  """Completed batches of the run when the reference was last set."""
+  """Completed batches of the run when the reference was last updated."""
   algorithm_state: Json = None
-  """What the algorithm's annotation keeps from batch to batch."""
+  """State that the algorithm's annotation carries from batch to batch."""
   base: Params | None = None
-  """What the policy's adapters stand on, and the reference's: never trained, donated or committed. None without."""
+  """Base parameters under the policy's and reference's adapters, never trained, donated or committed; None without."""
 
   def whole(self, params: Params) -> Params:
-    """The model of which these are the trained parameters."""
+    """Returns the full model parameters, given the trained ones."""
     return lora.join(params, self.base)
 
   def committed(self) -> dict[str, Leaves]:
-    """The arrays that a commit holds, by the name of what they are."""
+    """Returns the arrays to commit, by role."""
     roles = {'train': self.policy, 'critic': self.critic, 'reference': self.reference}
     return {name: role for name, role in roles.items() if role is not None}
 
@@ -67,23 +67,23 @@ def param_shardings(model: Model, mesh: Mesh) -> Any:
 
 
 def trained_shardings(model: Model, mesh: Mesh) -> Any:
-  """Of the parameters that are trained."""
+  """Returns the shardings of the trained parameters."""
   return lora.split(param_shardings(model, mesh), model.spec, model.options)[0]
 
 
 def init_params(model: Model, mesh: Mesh, *, seed: int) -> Params:
-  """Random parameters; the same on every mesh (bits may differ between meshes in the last place)."""
+  """Initialises random parameters, equal on every mesh up to the last bit."""
   return jax.jit(model.init, out_shardings=param_shardings(model, mesh))(jax.random.key(seed))
 
 
 def init_trained(model: Model, mesh: Mesh, *, seed: int) -> Params:
-  """Those of `init_params` that are trained, without making the others."""
+  """Initialises only the trained parameters of `init_params`."""
   trained = lambda key: lora.split(model.init(key), model.spec, model.options)[0]
   return jax.jit(trained, out_shardings=trained_shardings(model, mesh))(jax.random.key(seed))
 
 
 def place_params(model: Model, mesh: Mesh, params: Mapping[str, Any]) -> Params:
-  """Host arrays, of all parameters or of some, onto the mesh; each process holds them and gives its devices a part."""
+  """Places host arrays of all or some parameters on the mesh; each process holds all and feeds its own devices."""
   shardings = flatten(param_shardings(model, mesh))
   place = lambda array, sharding: jax.make_array_from_callback(
     array.shape, sharding, lambda index: np.ascontiguousarray(array[index])
@@ -92,7 +92,7 @@ def place_params(model: Model, mesh: Mesh, params: Mapping[str, Any]) -> Params:
 
 
 def with_output(model: Model, mesh: Mesh, body: Params, kernel: Array) -> Params:
-  """Parameters of `model`, whose output is `kernel`, around the body of another model's; arrays of it are shared."""
+  """Returns parameters of `model` with output `kernel` and the body of another model, sharing the body's arrays."""
   placed = jax.device_put(kernel, param_shardings(model, mesh)['head']['kernel'])
   return replace_head(body, model.spec, placed)
 
@@ -100,7 +100,7 @@ def with_output(model: Model, mesh: Mesh, body: Params, kernel: Array) -> Params
 def init_state(
   params: Params, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
 ) -> TrainState:
-  """A fresh optimizer for `params`, whose arrays it takes over; its moments in the host's memory with `offload`."""
+  """Creates a fresh training state that takes over `params`; with `offload` the moments are in host memory."""
   whole = rules.replicated(mesh)
   of_params = jax.tree.map(lambda p: p.sharding, params)
   shardings = optimizer_shardings(optimizer, params, of_params, whole, offload=offload)
@@ -112,7 +112,7 @@ def init_state(
 def abstract_state(
   model: Model, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
 ) -> TrainState:
-  """Shapes, dtypes and shardings of a state, without making one: what a checkpoint is restored to."""
+  """Returns the shapes, dtypes and shardings of a state, to restore a checkpoint to, without allocating it."""
   shapes, _ = lora.split(jax.eval_shape(model.init, jax.random.key(0)), model.spec, model.options)
   shardings = trained_shardings(model, mesh)
   whole = rules.replicated(mesh)
@@ -128,24 +128,24 @@ def abstract_state(
 
 
 def abstract_base(model: Model, mesh: Mesh) -> Params | None:
-  """Shapes, dtypes and shardings of what adapters stand on; None without."""
+  """Returns shapes, dtypes and shardings of the base parameters under adapters; None without adapters."""
   parts = (jax.eval_shape(model.init, jax.random.key(0)), param_shardings(model, mesh))
   shapes, shardings = (lora.split(part, model.spec, model.options)[1] for part in parts)
   return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
 def renewed(state: TrainState, optimizer: optax.GradientTransformation) -> TrainState:
-  """The same parameters with a fresh optimizer; the schedule goes on."""
+  """Returns the state with a fresh optimizer; the learning-rate schedule continues."""
   return state.replace(opt_state=with_schedule(optimizer.init(state.params), state.opt_state))
 
 
 def with_schedule(opt_state: Leaves, other: Leaves) -> Leaves:
-  """`opt_state` with the schedule's position of `other`."""
+  """Returns `opt_state` with the schedule position of `other`."""
   of_schedule = lambda node: isinstance(node, optax.ScaleByScheduleState)
   choose = lambda own, its: its if of_schedule(own) else own
   return jax.tree.map(choose, opt_state, other, is_leaf=of_schedule)
 
 
 def copy_params(params: Params) -> Params:
-  """Own buffers with the same contents and sharding, which a donated update cannot take away."""
+  """Copies parameters to new buffers with the same sharding, safe from donation by an update."""
   return jax.tree.map(jnp.copy, params)

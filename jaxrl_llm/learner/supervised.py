@@ -19,7 +19,7 @@ class SftConfig:
 
 
 def sft(config: SftConfig, setting: Setting) -> Algorithm:
-  """The negative log-likelihood of the demonstrations' completion tokens."""
+  """Builds SFT: the negative log-likelihood of the demonstrations' completion tokens."""
 
   def loss(outputs: TokenLogprobs, chunks: Chunks, constants: Constants) -> tuple[Terms, Stats]:
     mask = chunks.loss_mask

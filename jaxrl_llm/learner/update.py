@@ -1,8 +1,8 @@
-"""One optimizer step: gradients accumulated over micro-batches inside one jitted program, applied or skipped there.
+"""Optimizer step: gradients accumulated over micro-batches and applied or skipped, in one jitted program.
 
 Every term is divided once, by its denominator over the whole optimizer step, so the gradient does not depend on how
-sequences were packed or split into micro-batches. How many micro-batches are in use is a run-time number: one program
-serves every batch.
+sequences were packed or split into micro-batches. The number of micro-batches in use is a run-time argument: one
+program serves every batch.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from jaxrl_llm.parallel import rules
 
 
 class Report(NamedTuple):
-  """What an update tells the host."""
+  """Results of an update for the host."""
 
   stats: dict[str, Stat]
   outputs: Float[Array, 'micro chunks ...']
-  """The model's logprobs, values or scores before the update."""
+  """Logprobs, values or scores of the model before the update."""
   skipped: Bool[Array, '']
-  """Not taken, because the gradient was unusable."""
+  """Whether the update was skipped because its gradient was unusable."""
   empty: Bool[Array, '']
-  """Not taken, because the gradient was exactly zero."""
+  """Whether the update was skipped because its gradient was exactly zero."""
   in_a_row: Int[Array, '']
-  """Updates skipped in a row, this one included."""
+  """Number of consecutive skipped updates, including this one."""
 
 
 class Gradients(NamedTuple):
@@ -64,14 +64,15 @@ def gradients(
   on_policy: OnPolicy = (),
   base: Params | None = None,
 ) -> Gradients:
-  """Loss and gradient of the first `used` micro-batches of one optimizer step.
+  """Computes loss and gradient over the first `used` micro-batches of an optimizer step.
 
   Args:
-    params: what is trained, and differentiated.
+    params: trained parameters, which are differentiated.
     batch: arrays `[micro_batches, chunks, ...]`; micro-batches from `used` on are empty (no loss_mask).
-    constants: what the batch's annotation hands the loss.
-    on_policy: the fields that are logprobs of the very policy that is being updated: the update's own, held constant.
-    base: what adapters stand on.
+    constants: constants from the batch's annotation for the loss.
+    on_policy: fields with logprobs of the very policy being updated: the update's own logprobs, held constant, are
+      used for them.
+    base: base parameters under adapters.
   """
 
   def outputs_of(params, chunks):
@@ -85,12 +86,12 @@ def gradients(
     chunks = chunks.replace(**{name: jax.lax.stop_gradient(outputs[0]) for name in on_policy})
     terms, stats = loss(outputs, chunks, constants)
     total = sum(t.weight * t.numerator / denominators[name] for name, t in terms.items())
-    # A term's own metric: numerators are summed, the denominator counts once for the whole step.
+    # A term is also a metric: numerators and denominators are summed over the step.
     stats |= {name: Stat(t.numerator, t.denominator) for name, t in terms.items()}
     return total, (stats, outputs[0])
 
   value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
-  # Summed where the parameters lie, so that no device holds more of them.
+  # Accumulate gradients with the parameters' sharding, so that no device holds more than its shard.
   shardings = None if model.mesh is None else trained_shardings(model, model.mesh)
   placed = lambda tree: tree if shardings is None else jax.lax.with_sharding_constraint(tree, shardings)
 
@@ -118,9 +119,9 @@ def _zeros(like: jax.ShapeDtypeStruct) -> Array:
 
 
 def _denominators(loss: Loss, outputs: Any, batch: Chunks, constants: Constants) -> dict[str, Float[Array, '']]:
-  """Each term's denominator over the whole optimizer step: the loss on zero outputs, which costs no forward pass.
+  """Each term's denominator over the whole optimizer step, from the loss on zero outputs, without a forward pass.
 
-  Where nothing is trained on, 1: such a term is 0, not 0 / 0.
+  It is 1 if no token is trained on, so that such a term is 0, not 0 / 0.
   """
 
   def one(chunks: Chunks):
@@ -132,7 +133,7 @@ def _denominators(loss: Loss, outputs: Any, batch: Chunks, constants: Constants)
 
 
 Update = Callable[..., tuple[TrainState, Report]]
-"""(state, batch, used, constants, base=None); `base` is what adapters stand on, and is not donated."""
+"""(state, batch, used, constants, base=None); `base`, the parameters under adapters, is not donated."""
 
 
 def build_update(
@@ -148,16 +149,16 @@ def build_update(
   on_policy: OnPolicy = (),
   metrics: str = 'actor',
 ) -> Update:
-  """The jitted, donating optimizer step of one trained role in one stage.
+  """Builds the jitted, donating optimizer step of one trained role in one stage.
 
   An update is skipped when its gradient is not finite or above `skip_grad_norm` (counted in `state.skipped`), and when
   it is exactly zero: with nothing to learn, the optimizer's momentum must not move the weights.
 
   Args:
-    state: what it will be called with; gives the shardings.
-    updates: of the whole stage (for the schedule).
+    state: state that it will be called with; determines the shardings.
+    updates: number of updates in the stage (for the schedule).
     on_policy: see `gradients`.
-    metrics: prefix of the metrics that every role has (loss, grad_norm, lr).
+    metrics: prefix of the metrics common to all roles (loss, grad_norm, lr).
   """
   schedule = learning_rate(config, updates)
   shardings = jax.tree.map(lambda x: x.sharding, state)
@@ -195,7 +196,7 @@ Measure = Callable[[Params, Chunks, Int[Array, ''], Constants], dict[str, Stat]]
 
 
 def build_measure(model: Model, loss: Loss, mesh: Mesh, *, token_chunk: int) -> Measure:
-  """The jitted terms and statistics of a loss over the first `used` micro-batches, without a gradient."""
+  """Builds a jitted pass for a loss's terms and statistics over the first `used` micro-batches, without gradient."""
 
   def one(params: Params, chunks: Chunks, constants: Constants) -> dict[str, Stat]:
     terms, stats = loss(chunk_outputs(model, params, chunks, token_chunk=token_chunk), chunks, constants)

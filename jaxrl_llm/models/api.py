@@ -1,6 +1,6 @@
-"""A model as a tuple of pure functions over plain nested dicts: what the rest of the project knows of models.
+"""Interface to models for the rest of the project: a tuple of pure functions over plain nested dicts.
 
-Invariant: parameters are data. No function here keeps any, and module-library types never leave this package.
+Invariant: parameters are data. No function here stores any, and module-library types never leave this package.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AXES = {
   'up': ('mlp', 'embed'),
   'down': ('embed', 'mlp'),
 }
-"""Logical axes (out, in) of the kernel that each module holds; its bias has the first, its adapter one each."""
+"""Logical axes (out, in) of each module's kernel; its bias has the first, its adapters one each."""
 
 
 class Model(NamedTuple):
@@ -45,13 +45,13 @@ class Model(NamedTuple):
   init: key -> parameters: kernels and heads normal(initializer_range), norms 1, biases 0; the same numbers for one key
     whether layers are scanned or not, and whether there are adapters or not.
   apply: (params, tokens, positions, segment_ids) -> hidden states after the final norm, in the compute dtype.
-    Attention is causal within equal segment ids; 0 is padding; positions restart at 0 in each segment. Without their
-    adapters, `params` are the model that these stand on.
+    Attention is causal within equal segment ids; 0 is padding; positions restart at 0 in each segment. `params`
+    without adapters are the base model.
   head_kernel: params -> `[out, embed]`; logits (or values) are hidden · kernelᵀ.
   init_cache: (batch, length) -> an empty KV cache.
   decode: (params, tokens, positions, cache) -> (hidden states, cache). Writes each token's key and value at the cache
-    index that is its position, and lets it see the indices up to there. Takes UNROLLED parameters (`unstack_layers`).
-  axes: () -> the parameters' tree, holding a tuple of logical axis names for each array.
+    index equal to its position, and attends to indices up to it. Takes UNROLLED parameters (`unstack_layers`).
+  axes: () -> parameter tree with a tuple of logical axis names for each array.
   """
 
   spec: ModelSpec
@@ -63,13 +63,13 @@ class Model(NamedTuple):
   decode: Callable[[Params, Array, Array, Cache], tuple[Array, Cache]]
   axes: Callable[[], Any]
   mesh: Mesh | None = None
-  """Over which `apply` cuts activations; None: the compiler decides, from how the arguments are cut."""
+  """Mesh over which `apply` shards activations; None: the compiler decides, from the arguments' shardings."""
 
 
 def build_model(spec: ModelSpec, options: ModelOptions | None = None, mesh: Mesh | None = None) -> Model:
-  """The functions of a model of this spec, computed under these options, by the devices of this mesh."""
+  """Builds the functions of a model from its spec, compute options and mesh."""
   options = ModelOptions() if options is None else options
-  chosen(options, mesh, time=1, keys=1, same_tokens=True)  # A kernel that is not there is refused here.
+  chosen(options, mesh, time=1, keys=1, same_tokens=True)  # Raises UserError for an unavailable kernel.
   decoder = Decoder(spec, options, mesh)
   scanned = Decoder(spec, dataclasses.replace(options, scan_layers=True, remat='none'))
   unrolled = Decoder(spec, dataclasses.replace(options, scan_layers=False, remat='none'))
@@ -109,12 +109,12 @@ def build_model(spec: ModelSpec, options: ModelOptions | None = None, mesh: Mesh
 
 
 def is_stacked(params: Params) -> bool:
-  """Whether the layers' parameters, or only their adapters, are stacked along a leading axis (scanned)."""
+  """Whether the layers' parameters or adapters are stacked along a leading axis (scanned)."""
   return '0' not in params['layers']
 
 
 def unstack_layers(params: Params) -> Params:
-  """Scanned to unrolled parameters (NumPy arrays give views); unrolled ones are returned as they are."""
+  """Converts scanned to unrolled parameters (views for NumPy arrays); returns unrolled ones unchanged."""
   if not is_stacked(params):
     return params
   flat = flatten(params['layers'])
@@ -124,7 +124,7 @@ def unstack_layers(params: Params) -> Params:
 
 
 def stack_layers(params: Params) -> Params:
-  """Unrolled to scanned parameters; scanned ones are returned as they are."""
+  """Converts unrolled to scanned parameters; returns scanned ones unchanged."""
   if is_stacked(params):
     return params
   layers = [flatten(params['layers'][name]) for name in sorted(params['layers'], key=int)]
@@ -136,7 +136,7 @@ def _stack(leaves: list) -> Array | np.ndarray:
 
 
 def count_params(spec: ModelSpec) -> int:
-  """Parameters of a model of this spec; a tied embedding counts once."""
+  """Returns the number of parameters of a model; a tied embedding counts once."""
   d, ff = spec.hidden_size, spec.intermediate_size
   queries, keys = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
   layer = d * (2 * queries + 2 * keys) + 3 * d * ff + 2 * d
@@ -147,7 +147,7 @@ def count_params(spec: ModelSpec) -> int:
 
 
 def _axes(shapes: Params, *, scanned: bool) -> Params:
-  """The parameters' tree with, for each array, the logical names of its dimensions."""
+  """Returns the parameter tree with the logical names of each array's dimensions."""
 
   def names(path: str) -> tuple[str, ...]:
     *_, module, leaf = path.split('/')

@@ -1,7 +1,7 @@
-"""Attention over a mesh: batch, heads and the queries' time are cut, and every device works on its part by itself.
+"""Attention over a mesh: batch, heads and the queries' time are sharded, and every device computes its shard locally.
 
-Invariant: which implementation runs, and whether it can, is decided in one place (`chosen`) from what is known when the
-program is built; it changes rounding, nothing else.
+Invariant: the implementation is chosen and validated in one place (`chosen`) from static information; it affects
+rounding only.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jaxrl_llm.parallel.mesh import SEQUENCE
 from jaxrl_llm.parallel.rules import RULES, sharding
 
 QUERIES, KEYS = ('batch', 'time', 'heads', None), ('batch', None, 'kv_heads', None)
-"""Logical axes: every device sees all keys and values of its sequences."""
+"""Logical axes of queries and keys: every device has all keys and values of its sequences."""
 
 
 def chosen(options: ModelOptions, mesh: Mesh | None, *, time: int, keys: int, same_tokens: bool) -> Choice:
-  """Which implementation computes `time` queries of a row over `keys` keys, and why."""
+  """Chooses the implementation for `time` queries of a row over `keys` keys, with the reason."""
   platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
   return choose(
     options.attention,
@@ -52,7 +52,7 @@ def sharded_attention(
   softcap: float | None = None,
   interpret: bool = False,
 ) -> Float[Array, 'batch time heads head_dim']:
-  """`attention`, by each device of the mesh on its part; the masked one is left to the compiler to cut."""
+  """Computes `attention` with each device of the mesh on its shard; the compiler partitions masked attention."""
   rule = dict(window=window, softcap=softcap, interpret=interpret)
   compute = functools.partial(attention, implementation=choice.implementation, block=choice.block, **rule)
   if mesh is None or choice.implementation == 'masked':
@@ -62,7 +62,7 @@ def sharded_attention(
   same_tokens = of_queries is of_keys and mesh.shape[SEQUENCE] == 1
 
   def local(query, key, value, of_queries, of_keys):
-    # The object itself says that they are the same tokens, on each device too where time is not cut.
+    # Object identity marks the same tokens, also on each device if time is not sharded.
     of_keys = of_queries if same_tokens else of_keys
     return compute(query, key, value, of_queries, of_keys)
 
@@ -70,7 +70,7 @@ def sharded_attention(
 
 
 def _sharded_splash(query, key, value, places: Places, mesh: Mesh, **rule) -> Array:
-  """The kernel's list of blocks is an argument, so that each device has those of its own queries."""
+  """Passes the kernel's block list as an argument, so that each device gets the blocks of its queries."""
   time, shards = query.shape[1], mesh.shape[SEQUENCE]
   length = splash_length(time, shards=shards)
   query, key, value = (fill(x, length) for x in (query, key, value))
@@ -85,10 +85,10 @@ def _sharded_splash(query, key, value, places: Places, mesh: Mesh, **rule) -> Ar
 
 
 def _over(mesh: Mesh, local, query, key, value, of_queries: Places, of_keys: Places, *more) -> Array:
-  """Maps `local` over the mesh by the table of rules; `more` are further arguments, each with its spec."""
+  """Maps `local` over the mesh by the sharding rules; `more` are further arguments, each with its spec."""
   spec = lambda x, axes: sharding(mesh, axes, x.shape).spec
   of_query = spec(query, QUERIES)
-  # A key-value head that is not cut although queries' heads are: each device picks those that its heads share.
+  # If query heads are sharded but key-value heads are not, each device picks the ones that its heads share.
   picks = of_query[2] is not None and spec(key, KEYS)[2] is None
 
   def each(query, key, value, *rest):
@@ -109,7 +109,7 @@ def _over(mesh: Mesh, local, query, key, value, of_queries: Places, of_keys: Pla
 
 
 def _of_own_heads(query, key, value, *, total: int) -> tuple[Array, Array]:
-  """Of all key-value heads those that this device's heads share, each as often as runs of these need it."""
+  """Selects the key-value heads that this device's query heads share, repeated as their runs require."""
   own, group = query.shape[2], total // key.shape[2]
   run = math.gcd(own, group)
   first = jax.lax.axis_index(RULES['heads']) * own

@@ -1,7 +1,7 @@
-"""The KV cache: keys and values of what a row has seen, at the index that is their position.
+"""KV cache: keys and values of a row's past tokens, indexed by position.
 
-Invariant: an entry is written before any token that may look at it (index <= position) is computed, so what lies
-beyond a row's last position, padding of a prefill or an earlier occupant's tokens, is never seen.
+Invariant: an entry is written before any token that may attend to it (index <= position) is computed, so entries
+beyond a row's last position (prefill padding, tokens of a previous occupant) are never read.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Cache = tuple[LayerCache, ...]
 
 
 def init_cache(spec: ModelSpec, batch: int, length: int, *, dtype: jnp.dtype) -> Cache:
-  """An empty cache for `batch` rows of at most `length` tokens."""
+  """Creates an empty cache for `batch` rows of at most `length` tokens."""
   shape = (batch, length, spec.num_key_value_heads, spec.head_dim)
   return tuple({name: jnp.zeros(shape, dtype) for name in ('k', 'v')} for _ in range(spec.num_hidden_layers))
 
 
 def places(cache: LayerCache) -> Places:
-  """Where the entries stand: all of one segment, each at its index."""
+  """Returns the places of the entries: all in one segment, each at its index."""
   batch, length = cache['k'].shape[:2]
   indices = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
   return Places(jnp.ones_like(indices), indices)
@@ -38,7 +38,7 @@ def write(
   value: Float[Array, 'batch time kv_heads head_dim'],
   positions: Int[Array, 'batch time'],
 ) -> LayerCache:
-  """Puts each token's key and value at its row's index `position`; a position past the end is not written."""
+  """Writes each token's key and value at index `position` of its row; positions past the end are dropped."""
   rows = jnp.arange(positions.shape[0])[:, None]
   return {
     name: cache[name].at[rows, positions].set(new.astype(cache[name].dtype), mode='drop')

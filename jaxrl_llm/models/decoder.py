@@ -1,7 +1,7 @@
-"""The decoder as one Linen module, its layers unrolled or scanned.
+"""The decoder as a Linen module with unrolled or scanned layers.
 
-Invariant: unrolled (`layers/<i>/...`) and scanned (`layers/...` with a leading layer axis) compute the same function of
-the same numbers; only the parameters' arrangement differs.
+Invariant: unrolled (`layers/<i>/...`) and scanned (`layers/...` with a leading layer axis) compute the same function;
+only the arrangement of the parameters differs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxrl_llm.parallel.mesh import SEQUENCE
 
 
 class Table(nn.Module):
-  """A bare kernel, for what is looked up (embedding) or contracted elsewhere (head)."""
+  """A bare kernel that is looked up (embedding) or contracted elsewhere (head)."""
 
   rows: int
   columns: int
@@ -51,15 +51,15 @@ POLICIES: Mapping[str, Any] = {
 
 
 def remat_layer(remat: str, *, in_scan: bool) -> type[nn.Module]:
-  """A layer whose backward pass keeps what `ModelOptions.remat` says."""
+  """Returns the layer class with the rematerialisation policy of `ModelOptions.remat`."""
   if remat == 'none':
     return Layer
-  # Inside a scan nothing is merged across iterations, so it needs no barriers against that.
+  # Inside a scan no common subexpressions are merged across iterations, so barriers are unnecessary.
   return nn.remat(Layer, prevent_cse=not in_scan, policy=POLICIES[remat])
 
 
 class UnrolledLayers(nn.Module):
-  """Layers one after the other, named by their index."""
+  """Sequential layers, named by their index."""
 
   spec: ModelSpec
   options: ModelOptions
@@ -77,7 +77,7 @@ class UnrolledLayers(nn.Module):
 
 
 def scanned_layers(spec: ModelSpec, options: ModelOptions, mesh: Mesh | None, *, name: str) -> nn.Module:
-  """One layer, run over stacked parameters. For training: it takes no cache."""
+  """Scans one layer over stacked parameters. For training: it takes no cache."""
   layer = remat_layer(options.remat, in_scan=True)
   scan = nn.scan(
     layer,
@@ -90,7 +90,7 @@ def scanned_layers(spec: ModelSpec, options: ModelOptions, mesh: Mesh | None, *,
 
 
 class Decoder(nn.Module):
-  """Tokens to hidden states after the final norm; given a cache, also the cache with these tokens written."""
+  """Maps tokens to hidden states after the final norm and, given a cache, to the updated cache."""
 
   spec: ModelSpec
   options: ModelOptions
@@ -107,7 +107,7 @@ class Decoder(nn.Module):
     dtype, param_dtype = jnp.dtype(options.dtype), jnp.dtype(options.param_dtype)
     table = functools.partial(Table, columns=spec.hidden_size, std=spec.initializer_range, param_dtype=param_dtype)
     frequencies = inverse_frequencies(head_dim=spec.head_dim, rope_theta=spec.rope_theta, scaling=spec.rope_scaling)
-    # Tokens of all rows in one dimension, unless that of each row's is cut over devices.
+    # Flatten tokens of all rows into one dimension, unless time is sharded over devices.
     flat = self.mesh is None or self.mesh.shape[SEQUENCE] == 1
     context = Context(rotation(places.positions, frequencies, dtype=dtype), places)
     x = table(spec.vocab_size, name='embed')()[tokens.reshape(-1) if flat else tokens].astype(dtype)
@@ -116,6 +116,6 @@ class Decoder(nn.Module):
     x, cache = layers(spec, options, self.mesh, name='layers')(x, context, cache)
     x = RMSNorm(spec.rms_norm_eps, param_dtype, name='norm')(x)
     if not is_tied(spec):
-      # Only so that `init` draws it: callers contract with it themselves.
+      # Only creates the parameter in `init`: callers contract with it themselves.
       table(head_size(spec), name='head')()
     return x.reshape(*tokens.shape, spec.hidden_size), cache

@@ -1,6 +1,6 @@
-"""The model families: for each, what is fixed about it and what is usual; one entry here, no code elsewhere.
+"""Model families: fixed properties and defaults of each; adding one takes an entry here and no code elsewhere.
 
-Invariant: the decoder never asks for a family's name; all that differs between families is in their `ModelSpec`s.
+Invariant: the decoder never checks a family's name; all differences between families are in their `ModelSpec`s.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from jaxrl_llm.models.spec import ModelSpec, RopeScaling
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-  """What `transformers` fixes for a model_type (biases, q/k norm) and takes where a config is silent (the rest)."""
+  """Properties that `transformers` fixes for a model_type (biases, q/k norm), and its defaults for the rest."""
 
   name: str
   description: str
   architecture: str
-  """The class named by `architectures` in config.json, for the 'lm' head."""
+  """Class named by `architectures` in config.json, for the 'lm' head."""
   qkv_bias: bool
   qk_norm: bool
   rope_theta: float
@@ -66,19 +66,19 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def find_family(name: str) -> Family:
-  """The family of that name, or a UserError that lists those there are."""
+  """Returns a family by name. Raises UserError that lists the known families."""
   if name not in FAMILIES:
     raise UserError(f'model family: got {name!r}, wanted one of {", ".join(FAMILIES)}')
   return FAMILIES[name]
 
 
 def tiny(family: str, vocab_size: int, **overrides: Any) -> ModelSpec:
-  """A spec small enough for a CPU: 2 layers of width 64, 4 heads of 32 over 2 key-value heads, tied embeddings.
+  """Returns a spec small enough for a CPU: 2 layers of width 64, 4 heads of 32, 2 key-value heads, tied embeddings.
 
   Args:
-    family: a name in FAMILIES.
+    family: name in FAMILIES.
     vocab_size: rows of the embedding.
-    **overrides: fields of ModelSpec that shall differ; `rope_scaling` may be a mapping of RopeScaling's fields.
+    **overrides: other values for fields of ModelSpec; `rope_scaling` may be a mapping of RopeScaling's fields.
   """
   fixed = find_family(family)
   known = {field.name for field in dataclasses.fields(ModelSpec)} - {'family', 'vocab_size'}

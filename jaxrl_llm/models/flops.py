@@ -1,7 +1,7 @@
-"""The floating-point operations that a model's own arithmetic asks for, whatever a program does beside it.
+"""Model FLOPs: the floating-point operations that the model's arithmetic requires.
 
-Invariant: what is computed again (remat), for padding, or for masked scores is not counted, so that a share of a
-device's peak says what was achieved.
+Invariant: recomputation (remat), padding and masked scores are not counted, so that the share of a device's peak
+measures useful work (MFU).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jaxrl_llm.models.spec import ModelSpec
 
 
 def matmul_params(spec: ModelSpec) -> int:
-  """Parameters that each token is multiplied with: projections, MLP and head; a lookup, norms and biases are none.
+  """Number of parameters in matrix products per token: projections, MLP and head; not lookups, norms and biases.
 
   A tied embedding counts once, as the head.
   """
@@ -23,22 +23,22 @@ def matmul_params(spec: ModelSpec) -> int:
 
 
 def causal_pairs(lengths: Iterable[int]) -> int:
-  """Pairs of a query and a key that it sees, over sequences of these lengths: Σ n (n + 1) / 2."""
+  """Number of (query, visible key) pairs in sequences of these lengths: Σ n (n + 1) / 2."""
   return sum(n * (n + 1) // 2 for n in lengths)
 
 
 def model_flops(spec: ModelSpec, tokens: int, *, pairs: int, backward: bool = True) -> int:
-  """Operations of a forward pass, and with `backward` of a training step, which are three times as many.
+  """Operations of a forward pass or, with `backward`, of a training step, which needs three times as many.
 
   forward = 2 · matmul_params · tokens + 4 · layers · heads · head_dim · pairs: a multiplication and an addition for
   each parameter and token, and twice that (scores, and their product with the values) for each pair, head and
   dimension. The backward pass has two products where the forward pass has one. Source: Chowdhery et al.
-  (arXiv:2204.02311), appendix B, with the pairs that a causal mask leaves instead of all.
+  (arXiv:2204.02311), appendix B, counting only pairs within the causal mask.
 
   Args:
-    tokens: of all sequences, padding not counted.
+    tokens: number of tokens in all sequences, without padding.
     pairs: see `causal_pairs`.
-    backward: whether gradients by all parameters are computed.
+    backward: whether gradients of all parameters are computed.
   """
   attention = 4 * spec.num_hidden_layers * spec.num_attention_heads * spec.head_dim * pairs
   return (3 if backward else 1) * (2 * matmul_params(spec) * tokens + attention)

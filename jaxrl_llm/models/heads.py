@@ -1,8 +1,8 @@
-"""What turns hidden states into outputs: one kernel `[out, embed]`, the embedding itself where that is tied.
+"""Output heads: one kernel `[out, embed]`, which is the embedding itself if tied.
 
-Invariant: whoever needs outputs contracts hidden states with `head_kernel(params)`; the decoder never does, so that
-`[batch, time, vocab]` need not exist. A value or scalar head is one freshly drawn row, normal(initializer_range), as
-`transformers` initialises `score`.
+Invariant: callers contract hidden states with `head_kernel(params)`; the decoder never does, so that
+`[batch, time, vocab]` need not be materialised. A value or scalar head is one newly initialised row,
+normal(initializer_range), as `transformers` initialises `score`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxrl_llm.models.spec import ModelSpec
 
 
 def head_size(spec: ModelSpec) -> int:
-  """Outputs per hidden state."""
+  """Returns the number of outputs per hidden state."""
   return spec.vocab_size if spec.head == 'lm' else 1
 
 
@@ -30,14 +30,14 @@ def is_tied(spec: ModelSpec) -> bool:
 
 
 def with_head(spec: ModelSpec, head: Literal['lm', 'value', 'scalar']) -> ModelSpec:
-  """The same body under that head. A head of one output is never tied, and an 'lm' head made of one is not either."""
+  """Returns the spec with another head. Single-output heads are never tied, nor are 'lm' heads derived from them."""
   return dataclasses.replace(spec, head=head, tie_word_embeddings=head == 'lm' and spec.tie_word_embeddings)
 
 
 def fresh_head(
   spec: ModelSpec, key: PRNGKeyArray | UInt32[Array, '2'], *, dtype: str = 'float32'
 ) -> Float[Array, 'out embed']:
-  """A kernel for the spec's head, normal(initializer_range): `[1, embed]` for 'value' and 'scalar'."""
+  """Initialises a kernel for the spec's head, normal(initializer_range): `[1, embed]` for 'value' and 'scalar'."""
   shape = (head_size(spec), spec.hidden_size)
   return spec.initializer_range * jax.random.normal(key, shape, jnp.dtype(dtype))
 
@@ -45,15 +45,15 @@ def fresh_head(
 def replace_head(
   params: Params, spec: ModelSpec, kernel: Float[Array, 'out embed'] | Float[np.ndarray, 'out embed']
 ) -> Params:
-  """Parameters of `spec` around the body of another head's.
+  """Replaces the head in a parameter tree.
 
   Args:
-    params: scanned or unrolled tree; its head, if it has one, is left out, everything else is shared, not copied.
-    spec: what the result is a model of, as `with_head` gives it.
-    kernel: of its head; in the dtype and on the devices that the tree shall have it.
+    params: scanned or unrolled tree; its head, if any, is dropped, everything else is shared, not copied.
+    spec: spec of the result, as from `with_head`.
+    kernel: kernel of the new head, already in the right dtype and on the right devices.
 
   Raises:
-    ValueError: for a kernel of another shape, and for a tied spec, whose head is the embedding.
+    ValueError: the kernel has another shape, or the spec is tied, so that its head is the embedding.
   """
   if is_tied(spec):
     raise ValueError(f'a {spec.family} spec with tied embeddings has no head of its own to be replaced')
@@ -64,11 +64,11 @@ def replace_head(
 
 
 def head_kernel(params: Params, spec: ModelSpec) -> Float[Array, 'out embed']:
-  """The head's kernel: `[vocab, embed]` for 'lm', `[1, embed]` for 'value' and 'scalar'."""
+  """Returns the head's kernel: `[vocab, embed]` for 'lm', `[1, embed]` for 'value' and 'scalar'."""
   return params['embed']['kernel'] if is_tied(spec) else params['head']['kernel']
 
 
 def outputs(hidden: Float[Array, '*batch embed'], kernel: Float[Array, 'out embed']) -> Float[Array, '*batch out']:
-  """hidden · kernelᵀ in at least float32: logits, or values with a last axis of one."""
+  """Computes hidden · kernelᵀ in at least float32: logits, or values with a last axis of size 1."""
   wide = jnp.promote_types(hidden.dtype, jnp.float32)
   return jnp.einsum('...d,od->...o', hidden, kernel.astype(hidden.dtype), preferred_element_type=wide)

@@ -1,8 +1,8 @@
-"""The decoder's parts as Linen modules: projection, norm, attention block, MLP, layer.
+"""Linen modules of the decoder: projection, norm, attention block, MLP, layer.
 
-Invariant: kernels are `[out, in]` as Hugging Face stores them, and activations are `[batch · time, features]` wherever
-they meet a kernel (XLA:CPU multiplies two-dimensional operands fastest), or `[batch, time, features]` where time is cut
-over devices; only attention tells batch from time.
+Invariant: kernels are `[out, in]` as Hugging Face stores them, and activations are `[batch · time, features]` in
+products with kernels (XLA:CPU multiplies two-dimensional operands fastest), or `[batch, time, features]` if time is
+sharded over devices; only attention distinguishes batch from time.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from jaxrl_llm.ops.swiglu import swiglu
 from jaxrl_llm.parallel.rules import constrain
 
 LAYER_INPUT, PRODUCT = 'layer_input', 'product'
-"""What remat policies call them."""
+"""Names of these activations in remat policies."""
 
 
 class Context(NamedTuple):
-  """What all layers share of one call."""
+  """Inputs shared by all layers in one call."""
 
   rotation: Rotation
   places: Places
-  """Of the call's own tokens."""
+  """Places of the call's own tokens."""
 
 
 def cut(x: Float[Array, '*tokens features'], mesh: Mesh | None, features: str | None = None) -> Array:
-  """Activations with their tokens, and features of that logical axis, cut over the mesh."""
+  """Shards activations over the mesh by token and by the logical axis `features`."""
   return constrain(x, mesh, *('batch', 'time')[: x.ndim - 1], features)
 
 
 class Projection(nn.Module):
-  """y = x · kernelᵀ (+ bias) (+ what an adapter adds, where the parameters have one: `models.lora`)."""
+  """y = x · kernelᵀ (+ bias) (+ adapter term if the parameters have one, see `models.lora`)."""
 
   features: int
   use_bias: bool
@@ -61,7 +61,7 @@ class Projection(nn.Module):
     return y + self._adapted(x) if self.has_variable('params', 'lora_a') else y
 
   def _adapted(self, x: Float[Array, '*tokens in']) -> Float[Array, '*tokens out']:
-    """alpha/rank · (x · Aᵀ) · Bᵀ: the product of the two is never made."""
+    """alpha/rank · (x · Aᵀ) · Bᵀ, without materialising B · A."""
     a, b = (self.get_variable('params', name) for name in ('lora_a', 'lora_b'))
     return linear(self.options.lora.scale * linear(x, a), b)
 
@@ -81,7 +81,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-  """Self-attention: over the call's own tokens, or, given a cache, over what it holds after these were written."""
+  """Self-attention over the call's own tokens or, given a cache, over its contents after writing these tokens."""
 
   spec: ModelSpec
   options: ModelOptions
@@ -110,7 +110,7 @@ class Attention(nn.Module):
     return output(mixed), cache
 
   def _heads(self, name: str, heads: int, x: Array, context: Context) -> Float[Array, 'batch time heads head_dim']:
-    """Projects to heads; queries and keys are normalised where the family does that, and rotated."""
+    """Projects to heads; normalises queries and keys if the spec has qk_norm, and rotates them."""
     spec = self.spec
     project = Projection(heads * spec.head_dim, spec.qkv_bias, spec.initializer_range, self.options, name=name)
     y = project(x).reshape(*context.places.positions.shape, heads, spec.head_dim)

@@ -1,7 +1,7 @@
-"""Adapters (LoRA) apart from what they stand on, beside it, and merged into it: parameters as data.
+"""LoRA adapters as data: separate from the base parameters, joined with them, or merged into them.
 
-Invariant: a model with adapters is one nested dict like any other; `split` and `join` only take it apart and put it
-together again, no array is copied, and what is trained is what `split` gives first.
+Invariant: a model with adapters is a nested dict like any other; `split` and `join` only take it apart and reassemble
+it without copying arrays, and the trained parameters are the first result of `split`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _A, _B, _KERNEL = '/lora_a', '/lora_b', '/kernel'
 
 
 def fresh(params: Params, lora: LoraConfig, key: PRNGKeyArray | UInt32[Array, '2']) -> Params:
-  """New adapters for a tree of kernels, which change nothing yet: as in PEFT, A is uniform in ±1/√in, and B is 0.
+  """Creates adapters for a tree of kernels, initially without effect: as in PEFT, A is uniform in ±1/√in, and B is 0.
 
-  They are at least float32, as masters of what is trained have to be.
+  They are at least float32, as required of master weights.
   """
   targets = {name: leaf for name, leaf in sorted(flatten(params).items()) if _is_target(name, lora)}
   adapters = {}
@@ -42,13 +42,13 @@ def _is_target(name: str, lora: LoraConfig) -> bool:
 
 
 def split(params: Params, spec: ModelSpec, options: ModelOptions) -> tuple[Params, Params | None]:
-  """What is trained, and what it stands on.
+  """Splits parameters into trained and frozen base parameters.
 
-  Trained are the adapters, and the output of a model that generates nothing, which is drawn afresh. Without adapters
-  all is trained, and it stands on nothing (None).
+  Adapters are trained, and so is the newly initialised head of a model that is not an 'lm'. Without adapters all
+  parameters are trained and the base is None.
 
   Args:
-    params: tree of arrays, or of what stands for them (shapes, shardings, axes).
+    params: tree of arrays or of their shapes, shardings or axes.
   """
   if options.lora is None:
     return params, None
@@ -61,20 +61,20 @@ def split(params: Params, spec: ModelSpec, options: ModelOptions) -> tuple[Param
 
 
 def join(params: Params, others: Params | None) -> Params:
-  """One tree of both, the inverse of `split`; where both have an array, that of `params` counts."""
+  """Joins both trees, the inverse of `split`; if both have an array, `params` takes precedence."""
   return params if others is None else unflatten(flatten(others) | flatten(params))
 
 
 def is_adapter(name: str) -> bool:
-  """Whether a flat name is that of an adapter's array."""
+  """Whether a flat name belongs to an adapter's array."""
   return name.endswith((_A, _B))
 
 
 def merged(params: Params, lora: LoraConfig | None) -> Iterator[tuple[str, Any]]:
-  """(name, array) of a model of the same function without adapters, sorted by name, each made when it is asked for.
+  """Yields (name, array) of the equivalent model without adapters, sorted by name and computed lazily.
 
-  Kernels with an adapter are W + alpha/rank · B·A, computed and given in at least float32; all else is passed on, and
-  so is everything where `lora` is None.
+  Kernels with an adapter become W + alpha/rank · B·A, computed and returned in at least float32; all other arrays, or
+  all arrays if `lora` is None, are passed through.
   """
   flat = flatten(params)
   for name in sorted(flat):

@@ -1,7 +1,7 @@
-"""What a model is (`ModelSpec`) and how it is computed (`ModelOptions`): values, checked when they are built.
+"""Model architecture (`ModelSpec`) and compute options (`ModelOptions`), validated on construction.
 
-Invariant: the spec alone decides the parameters' names and shapes; the options never do, except that `scan_layers`
-stacks the layers along a leading axis, `param_dtype` is the type they are made in, and `lora` adds adapters.
+Invariant: the spec alone determines the parameters' names and shapes; the options never do, except that `scan_layers`
+stacks the layers along a leading axis, `param_dtype` is the dtype of new parameters, and `lora` adds adapters.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _MOST = {
   'head_dim': 100_000,
   'max_position_embeddings': 2**31 - 1,
 }
-"""Largest sizes: far above those of any model, and small enough to list the parameters within a second."""
+"""Maximum sizes: far above any real model, and small enough to list the parameters within a second."""
 PROJECTIONS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-  """How rotary frequencies are stretched to longer contexts."""
+  """Scaling of rotary frequencies to longer contexts."""
 
   kind: Literal['linear', 'llama3']
   factor: float
-  """Frequencies (llama3: the low ones) are divided by it."""
+  """Divisor of the frequencies (llama3: of the low ones)."""
   low_freq_factor: float = 1.0
-  """llama3: wavelengths above original length / this are stretched in full."""
+  """llama3: wavelengths above original length / this are fully scaled."""
   high_freq_factor: float = 4.0
-  """llama3: wavelengths below original length / this are left alone."""
+  """llama3: wavelengths below original length / this are not scaled."""
   original_max_position_embeddings: int = 0
-  """llama3: the context length in tokens before stretching."""
+  """llama3: context length in tokens before scaling."""
 
   def __post_init__(self):
     if self.factor <= 0:
@@ -58,7 +58,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-  """A decoder's architecture under Hugging Face's names; a family is a value of this, never a fork of the decoder."""
+  """Architecture of a decoder under Hugging Face's names; a family is a value of this, never a fork of the decoder."""
 
   family: str
   vocab_size: int
@@ -68,22 +68,22 @@ class ModelSpec:
   num_attention_heads: int
   num_key_value_heads: int
   head_dim: int
-  """Size of one head; need not be hidden_size / num_attention_heads."""
+  """Size of a head; need not be hidden_size / num_attention_heads."""
   rope_theta: float
   rope_scaling: RopeScaling | None = None
   rms_norm_eps: float
   tie_word_embeddings: bool
-  """The unembedding is the embedding; only the 'lm' head can be tied."""
+  """Whether the unembedding is the embedding; only the 'lm' head can be tied."""
   max_position_embeddings: int
   qkv_bias: bool
   qk_norm: bool
-  """Queries and keys are normalised per head before rotation."""
+  """Whether queries and keys are normalised per head before rotation."""
   o_bias: bool = False
   mlp_bias: bool = False
   initializer_range: float = 0.02
-  """Standard deviation of freshly drawn kernels."""
+  """Standard deviation of newly initialised kernels."""
   head: Literal['lm', 'value', 'scalar'] = 'lm'
-  """lm: logits over the vocabulary; value: a value per token; scalar: a score read at a sequence's last token."""
+  """lm: logits over the vocabulary; value: a value per token; scalar: a score at a sequence's last token."""
 
   def __post_init__(self):
     for name, most in _MOST.items():
@@ -108,9 +108,9 @@ class LoraConfig:
   rank: int = 16
   """Rows of A and columns of B."""
   alpha: int = 32
-  """The adapter counts alpha/rank times."""
+  """The adapter term is scaled by alpha/rank."""
   targets: tuple[str, ...] = PROJECTIONS
-  """Projections that have one."""
+  """Projections with an adapter."""
 
   def __post_init__(self):
     for name in ('rank', 'alpha'):
@@ -126,24 +126,24 @@ class LoraConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-  """How a spec is computed; results agree for all values up to rounding."""
+  """Compute options of a model; results agree for all values up to rounding."""
 
   scan_layers: bool = False
-  """One compiled layer run N times over stacked parameters: less to compile, 10-15 % slower on a CPU."""
+  """Scans one compiled layer over stacked parameters: faster to compile, 10-15 % slower on a CPU."""
   remat: Literal['none', 'full', 'dots', 'offload'] = 'none'
-  """What the backward pass finds of each layer.
+  """Activations of each layer saved for the backward pass.
 
-  none: all; full: its input, the rest is computed again; dots: the results of its products with kernels; offload: its
-  input, in the host's memory.
+  none: all (no recomputation); full: only its input; dots: the results of its products with kernels; offload: only its
+  input, in host memory.
   """
   attention: Literal['auto', 'masked', 'blockwise', 'splash', 'pallas_gpu'] = 'auto'
-  """Implementation; auto: by platform and length, see `ops.attention.choose`."""
+  """Attention implementation; auto: chosen by platform and length, see `ops.attention.choose`."""
   dtype: str = 'float32'
-  """Of activations and of the KV cache; statistics (softmax, norms, rotary) are at least float32 all the same."""
+  """Dtype of activations and KV cache; statistics (softmax, norms, rotary) are always at least float32."""
   param_dtype: str = 'float32'
-  """Of freshly drawn parameters; adapters are at least float32."""
+  """Dtype of newly initialised parameters; adapters are at least float32."""
   lora: LoraConfig | None = None
-  """Which projections have adapters; None: none, and the whole model is trained."""
+  """Adapter configuration; None: no adapters, the whole model is trained."""
 
   def __post_init__(self):
     for name, value in (('dtype', self.dtype), ('param_dtype', self.param_dtype)):

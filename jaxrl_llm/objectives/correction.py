@@ -1,9 +1,9 @@
-"""Weights and rejections for tokens that another policy sampled: functions of constants, never a path for a gradient.
+"""Off-policy correction: weights and rejections of tokens sampled by another policy, all without gradients.
 
-They change what is summed, never what it is divided by: the denominator keeps the tokens as they were before a
-rejection. Divided by the kept ones alone, the gradient of those would grow by N / N_kept.
-Everywhere, `mask` is the trained tokens that a sampler drew: where it is False, behaviour logprobs mean nothing, the
-weight is 1 and the token is not rejected, so that expert tokens in the same batch stay as they are.
+They change the numerator, never the denominator, which keeps the tokens from before a rejection: divided by the kept
+tokens alone, their gradient would grow by N / N_kept.
+In all functions, `mask` marks the trained tokens that a sampler drew: where it is False, behaviour logprobs are
+meaningless, the weight is 1 and the token is not rejected, so that expert tokens in the same batch are unaffected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxrl_llm.ops.reduce import by_segment, segment_sums
 Correction = Literal['token', 'sequence', 'icepop']
 
 _LOG_LIMIT = 20.0
-"""Of a log ratio before it is exponentiated, as in verl."""
+"""Limit of a log ratio before it is exponentiated, as in verl."""
 _ICEPOP_LOWER = 0.5
 
 
@@ -34,7 +34,7 @@ def importance_weights(
   threshold: float = 2.0,
   lower: float | None = None,
 ) -> Float[Array, 'chunks time']:
-  """Weight of each token's loss for what differs between trainer and sampler, d = proximal - behaviour.
+  """Weight of each token's loss that corrects the difference d = proximal - behaviour between trainer and sampler.
 
   token: min(exp(dₜ), C), truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings
     you off-policy RL training").
@@ -45,7 +45,7 @@ def importance_weights(
 
   Args:
     threshold: C. IcePop's own is 5.
-    lower: the bound from below; token and sequence clamp to it (OpenRLHF), None not at all; of icepop, None is 0.5.
+    lower: lower bound; token and sequence clamp to it (OpenRLHF), unless None; for icepop, None means 0.5.
   """
   difference = _difference(proximal_logprobs, behaviour_logprobs, mask)
   if mode == 'sequence':

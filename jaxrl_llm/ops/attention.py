@@ -1,6 +1,6 @@
-"""Attention with shared key-value heads: one contract, the reference that fulfils it plainly, and the other ways.
+"""Attention with shared key-value heads: the contract, a reference implementation, and the alternatives.
 
-Invariant: a query that sees no key yields 0 and sends no gradient; nothing here makes a NaN of finite input.
+Invariant: a query that sees no key yields 0 and has no gradient; finite inputs never produce NaN.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from jaxrl_llm.ops.places import FLOOR, MASKED, Places, visible
 
 Implementation = Literal['masked', 'blockwise', 'splash', 'pallas_gpu']
 KERNELS = {'tpu': 'splash', 'gpu': 'pallas_gpu'}
-"""The fused kernel of each platform that has one."""
+"""Fused kernel of each platform that has one."""
 MASKED_SCORES = 256 * 256
 """Scores of a head (queries × keys of a row) up to which masked attention is as fast on a CPU; at 512 × 512 blockwise
-takes a third of the time or less, whatever the heads and however many segments."""
+takes at most a third of the time, for any number of heads and segments."""
 
 
 class Choice(NamedTuple):
   implementation: Implementation
   reason: str
   block: int
-  """Tokens of a block, for blockwise attention: on a CPU what its caches hold, else what hides the cost of a step."""
+  """Block size in tokens for blockwise attention: fits the caches of a CPU, hides the cost of a step elsewhere."""
 
 
 def choose(
@@ -43,20 +43,20 @@ def choose(
   softcap: float | None = None,
   shards: int = 1,
 ) -> Choice:
-  """Which implementation computes this attention, and why.
+  """Chooses the implementation of an attention, with the reason.
 
   Args:
-    asked: by the configuration. A fused kernel that is asked for by name is for tokens that attend to one another; a
-      cache is read as with 'auto'.
-    platform: of the devices that it is computed on.
-    time: queries of a row.
-    keys: of a row.
-    same_tokens: whether queries and keys are those of the same tokens.
-    dtype: of queries, keys and values.
-    shards: parts that the queries' time is cut into.
+    asked: implementation from the configuration. A fused kernel named here applies to tokens that attend to one
+      another; attention over a cache is chosen as with 'auto'.
+    platform: platform of the devices.
+    time: number of queries per row.
+    keys: number of keys per row.
+    same_tokens: whether queries and keys belong to the same tokens.
+    dtype: dtype of queries, keys and values.
+    shards: number of shards of the queries' time.
 
   Raises:
-    UserError: the kernel that is asked for cannot do it.
+    UserError: the configured kernel does not support this.
   """
   block = 128 if platform == 'cpu' else 512
   if asked in ('masked', 'blockwise'):
@@ -95,19 +95,18 @@ def attention(
   float32.
 
   Args:
-    of_queries: where the queries' tokens stand; `visible` has the rule.
-    of_keys: where those of the keys do. The fused kernels want the very object `of_queries` here, which says that they
-      are the same tokens; each row then holds its segments one after the other, in the order of their positions,
-      which count by one.
-    window: how far back a query sees, its own token included; None = to the segment's start.
+    of_queries: places of the queries' tokens; `visible` defines the rule.
+    of_keys: places of the keys' tokens. The fused kernels require the very object `of_queries` here, which marks them
+      as the same tokens; each row then holds its segments one after the other, with consecutive positions.
+    window: number of tokens that a query sees, including its own; None = to the segment's start.
     softcap: scores s become softcap · tanh(s / softcap).
-    implementation: 'masked' holds all scores; 'blockwise' holds a block of them, forward and backward; 'splash' and
-      'pallas_gpu' are the kernels of TPUs and of GPUs. See `choose`.
-    block: tokens of a block, for 'blockwise'.
-    interpret: run a kernel's program step by step on any platform, for tests.
+    implementation: 'masked' materialises all scores; 'blockwise' only one block at a time, forward and backward;
+      'splash' and 'pallas_gpu' are the fused kernels of TPUs and GPUs. See `choose`.
+    block: block size in tokens, for 'blockwise'.
+    interpret: runs a kernel in interpreter mode on any platform, for tests.
 
   Raises:
-    ValueError: the kernel cannot do this, and why.
+    ValueError: the kernel does not support this; says why.
   """
   if implementation == 'masked':
     return masked(query, key, value, of_queries, of_keys, window=window, softcap=softcap)
@@ -132,7 +131,7 @@ def masked(
   window: int | None = None,
   softcap: float | None = None,
 ) -> Float[Array, 'batch time heads head_dim']:
-  """The reference: all scores at once, those of unseen keys masked.
+  """Reference implementation: computes all scores at once and masks those of unseen keys.
 
   Keys and values are never copied. Weights are cast to the values' dtype for the second product and normalised after
   it, as in flash attention (arXiv:2205.14135), which saves a pass over the scores.
@@ -141,7 +140,7 @@ def masked(
   kv_heads, keys = key.shape[2], key.shape[1]
   group = heads // kv_heads
   statistics = jnp.promote_types(query.dtype, jnp.float32)
-  # The heads that share keys become rows of one matrix product: plain batched products are what XLA runs best.
+  # Heads that share keys become rows of one matrix product: XLA runs plain batched products best.
   rows = jnp.moveaxis(query.reshape(batch, time, kv_heads, group, head_dim), 1, 3)
   rows = rows.reshape(batch, kv_heads, group * time, head_dim)
   scores = jnp.einsum('bkqh,bskh->bkqs', rows, key, preferred_element_type=statistics)
@@ -152,7 +151,7 @@ def masked(
   peak = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), FLOOR))
   weights = jnp.exp(scores - peak).reshape(batch, kv_heads, group * time, keys)
   mixed = jnp.einsum('bkqs,bskh->bkqh', weights.astype(value.dtype), value, preferred_element_type=statistics)
-  # A row with a valid key has a total of at least 1 (its maximum's weight); only the empty rows' 0 is lifted.
+  # A row with a visible key has a total of at least 1 (its maximum's weight); the floor only affects empty rows.
   mixed = mixed / jnp.maximum(weights.sum(-1, keepdims=True), 1e-9)
   mixed = jnp.moveaxis(mixed.reshape(batch, kv_heads, group, time, head_dim), 3, 1)
   return mixed.reshape(batch, time, heads, head_dim).astype(query.dtype)

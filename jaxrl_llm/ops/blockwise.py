@@ -1,7 +1,7 @@
-"""Attention block by block in plain JAX: memory linear in time, forward and backward, on any platform.
+"""Blockwise attention in plain JAX: memory linear in time, forward and backward, on any platform.
 
-Invariant: a block of scores exists only while it is used. The backward pass has the outputs and the logarithm of each
-row's normaliser, and computes probabilities again, as FlashAttention-2 does (arXiv:2307.08691).
+Invariant: only the current block of scores is materialised. The backward pass recomputes probabilities from the outputs
+and the logarithm of each row's normaliser, as FlashAttention-2 does (arXiv:2307.08691).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrl_llm.ops.places import FLOOR, MASKED, Places, visible
 
 BLOCK = 128
-"""Queries, and keys, of a block."""
+"""Number of queries, and of keys, in a block."""
 
 
 class _Rule(NamedTuple):
-  """What is known when the program is built."""
+  """Static parameters of the attention."""
 
   window: int | None
   softcap: float | None
@@ -38,10 +38,10 @@ def blockwise(
   softcap: float | None = None,
   block: int = BLOCK,
 ) -> Float[Array, 'batch time heads head_dim']:
-  """See `attention`. Each block of queries walks from the first block of keys that it may see to the last.
+  """See `attention`. Each block of queries iterates over the blocks of keys from the first to the last that it may see.
 
-  Where rows hold packed segments in order, those are the blocks of its own segments up to itself: neither later tokens
-  nor other segments cost anything. Rows of the batch are gone through one by one, so that each walks for itself.
+  If rows hold packed segments in order, these are the blocks of its own segments up to itself: neither later tokens
+  nor other segments cost anything. Rows of the batch are processed sequentially, each with its own range of blocks.
   """
   return _attend(query, key, value, of_queries, of_keys, _Rule(window, softcap, block))
 
@@ -52,7 +52,7 @@ def _attend(query, key, value, of_queries, of_keys, rule):
 
 
 def _forward(query, key, value, of_queries, of_keys, rule):
-  """The outputs, and what the backward pass needs."""
+  """Returns the outputs and the residuals for the backward pass."""
   rows = _Rows.of(query, key, value, of_queries, of_keys, rule)
   mixed, normalizer = jax.lax.map(lambda row: _forward_row(row, rule), rows)
   out = _unblocked(mixed, like=query)
@@ -63,7 +63,7 @@ def _backward(rule, saved, gradient):
   query, key, value, of_queries, of_keys, out, normalizer = saved
   rows = _Rows.of(query, key, value, of_queries, of_keys, rule)
   statistics = normalizer.dtype
-  # What the softmax takes off each row's gradient: the sum of probability × its gradient, which is output × gradient.
+  # Softmax's correction of each row's gradient: Σ probability × its gradient, which equals output · gradient.
   taken = (out.astype(statistics) * gradient.astype(statistics)).sum(-1, keepdims=True)
   kv_heads = key.shape[2]
   of_rows = functools.partial(_blocked, kv_heads=kv_heads, block=rows.query_block)
@@ -83,7 +83,7 @@ _attend.defvjp(_forward, _backward)
 
 
 class _Rows(NamedTuple):
-  """The arguments in blocks. Heads that share keys are rows of one matrix product (`rows` = group · block)."""
+  """Arguments in blocks. Heads that share keys are rows of one matrix product (`rows` = group · block)."""
 
   query: Float[Array, '*batch blocks kv_heads rows head_dim']
   key: Float[Array, '*batch key_blocks kv_heads key_block head_dim']
@@ -92,9 +92,9 @@ class _Rows(NamedTuple):
   """`[*batch, blocks, block]`."""
   of_keys: Places
   first: Int[Array, '*batch blocks']
-  """Block of keys at which each block of queries begins to walk."""
+  """First block of keys of each block of queries."""
   end: Int[Array, '*batch blocks']
-  """And before which it ends."""
+  """End (exclusive) of the blocks of keys of each block of queries."""
 
   @property
   def query_block(self) -> int:
@@ -118,7 +118,7 @@ class _Rows(NamedTuple):
 
 
 def _blocked(x: Float[Array, 'batch time heads n'], *, kv_heads: int, block: int) -> Array:
-  """`[batch, blocks, kv_heads, heads / kv_heads · block, n]`, filled up with zeros."""
+  """Reshapes to `[batch, blocks, kv_heads, heads / kv_heads · block, n]`, padded with zeros."""
   batch, time, heads, n = x.shape
   x = jnp.pad(x, ((0, 0), (0, -time % block), (0, 0), (0, 0)))
   x = x.reshape(batch, -1, block, kv_heads, heads // kv_heads, n)
@@ -133,16 +133,17 @@ def _unblocked(x: Float[Array, 'batch blocks kv_heads rows n'], *, like: Float[A
 
 
 def _placed(places: Places, block: int) -> Places:
-  """In blocks, filled up with padding."""
+  """Splits places into blocks, with padding at the end."""
   fill = lambda x: jnp.pad(x, ((0, 0), (0, -x.shape[1] % block))).reshape(x.shape[0], -1, block)
   return Places(fill(places.segment_ids), fill(places.positions))
 
 
 def _walks(of_queries: Places, of_keys: Places, window: int | None) -> tuple[Array, Array]:
-  """First and end of the blocks of keys that each block of queries may see; both 0 where it sees none.
+  """Returns first and end of the blocks of keys that each block of queries may see; both 0 if there are none.
 
-  A block of keys is left out where all of it lies after the block's last query, or before what its first one sees, by
-  segment and then position. That is necessary for any order of tokens, and exact for packed ones but for padding.
+  A block of keys is skipped if all of it lies after the block's last query, or before the first key visible to its
+  first query, by segment and then position. No visible key is skipped for any token order; for packed tokens the range
+  is exact except for padding.
   """
   low, low_at, high, high_at = (x[..., :, None] for x in _span(of_queries))
   key_low, key_low_at, key_high, key_high_at = (x[..., None, :] for x in _span(of_keys))
@@ -155,9 +156,9 @@ def _walks(of_queries: Places, of_keys: Places, window: int | None) -> tuple[Arr
 
 
 def _span(places: Places) -> tuple[Array, Array, Array, Array]:
-  """Of each block: its lowest segment, the lowest position in that, its highest segment, the highest position in it.
+  """Returns, per block, the lowest segment, its lowest position, the highest segment and its highest position.
 
-  Padding does not count; a block of nothing else has a lowest segment above all and a highest below all.
+  Padding is ignored; in a block of padding only, the lowest segment is above all others and the highest below.
   """
   segments, positions = places
   top = jnp.iinfo(segments.dtype).max
@@ -169,7 +170,7 @@ def _span(places: Places) -> tuple[Array, Array, Array, Array]:
 
 
 def _scores(query, key, of_queries, of_keys, rule) -> tuple[Array, Bool[Array, 'group_of_rows keys']]:
-  """Scores of one block, scaled and capped but not masked, and which of them count; both `[.., rows, keys]`."""
+  """Returns the unmasked, scaled and capped scores of a block and its visibility mask, both `[.., rows, keys]`."""
   statistics = jnp.promote_types(query.dtype, jnp.float32)
   scores = jnp.einsum('krh,ksh->krs', query, key, preferred_element_type=statistics) * query.shape[-1] ** -0.5
   if rule.softcap is not None:
@@ -179,7 +180,7 @@ def _scores(query, key, of_queries, of_keys, rule) -> tuple[Array, Bool[Array, '
 
 
 def _forward_row(row: _Rows, rule: _Rule) -> tuple[Array, Array]:
-  """Outputs `[blocks, kv_heads, rows, head_dim]`, and normalisers' logarithms, `[blocks, kv_heads, rows, 1]`."""
+  """Returns outputs `[blocks, kv_heads, rows, head_dim]` and log-normalisers `[blocks, kv_heads, rows, 1]`."""
 
   def walk(block):
     query, of_queries, first, end = block
@@ -198,7 +199,7 @@ def _forward_row(row: _Rows, rule: _Rule) -> tuple[Array, Array]:
     column = (*query.shape[:-1], 1)
     start = jnp.zeros(query.shape, statistics), jnp.full(column, FLOOR, statistics), jnp.zeros(column, statistics)
     mixed, peak, total = jax.lax.fori_loop(first, end, look, start)
-    # A row that sees a key has a total of at least 1; that of an empty one is lifted from 0.
+    # A row that sees a key has a total of at least 1; the floor only affects empty rows.
     total = jnp.maximum(total, 1e-9)
     return (mixed / total).astype(query.dtype), peak + jnp.log(total)
 
@@ -206,7 +207,7 @@ def _forward_row(row: _Rows, rule: _Rule) -> tuple[Array, Array]:
 
 
 def _backward_row(row: _Rows, gradient: Array, taken: Array, normalizer: Array, rule: _Rule):
-  """Gradients of a row's queries, keys and values, in blocks."""
+  """Returns the gradients of a row's queries, keys and values, in blocks."""
   statistics = normalizer.dtype
 
   def walk(sums, block):

@@ -1,7 +1,7 @@
-"""The product of activations with a kernel `[out, in]`, whose gradient is summed in the kernel's own precision.
+"""Product of activations with a kernel `[out, in]` whose gradient is accumulated in the kernel's own precision.
 
-Invariant: a float32 kernel used in bfloat16 gets a gradient that was never rounded to bfloat16, over tokens or over
-devices: only its two factors were.
+Invariant: the gradient of a float32 kernel used in bfloat16 is never rounded to bfloat16 while it is summed over tokens
+or devices: only its two factors are.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _by_kernel(x, dy, dtype: jnp.dtype):
   plain = lambda x, dy: product(dy, x)
   if dy.shape[-1] <= x.shape[-1]:
     return plain(x, dy)
-  # XLA:CPU takes a third less time where the second factor is the wider one; without the barrier it swaps them back.
+  # XLA:CPU takes a third less time if the second factor is the wider one; without the barrier it swaps them back.
   turned = lambda x, dy: jax.lax.optimization_barrier(product(x, dy)).T
   return jax.lax.platform_dependent(x, dy, cpu=turned, default=plain)
 

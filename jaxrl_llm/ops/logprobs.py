@@ -1,6 +1,6 @@
-"""Hidden states to token logprobs, values and scores, without ever holding `[batch, time, vocab]`.
+"""Token logprobs, values and scores from hidden states, without ever materialising `[batch, time, vocab]`.
 
-The only place that shifts tokens.
+This is the only module that shifts tokens.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jaxrl_llm.ops.reduce import segment_sums
 
 
 class TokenLogprobs(NamedTuple):
-  """Aligned as everything else: entry t speaks of `tokens[t]` given `tokens[:t]`; 0 at a segment's first token, and
-  where it was not asked for."""
+  """Logprobs and entropies, aligned with tokens: entry t is for `tokens[t]` given `tokens[:t]`; 0 at a segment's first
+  token and where not wanted."""
 
   logprobs: Float[Array, 'chunks time']
   entropy: Float[Array, 'chunks time']
@@ -32,7 +32,7 @@ class TokenValues(NamedTuple):
 
 
 class StateValues(NamedTuple):
-  """The value of every state of each segment, and so of the one after its last token, too."""
+  """Values of every state of each segment, including the one after its last token."""
 
   values: Float[Array, 'chunks time']
   """As in `TokenValues`."""
@@ -41,19 +41,19 @@ class StateValues(NamedTuple):
 
 
 class SequenceScores(NamedTuple):
-  """One score for each segment, read at its last token; 0 for segments that are not there."""
+  """One score per segment, read at its last token; 0 for absent segments."""
 
   scores: Float[Array, 'chunks segments']
 
 
 def plan_token_chunk(*, chunks: int, time: int, vocab: int, budget_bytes: int, time_shards: int = 1) -> int:
-  """The largest `token_chunk` whose float32 logits fit in `budget_bytes` of a device, at least a position of each part.
+  """Returns the largest `token_chunk` whose float32 logits fit in `budget_bytes`, at least one position per time shard.
 
   Args:
-    chunks: rows of a device.
-    time: positions of a whole row.
-    vocab: words of a device: the local part where the vocabulary is sharded.
-    budget_bytes: for the logits of one chunk.
+    chunks: number of rows per device.
+    time: number of positions in a whole row.
+    vocab: vocabulary size per device: the local shard if the vocabulary is sharded.
+    budget_bytes: memory per device for the logits of one chunk.
     time_shards: as in `token_logprobs`.
   """
   part = time // time_shards
@@ -73,28 +73,28 @@ def token_logprobs(
   time_shards: int = 1,
   row_shards: int = 1,
 ) -> TokenLogprobs:
-  """Logprobs of the tokens under softmax(hidden @ kernel.T / temperature), and that distribution's entropy.
+  """Computes the tokens' logprobs under softmax(hidden @ kernel.T / temperature), and that distribution's entropy.
 
-  Logits exist for `token_chunk` positions of every row at a time, and the backward pass computes them again; with
-  `wanted`, only as many chunks are computed as the wanted positions fill. With all positions in one chunk, which is the
-  choice where it fits, a compiler that sees both passes computes them only once. Where `kernel` is sharded over its
-  vocabulary, logits stay so: only maxima, sums and the targets' logits are reduced.
+  Logits are materialised for `token_chunk` positions of every row at a time and recomputed in the backward pass; with
+  `wanted`, only as many chunks are computed as the wanted positions fill. With all positions in one chunk, preferable
+  if it fits, a compiler that sees both passes computes them only once. If `kernel` is sharded over its vocabulary, so
+  are the logits: only maxima, sums and the targets' logits are reduced.
 
-  Statistics are at least float32 whatever `hidden` is. Gradients go to `hidden` and `kernel`; the temperature is data
-  and has none.
+  Statistics are at least float32 whatever the dtype of `hidden`. `hidden` and `kernel` have gradients, the temperature
+  has none.
 
   Args:
     hidden: states after the final norm; state t predicts token t + 1.
     kernel: the unembedding, `[vocab, embed]`.
-    tokens: what was drawn.
+    tokens: tokens to score.
     segment_ids: 0 = padding; the first token of each segment has no logprob (it gets 0).
-    temperature: of each token's sample; the logits are divided by it.
-    wanted: the tokens that are asked for; others get 0. None: all.
+    temperature: temperature of each token's sample, by which the logits are divided.
+    wanted: tokens to compute; others get 0. None: all.
     token_chunk: positions computed at a time; must divide `time`.
-    time_shards: equal contiguous parts that time is cut into over devices; a chunk takes as many positions of each,
+    time_shards: number of equal contiguous shards of time over devices; a chunk takes equally many positions of each,
       so that nothing moves between them. Must divide `token_chunk`.
-    row_shards: the same of the rows. The kernel's gradient is summed over both kinds of parts once, after the chunks,
-      instead of once in every chunk. Must divide the rows.
+    row_shards: number of shards of the rows. The kernel's gradient is summed over both kinds of shards once, after all
+      chunks, instead of in every chunk. Must divide the rows.
   """
   rows, time = tokens.shape
   if time % token_chunk:
@@ -128,14 +128,14 @@ def token_logprobs(
 def token_values(
   hidden: Float[Array, 'chunks time embed'], kernel: Float[Array, 'one embed'], segment_ids: Int[Array, 'chunks time']
 ) -> TokenValues:
-  """hidden · kernel of the position before each token, in at least float32."""
+  """Computes hidden · kernel at the position before each token, in at least float32."""
   return TokenValues(_delayed(_scalar(hidden, kernel), segment_ids))
 
 
 def state_values(
   hidden: Float[Array, 'chunks time embed'], kernel: Float[Array, 'one embed'], segment_ids: Int[Array, 'chunks time']
 ) -> StateValues:
-  """hidden · kernel of the position before each token and of the token's own, in at least float32."""
+  """Computes hidden · kernel at the position before each token and at the token's own, in at least float32."""
   after = _scalar(hidden, kernel)
   return StateValues(_delayed(after, segment_ids), jnp.where(segment_ids > 0, after, 0.0))
 
@@ -147,10 +147,10 @@ def sequence_scores(
   *,
   segments: int,
 ) -> SequenceScores:
-  """hidden · kernel of each segment's last token, in at least float32.
+  """Computes hidden · kernel at each segment's last token, in at least float32.
 
   Args:
-    segments: upper bound of segments in a chunk.
+    segments: upper bound on the number of segments in a chunk.
   """
   last = (segment_ids > 0) & (segment_ids != jnp.roll(segment_ids, -1, axis=1))
   last = last.at[:, -1].set(segment_ids[:, -1] > 0)
@@ -162,7 +162,7 @@ def _scalar(hidden, kernel):
 
 
 def _delayed(x, segment_ids):
-  """Entry t - 1 at t, within segments; 0 at a segment's first token and at padding."""
+  """Shifts entry t - 1 to t within segments; 0 at a segment's first token and at padding."""
   continues = (segment_ids > 0) & (segment_ids == jnp.roll(segment_ids, 1, axis=1))
   continues &= jnp.arange(segment_ids.shape[1]) > 0
   return jnp.where(continues, jnp.roll(x, 1, axis=1), 0.0)
@@ -170,7 +170,7 @@ def _delayed(x, segment_ids):
 
 @jax.custom_vjp
 def _moved(states, order, places):
-  """The states of each part in another order; `places` is its inverse, by which gradients are gathered, not added."""
+  """Reorders the states of each part; `places` is the inverse order, so that gradients are gathered, not scattered."""
   return jnp.take_along_axis(states, order[..., None], axis=2)
 
 
@@ -184,8 +184,8 @@ _moved.defvjp(
 def _head(positions, hidden, kernel, targets, temperature, used):
   """Logprobs of `targets` and entropies, `[row part, time part, position]` like `targets` and `temperature`.
 
-  `hidden` is `[row part, time part, position, embed]`. Of each part `positions` are computed at a time, `used` times;
-  what is not computed is 0.
+  `hidden` is `[row part, time part, position, embed]`. Each of `used` chunks computes `positions` positions per part;
+  the other positions are 0.
 
   With p the softmax of logits z = hidden · kernel / T and H = -Σ p · log p its entropy, the derivatives by z are
   onehot(target) - p of log p[target], as in any softmax cross-entropy, and -p · (log p + H) of H, which follows from
@@ -193,7 +193,7 @@ def _head(positions, hidden, kernel, targets, temperature, used):
 
     d(hidden · kernel) = (g · (onehot(target) - p) - h · p · (log p + H)) / T,
 
-  for which each token's log-normalizer and H are all that is kept beside the arguments (logits are computed again as in
+  for which the only residuals besides the arguments are each token's log-normalizer and H (logits are recomputed as in
   arXiv:2411.09009).
   """
   return _head_forward(positions, hidden, kernel, targets, temperature, used)[0]
@@ -207,7 +207,7 @@ def _head_forward(positions, hidden, kernel, targets, temperature, used):
     logits = _logits(states, compute, scale)
     normalizer = jax.nn.logsumexp(logits, axis=-1)
     logp = logits - normalizer[:, None]
-    # A comparison and a sum need no word of another device; how a gather is partitioned is the compiler's choice.
+    # With a sharded vocabulary, a comparison and a sum partition locally; a gather might not.
     chosen = jnp.where(_is_target(logits, target), logits, 0.0).sum(-1)
     return _with_chunk(found, (chosen - normalizer, -(jnp.exp(logp) * logp).sum(-1), normalizer), i, positions)
 
@@ -233,7 +233,7 @@ def _head_backward(positions, kept, cotangents):
     d_kernel += jnp.einsum('pte,ptv->pev', by_part(states), by_part(d_logits), preferred_element_type=d_kernel.dtype)
     return (*_with_chunk((d_hidden,), (d_states,), i, positions), d_kernel)
 
-  # [embed, vocab] takes d_logits as they lie, and only the sum is transposed; a part has its own sum until the end.
+  # [embed, vocab] matches the layout of d_logits: only the sum is transposed; each part keeps its sum until the end.
   start = jnp.zeros((math.prod(targets.shape[:2]), *kernel.shape[::-1]), _wide(hidden))
   once = positions == targets.shape[-1]
   d_hidden, d_kernel = _repeat(used, chunk, (jnp.zeros_like(hidden), start), once=once)
@@ -244,18 +244,18 @@ _head.defvjp(_head_forward, _head_backward)
 
 
 def _repeat(used, chunk, start, *, once: bool):
-  """The chunks that are used, one after the other; a single one in no loop, where compilers keep its logits."""
+  """Runs the used chunks in sequence; a single chunk runs without a loop, so that compilers can keep its logits."""
   return chunk(0, start) if once else jax.lax.fori_loop(0, used, chunk, start)
 
 
 def _chunk(arrays, i, positions):
-  """Chunk `i` of arrays `[row part, time part, position, ...]`, each as `[position of all parts, ...]`."""
+  """Returns chunk `i` of arrays `[row part, time part, position, ...]`, each as `[positions of all parts, ...]`."""
   part = lambda x: jax.lax.dynamic_slice_in_dim(x, i * positions, positions, axis=2)
   return [part(x).reshape(-1, *x.shape[3:]) for x in arrays]
 
 
 def _with_chunk(arrays, chunks, i, positions):
-  """The arrays with chunk `i` replaced: the inverse of `_chunk`."""
+  """Replaces chunk `i` in the arrays; the inverse of `_chunk`."""
   part = lambda x, chunk: chunk.reshape(*x.shape[:2], positions, *x.shape[3:]).astype(x.dtype)
   place = lambda x, chunk: jax.lax.dynamic_update_slice_in_dim(x, part(x, chunk), i * positions, axis=2)
   return tuple(place(x, chunk) for x, chunk in zip(arrays, chunks, strict=True))

@@ -1,7 +1,7 @@
-"""Sums over packed tokens: named loss terms with their denominators, and the field's aggregations.
+"""Sums over packed tokens: named loss terms with their denominators, and the usual loss aggregations.
 
 A loss is never a mean of means: each term is (numerator, denominator), both summed over micro-batches and ranks, and
-divided once. That is what makes it independent of how sequences were packed and split.
+divided once, so that it does not depend on how sequences were packed and split.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Aggregation = Literal['token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean',
 
 
 class Term(NamedTuple):
-  """One named part of a loss: contributes `weight * sum(numerator) / sum(denominator)`.
+  """A named part of a loss, which contributes `weight * sum(numerator) / sum(denominator)`.
 
   The denominator depends on the data alone, never on the model's outputs.
   """
@@ -27,7 +27,7 @@ class Term(NamedTuple):
 
 
 class Stat(NamedTuple):
-  """A metric until it is written: `total / count`, both summed over micro-batches, ranks and optimizer steps."""
+  """A metric `total / count`, with both summed over micro-batches, ranks and optimizer steps before the division."""
 
   total: Float[Array, '']
   count: Float[Array, '']
@@ -36,7 +36,7 @@ class Stat(NamedTuple):
 def segment_sums(
   values: Float[Array, 'chunks time'], segment_ids: Int[Array, 'chunks time'], *, segments: int
 ) -> Float[Array, 'chunks segments']:
-  """Sum of `values` over each segment 1..`segments` of each chunk; segment 0 is padding and left out."""
+  """Sums `values` over each segment 1..`segments` of each chunk; segment 0 is padding and omitted."""
   one = lambda v, s: jax.ops.segment_sum(v, s, num_segments=segments + 1)[1:]
   return jax.vmap(one)(values, segment_ids)
 
@@ -57,15 +57,15 @@ def aggregate(
   mode: Aggregation,
   loss_scale_factor: float = 1.0,
 ) -> tuple[Float[Array, ''], Float[Array, '']]:
-  """(numerator, denominator) of a masked aggregation of per-token values.
+  """Returns (numerator, denominator) of a masked aggregation of per-token values.
 
   token-mean: sum over tokens / number of tokens (DAPO, arXiv:2503.14476).
   seq-mean-token-sum: sum over tokens / number of sequences.
   seq-mean-token-mean: sum over sequences of their token means / number of sequences (GRPO, arXiv:2402.03300).
   seq-mean-token-sum-norm: sum over tokens / (number of sequences * `loss_scale_factor`), which is Dr.GRPO
     (arXiv:2503.20783) with the factor set to the maximal response length.
-  Denominators are whole numbers, so that sums of them are exact in any order. Sequences without a valid token are in
-  none. `values` at masked positions may be anything finite or not.
+  Denominators are whole numbers, so that their sums are exact in any order. They exclude sequences without a valid
+  token. `values` at masked positions may be anything, finite or not.
   """
   values = jnp.where(mask, values, 0.0)
   tokens = mask.astype(jnp.float32)
@@ -81,5 +81,5 @@ def aggregate(
 
 
 def masked_stat(values: Float[Array, '*shape'], mask: Bool[Array, '*shape']) -> Stat:
-  """Mean of `values` where `mask`."""
+  """Returns the mean of `values` where `mask` is True."""
   return Stat(jnp.where(mask, values, 0.0).sum(), mask.sum().astype(jnp.float32))

@@ -1,7 +1,7 @@
-"""The MLP's gate, silu(gate) · up, of which the backward pass needs the two factors and nothing else.
+"""The MLP's gate, silu(gate) · up, with a backward pass that needs only the two factors.
 
-Invariant: no residual beside its own arguments is kept; what automatic differentiation would keep is one more array of
-the MLP's width for each layer.
+Invariant: the only residuals are the arguments; automatic differentiation would keep one more array of the MLP's width
+per layer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a compiled program sends between devices, read from its text.
+"""Communication volume of a compiled program, parsed from its text.
 
-A collective in the body of a loop whose length the compiler knows (scanned layers) counts that often; in other loops
-(micro-batches, and chunks of the head, whose number is known only at run time) once.
+A collective in the body of a loop with a trip count known to the compiler (scanned layers) counts that many times; in
+other loops (micro-batches and chunks of the head, whose number is known only at run time) it counts once.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import NamedTuple
 class Traffic(NamedTuple):
   count: int
   bytes: int
-  """Of what is made whole on one device, or was whole there: results, but of reduce-scatters what goes in."""
+  """Bytes of the unsharded arrays per device: results of collectives, but operands of reduce-scatters."""
   largest: str
-  """Of those arrays: 'bf16[4096,1024]'."""
+  """Largest of these arrays, such as 'bf16[4096,1024]'."""
 
 
 KINDS = ('all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all', 'collective-permute')
@@ -28,7 +28,7 @@ _CALLED = re.compile(r'\b(body|calls|to_apply|called_computations|branch_computa
 _TRIPS = re.compile(r'known_trip_count"?:\s?\{"?n"?:"?(\d+)')
 _ARRAY = re.compile(r'\b(pred|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]')
 _FUSED_SCATTER = 'all-reduce-scatter'
-"""What TPU programs call a fusion that reduces and keeps one's own part."""
+"""Name in TPU programs of a fusion that all-reduces and keeps the device's own shard."""
 _DEFINED = re.compile(r'^(?:ROOT )?(%[\w.\-]+) = (\([^()]*\)|\S+) ')
 _CHANNEL = re.compile(r'channel_id=(\d+)')
 _CONSTANT = re.compile(r'^(%[\w.\-]+) = s32\[\]\S* constant\((\d+)\)')
@@ -49,23 +49,23 @@ class _Collective(NamedTuple):
 
 
 class _Computation:
-  """What one computation of the program sends, and what it calls."""
+  """Collectives and calls of one computation of the program."""
 
   def __init__(self) -> None:
     self.own: list[_Collective] = []
     self.fused: list[str] = []
-    """Fusions: part of this computation."""
+    """Names of fusions, which count as part of this computation."""
     self.calls: list[tuple[str, int | None, str | None]] = []
-    """Other computations, how often where that is said, and the condition of a loop."""
+    """Called computations: name, number of calls if stated, and the loop condition if any."""
     self.types: dict[str, str] = {}
-    """Of operations' results."""
+    """Result types by operation."""
     self.constants: dict[str, int] = {}
     self.bound: int | None = None
-    """As the condition of a loop: what its counter, from 0 and by one, has to stay below."""
+    """If this is a loop condition: exclusive upper bound of the counter, which starts at 0 and increments by one."""
 
 
 def traffic(text: str) -> Mapping[str, Traffic]:
-  """By kind, of `compiled.as_text()`; kinds that do not occur are left out."""
+  """Returns the traffic by kind of collective in `compiled.as_text()`; absent kinds are omitted."""
   program, entry = _parse(text)
   counts: collections.Counter[str] = collections.Counter()
   sizes: collections.Counter[str] = collections.Counter()
@@ -73,7 +73,7 @@ def traffic(text: str) -> Mapping[str, Traffic]:
 
   def visit(name: str, times: int) -> None:
     computation = program[name]
-    # TPU programs cut one transfer into several fusions of one channel: its start, what goes on meanwhile, its end.
+    # TPU programs split a transfer into several fusions of one channel: its start, overlapped work, its end.
     fused = {one.channel or object(): one for fusion in computation.fused for one in _within(program, fusion)}
     for one in (*computation.own, *fused.values()):
       counts[one.kind] += times
@@ -89,7 +89,7 @@ def traffic(text: str) -> Mapping[str, Traffic]:
 
 
 def _parse(text: str) -> tuple[Mapping[str, _Computation], str]:
-  """The computations by name, and the name of the entry."""
+  """Returns the computations by name, and the name of the entry computation."""
   program: dict[str, _Computation] = collections.defaultdict(_Computation)
   entry = current = ''
   for line in map(str.strip, text.splitlines()):
@@ -133,9 +133,9 @@ def _parse_line(line: str, name: str, computation: _Computation) -> None:
 
 
 def _whole(kind: str, *, started: bool, result: str, line: str, types: Mapping[str, str]) -> list[_Array]:
-  """The arrays that `Traffic.bytes` counts."""
+  """Returns the arrays counted in `Traffic.bytes`."""
   if started and kind != 'all-reduce':
-    # An asynchronous start's tuple: operands, as many results, and what else it needs (scalars).
+    # An asynchronous start returns a tuple of operands, as many results, and context scalars.
     both = [array for array in _arrays(result) if not array.text.endswith('[]')]
     halves = both[: len(both) // 2], both[len(both) // 2 :]
     return max(halves, key=lambda half: sum(array.bytes for array in half))

@@ -1,7 +1,7 @@
-"""Agreement among the trainer's processes: process 0 decides, all get the same value, at the same point of the program.
+"""Agreement among the trainer's processes: process 0 decides, and all get the same value at the same program point.
 
-A process that waits for process 0 is never silent for longer than a beat: while process 0 is busy it sends beats, so
-that a dead peer is noticed at the next one, and a signal that reached only one process travels to process 0 with them.
+While process 0 is busy it exchanges heartbeats with the waiting processes, so that a dead peer is noticed at the next
+one, and a signal that reached only one process is reported to process 0 with it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from jaxrl_llm.core.waits import bounded
 from jaxrl_llm.parallel.device import DeviceThread, PeerFailed
 
 _BLOCK = 1 << 16
-"""Bytes of one broadcast: a fixed shape, so that nothing compiles after the first."""
+"""Block size of a broadcast in bytes, fixed so that nothing recompiles after the first."""
 _BEAT, _VALUE, _ABORT = 0, 1, 2
 
 
 class Coordinator:
-  """`broadcast` for the processes of one `jax.distributed` job; the identity when there is one process."""
+  """Broadcasts decisions in a `jax.distributed` job; the identity if there is only one process."""
 
   def __init__(
     self,
@@ -37,11 +37,11 @@ class Coordinator:
   ):
     """
     Args:
-      device: all collectives run there.
+      device: thread that runs all collectives.
       on_signal: called in process 0 with a signal that any process reported, at each exchange from then on.
-      beat_s: seconds between beats while process 0 is busy.
-      silence_s: the longest that a process waits for another one to come to an exchange; more than the longest work
-        between two exchanges (the engine's start, compilation).
+      beat_s: seconds between heartbeats while process 0 is busy.
+      silence_s: maximum wait for another process at an exchange; must exceed the longest work between two exchanges
+        (the engine's start, compilation).
     """
     self._device, self._on_signal = device, on_signal
     self._beat_s, self._silence_s = beat_s, silence_s
@@ -52,19 +52,19 @@ class Coordinator:
     return jax.process_index() == 0
 
   def report_signal(self, signum: int) -> None:
-    """Makes a signal that this process received known to process 0, with the next exchange."""
+    """Reports a signal that this process received to process 0 at the next exchange."""
     self._signal = signum
 
   async def broadcast(self, decision: Awaitable[Json] | None) -> Any:
-    """What process 0's `decision` evaluates to, in every process.
+    """Returns the value of process 0's `decision` in every process.
 
     Args:
-      decision: an awaitable of a JSON value in process 0, None in the others.
+      decision: awaitable of a JSON value in process 0, None in the others.
 
     Raises:
-      PeerFailed: when another process is gone; in the others, when `decision` raised in process 0 (where its own
-        exception goes on).
-      WaitExpired: when another process stays away longer than `silence_s`.
+      PeerFailed: another process is gone; or, in the others, `decision` raised in process 0 (which raises the original
+        exception).
+      WaitExpired: another process does not reach the exchange within `silence_s`.
     """
     if jax.process_count() == 1:
       return await decision  # wait decision: its own waits; for the other processes `exchange`
@@ -76,7 +76,7 @@ class Coordinator:
       while not (await asyncio.wait({task}, timeout=self._beat_s))[0]:
         await self._headers(_BEAT, 0)
     finally:
-      task.cancel()  # without effect on one that is done
+      task.cancel()  # no effect on a finished task
     if task.cancelled() or task.exception() is not None:
       await self._headers(_ABORT, 0)
     payload = task.result()
@@ -92,7 +92,7 @@ class Coordinator:
         return json.loads(await self._exchange(_broadcast_bytes, b'', length))
 
   async def _headers(self, kind: int, length: int) -> tuple[int, int]:
-    """Exchanges (kind, length, signal) among all; returns process 0's kind and length."""
+    """Exchanges (kind, length, signal) among all processes; returns process 0's kind and length."""
     own = np.array([kind, length, self._signal], np.int32)
     headers = await self._exchange(multihost_utils.process_allgather, own)
     signals = [int(s) for s in headers[:, 2] if s]
@@ -115,7 +115,7 @@ async def _encoded(decision: Awaitable[Json]) -> bytes:
 
 
 def _broadcast_bytes(payload: bytes, length: int) -> bytes:
-  """Process 0's `payload` of `length` bytes, in every process, block by block."""
+  """Broadcasts process 0's `payload` of `length` bytes to every process, block by block."""
   blocks = -(-length // _BLOCK)
   buffer = np.zeros(blocks * _BLOCK, np.uint8)
   buffer[: len(payload)] = np.frombuffer(payload, np.uint8)

@@ -1,6 +1,6 @@
-"""The one thread of a process that talks to its devices, so that the event loop never blocks on them.
+"""Device thread: the only thread of a process that uses its devices, so that the event loop never blocks on them.
 
-A collective that fails because another process is gone is raised as PeerFailed, whatever the runtime calls it.
+A collective that fails because another process is gone raises PeerFailed, whatever error the runtime raises.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.waits import bounded
 
 _TRANSPORT = ('Gloo', 'NCCL', 'UNAVAILABLE', 'closed by peer', 'reset by peer', 'heartbeat')
-"""What the runtime's errors say when another process is gone; their type is not the same everywhere."""
+"""Substrings of the runtime's errors when another process is gone; their type varies across platforms."""
 
 
 DEADLINE_S = 3600.0
-"""Longest time of a device call in a job of several processes, in seconds; exceeds the coordinator's `silence_s`."""
+"""Maximum seconds of a device call in a multi-process job; exceeds the coordinator's `silence_s`."""
 
 
 class PeerFailed(RunError):
-  """Another process of the job failed or is gone; this one is fine."""
+  """Raised when another process of the job failed or is gone; this process is healthy."""
 
   exit_code = 75
   """EX_TEMPFAIL: tells a supervisor that the cause is elsewhere."""
 
 
 class DeviceThread:
-  """Runs device work in the order of submission; collectives of several processes meet because all keep this order."""
+  """Runs device work in submission order; collectives match across processes because all submit in the same order."""
 
   def __init__(self, *, deadline_s: float = DEADLINE_S):
     """
     Args:
-      deadline_s: the longest that a piece of work may take in a job of several processes.
+      deadline_s: maximum seconds for a call in a multi-process job.
     """
     self._deadline_s = deadline_s
     self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='device')
@@ -47,7 +47,7 @@ class DeviceThread:
 
     Raises:
       PeerFailed: another process of the job is gone.
-      WaitExpired: another one is stuck.
+      WaitExpired: another process is stuck.
     """
     work = functools.partial(function, *args, **kwargs)
     call = asyncio.get_running_loop().run_in_executor(self._executor, work)
@@ -70,5 +70,5 @@ class DeviceThread:
       ) from error
 
   def close(self) -> None:
-    """Returns when the work under way has ended."""
+    """Waits for the work in progress and cancels queued work."""
     self._executor.shutdown(wait=True, cancel_futures=True)  # wait device: alone, the computation itself

@@ -1,4 +1,4 @@
-"""The devices, and the mesh of them: built in this one place, with automatic axes."""
+"""Devices and the device mesh, which is built only here, with automatic axes."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from jax.sharding import AxisType, Mesh
 from jaxrl_llm.core.errors import UserError
 
 DATA, FSDP, SEQUENCE, TENSOR = AXES = ('data', 'fsdp', 'sequence', 'tensor')
-"""From the axis that talks least to the one that talks most: neighbours in a mesh are neighbours in a machine."""
+"""Axes from least to most communication: neighbours in the mesh are neighbours in the machine."""
 BATCH_AXES = (DATA, FSDP)
-"""Mesh axes over which sequences are dealt: their product is the number of data-parallel ranks."""
+"""Mesh axes over which sequences are distributed; the product of their sizes is the number of data-parallel ranks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-  """Devices along each mesh axis; at most one may be None, which takes the devices that are left."""
+  """Number of devices along each mesh axis; at most one may be None, which takes the remaining devices."""
 
   data: int | None = 1
-  """Copies of the parameters, each with sequences of its own."""
+  """Data parallelism: replicas of the parameters, each with different sequences."""
   fsdp: int | None = None
-  """Parameters and optimizer state are cut, and gathered where they are used; each part has sequences of its own."""
+  """Parameters and optimizer state are sharded, and gathered where used; each shard has different sequences."""
   sequence: int | None = 1
-  """Each sequence's tokens are cut, and its keys and values gathered (context parallel); parameters as with fsdp."""
+  """Context parallelism: sequences are sharded over tokens, with keys and values gathered; parameters as with fsdp."""
   tensor: int | None = 1
-  """Heads, MLP and vocabulary are cut."""
+  """Tensor parallelism: heads, MLP and vocabulary are sharded."""
 
 
 def available_devices() -> list[jax.Device]:
-  """The devices of all processes; UserError where JAX has none on the platforms that it may use."""
+  """Returns the devices of all processes. Raises UserError if JAX finds none on the permitted platforms."""
   try:
     return jax.devices()
   except (RuntimeError, AssertionError) as error:  # AssertionError: no plugin for the platform.
@@ -45,7 +45,7 @@ def available_devices() -> list[jax.Device]:
 
 
 def build_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
-  """A mesh of the four axes over all devices of all processes."""
+  """Builds a mesh with the four axes over all devices of all processes."""
   devices = available_devices() if devices is None else devices
   sizes = [getattr(config, axis) for axis in AXES]
   if sizes.count(None) > 1:
@@ -63,5 +63,5 @@ def build_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> M
 
 
 def data_parallel_ranks(mesh: Mesh) -> int:
-  """How many ranks get different sequences."""
+  """Returns the number of ranks that get different sequences."""
   return math.prod(mesh.shape[axis] for axis in BATCH_AXES)

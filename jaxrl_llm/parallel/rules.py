@@ -1,4 +1,4 @@
-"""The one table from logical axes (what a dimension means) to mesh axes (where it is cut)."""
+"""Sharding rules: the table from logical axes (meaning of a dimension) to mesh axes (over which it is sharded)."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ RULES: Mapping[str, tuple[str, ...]] = {
 
 
 def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-  """Sharding of one array: a dimension is cut over its rule's mesh axes, as many of them as divide it.
+  """Returns an array's sharding: each dimension is sharded over as many of its rule's mesh axes as divide it.
 
   Args:
-    mesh: the mesh.
-    axes: a logical name for each dimension; None for one that is never cut.
-    shape: the array's shape.
+    mesh: device mesh.
+    axes: logical name of each dimension; None for a dimension that is never sharded.
+    shape: shape of the array.
   """
   found = [() if name is None else _dividing(mesh, name, size) for name, size in zip(axes, shape, strict=True)]
   return NamedSharding(mesh, PartitionSpec(*(over if _parts(mesh, over) > 1 else None for over in found)))
 
 
 def parts(mesh: Mesh, axis: str, size: int) -> int:
-  """Into how many parts a dimension of a logical axis is cut."""
+  """Returns the number of shards of a dimension with a logical axis."""
   return _parts(mesh, _dividing(mesh, axis, size))
 
 
@@ -54,12 +54,12 @@ def _parts(mesh: Mesh, over: tuple[str, ...]) -> int:
 
 
 def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
-  """`x`, which the compiler is to cut by the table, inside a jitted function; as it is where there is no mesh."""
+  """Constrains the sharding of `x` by the table, inside a jitted function; returns it unchanged without a mesh."""
   return x if mesh is None else jax.lax.with_sharding_constraint(x, sharding(mesh, axes, x.shape))
 
 
 def tree_shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:
-  """Shardings of a parameter tree, from its tree of axis names and its tree of shapes (`jax.eval_shape`)."""
+  """Returns the shardings of a parameter tree, from its trees of axis names and shapes (`jax.eval_shape`)."""
   return jax.tree.map(
     lambda names, array: sharding(mesh, names, array.shape), axes, shapes, is_leaf=lambda leaf: isinstance(leaf, tuple)
   )
@@ -70,5 +70,5 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def sharding_of_batch(mesh: Mesh) -> NamedSharding:
-  """Of arrays `[micro_batches, chunks, ...]`: chunks are dealt over the data-parallel ranks."""
+  """Returns the sharding of arrays `[micro_batches, chunks, ...]`: chunks are sharded over data-parallel ranks."""
   return NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))

@@ -1,6 +1,6 @@
-"""Devices that are not here, for the compilers that run without them: TPU slices, and GPUs of a described kind.
+"""Descriptions of absent devices for ahead-of-time compilation: TPU slices and GPUs.
 
-Compiling for them wants libtpu or JAX's CUDA plugin (launch/install_aot.sh), and no such device.
+Compiling for them needs libtpu or JAX's CUDA plugin (launch/install_aot.sh), but no such device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxrl_llm.core.errors import UserError
 
 
 class Chip(NamedTuple):
-  """One device of a kind, by its maker's data sheet."""
+  """Properties of a device type, from the vendor's data sheet."""
 
   platform: Literal['tpu', 'cuda']
   memory_bytes: int
@@ -37,7 +37,7 @@ CHIPS: Mapping[str, Chip] = {
 }
 _MODULES = {'tpu': 'libtpu', 'cuda': 'jax_plugins.xla_cuda12'}
 _TPU_SHAPES = {'v4': 3, 'v5e': 2, 'v5p': 3, 'v6e': 2}
-"""Dimensions of a slice."""
+"""Number of dimensions of a slice's shape."""
 _HOPPER = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
   threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
@@ -46,7 +46,7 @@ _HOPPER = """gpu_device_info {{
   cuda_compute_capability {{ major: 9 }} registers_per_core_limit: 65536 registers_per_block_limit: 65536
 }} platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} device_description_str: "{name}"
 """
-"""What XLA's GPU compiler wants to know of a Hopper (xla/stream_executor/device_description.proto)."""
+"""Description of a Hopper GPU for XLA's compiler (xla/stream_executor/device_description.proto)."""
 _GPUS = {
   'h100': dict(bandwidth=3_352_320_000_000, memory=84_942_979_072, name='NVIDIA H100 80GB HBM3'),
   'h200': dict(bandwidth=4_800_000_000_000, memory=150_110_011_392, name='NVIDIA H200'),
@@ -54,7 +54,7 @@ _GPUS = {
 
 
 def parse_topology(name: str) -> tuple[str, tuple[int, ...]]:
-  """'v5e:4x4' as chip and shape; of GPUs 'h100:8' (one host) or 'h100:2x8' (hosts × GPUs)."""
+  """Parses 'v5e:4x4' to chip and shape; GPUs are 'h100:8' (one host) or 'h100:2x8' (hosts × GPUs)."""
   match = re.fullmatch(r'(\w+):(\d+(?:x\d+)*)', name)
   chip = match and match[1]
   shape = tuple(map(int, match[2].split('x'))) if match else ()
@@ -76,10 +76,10 @@ def has_compiler(chip: str) -> bool:
 
 
 def topology_devices(name: str) -> list[jax.Device]:
-  """The devices of a topology, to build a mesh of and compile for; nothing can be put on them.
+  """Returns the devices of a topology, for building a mesh and compiling; they cannot hold arrays.
 
   Raises:
-    UserError: for a shape that the compiler does not know, in its own words.
+    UserError: the compiler does not know the shape; quotes its message.
   """
   chip, shape = parse_topology(name)
   try:
@@ -88,7 +88,7 @@ def topology_devices(name: str) -> list[jax.Device]:
       target = _HOPPER.format(**_GPUS[chip])
       found = topologies.get_topology_desc(platform='cuda', target_config=target, topology=f'1x{hosts}x{gpus}')
     else:
-      # A single chip is less than a host of any kind has.
+      # A single chip is less than a full host on any TPU.
       single = {'chips_per_host_bounds': (1, 1, 1)} if math.prod(shape) == 1 else {}
       found = topologies.get_topology_desc(platform='tpu', topology_name=name, **single)
   except (jax.errors.JaxRuntimeError, ValueError) as error:
