@@ -126,8 +126,8 @@ def step_credit(
       owner[rows] = i
     return result._replace(advantages=result.advantages[owner], scored=result.scored[owner])
   lost = {row for rows, outcome in zip(members, outcomes, strict=True) if outcome is None for row in rows}
-  own = [None if row in lost else reward for row, reward in enumerate(rewards)]
-  return advantages(own, [f'{group} step {step}' for group, step in zip(groups, steps, strict=True)])
+  scored_rewards = [None if row in lost else reward for row, reward in enumerate(rewards)]
+  return advantages(scored_rewards, [f'{group} step {step}' for group, step in zip(groups, steps, strict=True)])
 
 
 def _trajectories(groups: Sequence[str], trajectories: Sequence[str], steps: Sequence[int]) -> list[list[int]]:

@@ -59,10 +59,10 @@ def length_rewards(
   length = np.asarray(lengths, np.float64)
   rewards = np.zeros(len(correct), np.float64)
   for indices in members.values():
-    own = length[indices]
-    if own.max() == own.min():
+    group_lengths = length[indices]
+    if group_lengths.max() == group_lengths.min():
       continue
-    short = 0.5 - (own - own.min()) / (own.max() - own.min())
+    short = 0.5 - (group_lengths - group_lengths.min()) / (group_lengths.max() - group_lengths.min())
     rewards[indices] = np.where([correct[i] for i in indices], short, np.minimum(short, 0.0))
   return rewards
 

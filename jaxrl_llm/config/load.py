@@ -117,9 +117,9 @@ def parse_flags(
   """
   if {'--help', '-h', '-help', '--helpshort'} & set(absl_argv[1:]):
     text = document or sys.modules['__main__'].__doc__ or ''
-    own = flag_values.main_module_help() or flag_values.get_help()
+    flag_help = flag_values.main_module_help() or flag_values.get_help()
     config = f'\n{_CONFIG_HELP}\n' if takes_config else ''
-    sys.stdout.write(f'{text.strip()}\n\n{own.strip()}\n{config}')
+    sys.stdout.write(f'{text.strip()}\n\n{flag_help.strip()}\n{config}')
     sys.exit(0)
   try:
     rest = flag_values(list(absl_argv))
@@ -269,9 +269,9 @@ def _differing(key: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
     if len(old) == len(new) and all(isinstance(item, dict) for item in [*old, *new]):
       old, new = ({str(i): item for i, item in enumerate(side)} for side in (old, new))
   if isinstance(old, dict) and isinstance(new, dict):
-    found = []
+    differences = []
     for name in [*old, *(name for name in new if name not in old)]:
-      found += _differing(f'{key}.{name}' if key else name, old.get(name, ABSENT), new.get(name, ABSENT))
-    return found
+      differences += _differing(f'{key}.{name}' if key else name, old.get(name, ABSENT), new.get(name, ABSENT))
+    return differences
   same = old == new and isinstance(old, bool) == isinstance(new, bool)
   return [] if same else [(key, old, new)]

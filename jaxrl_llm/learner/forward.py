@@ -81,10 +81,10 @@ def _build_pass(outputs: Callable[[Params, Chunks], Any], mesh: Mesh) -> Callabl
   """Jits `outputs` over the first `used` micro-batches; results have a leading micro-batch axis, 0 elsewhere."""
 
   def whole(params: Params, batch: Chunks, used: Int[Array, '']) -> Any:
-    one = lambda i: outputs(params, micro_batch(batch, i))
+    run_one = lambda i: outputs(params, micro_batch(batch, i))
     count = batch.tokens.shape[0]
-    start = jax.tree.map(lambda like: jnp.zeros((count, *like.shape), like.dtype), jax.eval_shape(one, 0))
+    start = jax.tree.map(lambda like: jnp.zeros((count, *like.shape), like.dtype), jax.eval_shape(run_one, 0))
     put = lambda i, all, new: jax.lax.dynamic_update_index_in_dim(all, new, i, 0)
-    return jax.lax.fori_loop(0, used, lambda i, all: jax.tree.map(functools.partial(put, i), all, one(i)), start)
+    return jax.lax.fori_loop(0, used, lambda i, all: jax.tree.map(functools.partial(put, i), all, run_one(i)), start)
 
   return jax.jit(whole, out_shardings=rules.sharding_of_batch(mesh))

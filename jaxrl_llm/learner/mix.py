@@ -43,17 +43,19 @@ def mix(config: MixConfig, setting: Setting) -> Algorithm:
     chosen = [i for i, is_expert in enumerate(expert) if not is_expert]
     tokens = {name: [column[i] for i in chosen] for name, column in closed.tokens.items()}
     rows = [closed.rows[i] for i in chosen]
-    found = annotate(config, setting, closed._replace(rows=rows, tokens=tokens))
+    annotation = annotate(config, setting, closed._replace(rows=rows, tokens=tokens))
     advantages: list = [0.0] * len(closed.rows)
     rewards: list = [None] * len(closed.rows)
     in_loss = expert.copy()
     for place, i in enumerate(chosen):
-      advantages[i], in_loss[i] = found.advantages[place], found.in_loss[place]
-      rewards[i] = found.rewards[place]
+      advantages[i], in_loss[i] = annotation.advantages[place], annotation.in_loss[place]
+      rewards[i] = annotation.rewards[place]
     mu = config.mu.at(closed.step)
-    constants = {**found.constants, 'mu': mu}
-    metrics = {**found.metrics, 'actor/mu': (mu, 1.0)}
-    return found._replace(advantages=advantages, rewards=rewards, in_loss=in_loss, metrics=metrics, constants=constants)
+    constants = {**annotation.constants, 'mu': mu}
+    metrics = {**annotation.metrics, 'actor/mu': (mu, 1.0)}
+    return annotation._replace(
+      advantages=advantages, rewards=rewards, in_loss=in_loss, metrics=metrics, constants=constants
+    )
 
   def loss(outputs: TokenLogprobs, chunks: Chunks, constants: Constants) -> tuple[Terms, Stats]:
     mu = constants['mu']

@@ -55,14 +55,14 @@ def opmd(config: OpmdConfig, setting: Setting) -> Algorithm:
     refuse_steps(closed.rows, 'opmd averages its baseline over rows; use grpo or rloo')
     whole, groups = worths(closed.rows, rewards), [row.group for row in closed.rows]
     if config.baseline == 'mean':
-      found = group_advantages(whole, groups, normalize_by_std=False)
+      estimates = group_advantages(whole, groups, normalize_by_std=False)
     else:
-      found = log_partition_baseline(whole, groups, tau=config.tau)
+      estimates = log_partition_baseline(whole, groups, tau=config.tau)
     metrics = {
-      'frac_reward_zero_std': (float(found.zero_std_groups), float(max(found.groups, 1))),
-      'num_unscorable': (float((~found.scored).sum()), 1.0),
+      'frac_reward_zero_std': (float(estimates.zero_std_groups), float(max(estimates.groups, 1))),
+      'num_unscorable': (float((~estimates.scored).sum()), 1.0),
     }
-    return Annotation(found.advantages, found.scored, metrics, rewards=rewards)
+    return Annotation(estimates.advantages, estimates.scored, metrics, rewards=rewards)
 
   def loss(outputs: TokenLogprobs, chunks: Chunks, constants: Constants) -> tuple[Terms, Stats]:
     mask, ids, segments = chunks.loss_mask, chunks.segment_ids, chunks.temperature.shape[-1]

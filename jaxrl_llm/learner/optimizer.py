@@ -111,13 +111,13 @@ def apply_update(
     zip(jax.tree.leaves_with_path(params), jax.tree.leaves(grads), strict=True)
   ):
     # Keep the parameter's name, which selects weight decay.
-    one = lambda leaf, name=path[-1].key: {name: leaf}
+    as_tree = lambda leaf, name=path[-1].key: {name: leaf}
     there, _ = jax.lax.optimization_barrier(([copy and copy[i] for copy in copies], before))
     fetched = [
-      node if copy is None else one(jax.device_put(leaf, place[i].with_memory_kind(DEVICE)))
+      node if copy is None else as_tree(jax.device_put(leaf, place[i].with_memory_kind(DEVICE)))
       for node, copy, leaf, place in zip(nodes, copies, there, places, strict=True)
     ]
-    param, state = _applied(optimizer, one(grad), of_state.unflatten(fetched), one(param), take)
+    param, state = _applied(optimizer, as_tree(grad), of_state.unflatten(fetched), as_tree(param), take)
     ((param,), after) = jax.tree.leaves(param), of_state.flatten_up_to(state)
     back = [
       node if copy is None else jax.device_put(*jax.tree.leaves(node), place[i])

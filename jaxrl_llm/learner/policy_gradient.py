@@ -161,11 +161,11 @@ def _token_advantages(
     dense = _token_rewards(config, closed, rewards, masks, coef)
     if config.adv_estimator == 'gae':
       values = [np.asarray(value, np.float64) for value in closed.tokens['values']]
-      found = [
+      estimates = [
         by_token.masked_gae(reward, value, mask, gamma=config.gamma, lam=config.lam, last_value=last)
         for reward, value, mask, last in zip(dense, values, masks, _last_values(config, closed), strict=True)
       ]
-      advantages, returns = [a for a, _ in found], [r for _, r in found]
+      advantages, returns = [a for a, _ in estimates], [r for _, r in estimates]
     else:
       advantages = [by_token.token_returns(r, m, gamma=config.gamma) for r, m in zip(dense, masks, strict=True)]
   return by_token.whiten(advantages, masks), returns
@@ -336,8 +336,8 @@ def policy_terms(
     'actor/pg_clipfrac_lower': masked_stat(surrogate.clipped_lower.astype(jnp.float32), mask),
     'actor/ppo_kl': masked_stat(proximal - logprobs, mask),
   }
-  weights, found = _weights(config, logprobs, proximal, chunks, mask, segments)
-  stats |= found
+  weights, weight_stats = _weights(config, logprobs, proximal, chunks, mask, segments)
+  stats |= weight_stats
   terms = {'actor/pg_loss': of(surrogate.loss * weights, 1.0)}
   if config.entropy_coeff:
     terms['actor/entropy_loss'] = of(-outputs.entropy, config.entropy_coeff)
@@ -398,9 +398,9 @@ def _weights(config, logprobs, proximal, chunks: Chunks, mask, segments: int) ->
 
 def _critic_terms(config: PpoConfig, outputs: TokenValues, chunks: Chunks) -> tuple[Terms, Stats]:
   mask = chunks.loss_mask
-  found = value_loss(outputs.values, chunks.values, chunks.returns, cliprange_value=config.cliprange_value, mask=mask)
-  terms = {'critic/vf_loss': term(found.loss, mask, chunks, 'token-mean')}
+  losses = value_loss(outputs.values, chunks.values, chunks.returns, cliprange_value=config.cliprange_value, mask=mask)
+  terms = {'critic/vf_loss': term(losses.loss, mask, chunks, 'token-mean')}
   return terms, {
-    'critic/vf_clipfrac': masked_stat(found.clipped.astype(jnp.float32), mask),
+    'critic/vf_clipfrac': masked_stat(losses.clipped.astype(jnp.float32), mask),
     'critic/vpred_mean': masked_stat(outputs.values, mask),
   }

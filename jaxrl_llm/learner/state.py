@@ -142,7 +142,7 @@ def renewed(state: TrainState, optimizer: optax.GradientTransformation) -> Train
 def with_schedule(opt_state: Leaves, other: Leaves) -> Leaves:
   """Returns `opt_state` with the schedule position of `other`."""
   of_schedule = lambda node: isinstance(node, optax.ScaleByScheduleState)
-  choose = lambda own, its: its if of_schedule(own) else own
+  choose = lambda fresh, kept: kept if of_schedule(fresh) else fresh
   return jax.tree.map(choose, opt_state, other, is_leaf=of_schedule)
 
 

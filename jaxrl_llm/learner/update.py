@@ -174,11 +174,11 @@ def build_update(
     take = sound & (norm > 0)
     grads = clipped(result.grads, config)
     params, opt_state = apply_update(optimizer, grads, state.opt_state, state.params, shardings.opt_state, take=take)
-    one = jnp.ones((), jnp.float32)
+    unit = jnp.ones((), jnp.float32)
     stats = result.stats | {
-      f'{metrics}/loss': Stat(result.loss, one),
-      f'{metrics}/grad_norm': Stat(norm, one),
-      f'{metrics}/lr': Stat(jnp.asarray(schedule(state.updates), jnp.float32), one),
+      f'{metrics}/loss': Stat(result.loss, unit),
+      f'{metrics}/grad_norm': Stat(norm, unit),
+      f'{metrics}/lr': Stat(jnp.asarray(schedule(state.updates), jnp.float32), unit),
     }
     state = TrainState(
       params=params,

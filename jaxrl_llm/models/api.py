@@ -75,8 +75,8 @@ def build_model(spec: ModelSpec, options: ModelOptions | None = None, mesh: Mesh
   unrolled = Decoder(spec, dataclasses.replace(options, scan_layers=False, remat='none'))
 
   def init(key: PRNGKeyArray | UInt32[Array, '2']) -> Params:
-    one = jnp.zeros((1, 1), jnp.int32)
-    params = scanned.init(key, one, Places(one + 1, one))['params']
+    token = jnp.zeros((1, 1), jnp.int32)
+    params = scanned.init(key, token, Places(token + 1, token))['params']
     if options.lora is not None:
       params = lora.join(lora.fresh(params, options.lora, jax.random.fold_in(key, 1)), params)
     return params if options.scan_layers else unstack_layers(params)
@@ -152,13 +152,13 @@ def _axes(shapes: Params, *, scanned: bool) -> Params:
   def names(path: str) -> tuple[str, ...]:
     *_, module, leaf = path.split('/')
     kernel = AXES.get(module, ())
-    own = {
+    axes = {
       'scale': ('norm',),
       'kernel': kernel,
       'bias': kernel[:1],
       'lora_a': ('lora', *kernel[1:]),
       'lora_b': (*kernel[:1], 'lora'),
     }[leaf]
-    return ('layers', *own) if scanned and path.startswith('layers/') else own
+    return ('layers', *axes) if scanned and path.startswith('layers/') else axes
 
   return unflatten({path: names(path) for path in flatten(shapes)})

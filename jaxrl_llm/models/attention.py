@@ -110,8 +110,8 @@ def _over(mesh: Mesh, local, query, key, value, of_queries: Places, of_keys: Pla
 
 def _of_own_heads(query, key, value, *, total: int) -> tuple[Array, Array]:
   """Selects the key-value heads that this device's query heads share, repeated as their runs require."""
-  own, group = query.shape[2], total // key.shape[2]
-  run = math.gcd(own, group)
-  first = jax.lax.axis_index(RULES['heads']) * own
-  picked = (first + jnp.arange(0, own, run)) // group
+  heads, group = query.shape[2], total // key.shape[2]
+  run = math.gcd(heads, group)
+  first = jax.lax.axis_index(RULES['heads']) * heads
+  picked = (first + jnp.arange(0, heads, run)) // group
   return key[:, :, picked], value[:, :, picked]

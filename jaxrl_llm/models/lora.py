@@ -27,11 +27,11 @@ def fresh(params: Params, lora: LoraConfig, key: PRNGKeyArray | UInt32[Array, '2
   """
   targets = {name: leaf for name, leaf in sorted(flatten(params).items()) if _is_target(name, lora)}
   adapters = {}
-  for (name, kernel), own in zip(targets.items(), jax.random.split(key, len(targets)), strict=True):
+  for (name, kernel), adapter_key in zip(targets.items(), jax.random.split(key, len(targets)), strict=True):
     module, dtype = name.removesuffix(_KERNEL), jnp.promote_types(kernel.dtype, jnp.float32)
     *layers, features, inputs = kernel.shape
     bound = inputs**-0.5
-    adapters[module + _A] = jax.random.uniform(own, (*layers, lora.rank, inputs), dtype, -bound, bound)
+    adapters[module + _A] = jax.random.uniform(adapter_key, (*layers, lora.rank, inputs), dtype, -bound, bound)
     adapters[module + _B] = jnp.zeros((*layers, features, lora.rank), dtype)
   return unflatten(adapters)
 
@@ -55,8 +55,8 @@ def split(params: Params, spec: ModelSpec, options: ModelOptions) -> tuple[Param
   trained: dict[str, Any] = {}
   frozen: dict[str, Any] = {}
   for name, leaf in flatten(params).items():
-    own = is_adapter(name) or (spec.head != 'lm' and name.startswith('head/'))
-    (trained if own else frozen)[name] = leaf
+    is_trained = is_adapter(name) or (spec.head != 'lm' and name.startswith('head/'))
+    (trained if is_trained else frozen)[name] = leaf
   return unflatten(trained), unflatten(frozen)
 
 

@@ -113,16 +113,16 @@ def token_logprobs(
   states, targets, scale = by_part(hidden), following(tokens), following(temperature)
   chunks, positions = time // token_chunk, token_chunk // time_shards * cut[1]
   if wanted is None or chunks == 1:
-    found = _head(positions, states, kernel, targets, scale, jnp.int32(chunks))
+    results = _head(positions, states, kernel, targets, scale, jnp.int32(chunks))
   else:
     asked = following(wanted)
     order = jnp.argsort(~asked, axis=-1, stable=True)
     places = jnp.argsort(order, axis=-1)
     first = lambda x: jnp.take_along_axis(x, order, axis=-1)
     used = -(-asked.sum(-1).max() // positions)
-    found = _head(positions, _moved(states, order, places), kernel, first(targets), first(scale), used)
-    found = (jnp.take_along_axis(x, places, axis=-1) for x in found)
-  return TokenLogprobs(*(wanted_or_all(_delayed(by_row(x), segment_ids)) for x in found))
+    results = _head(positions, _moved(states, order, places), kernel, first(targets), first(scale), used)
+    results = (jnp.take_along_axis(x, places, axis=-1) for x in results)
+  return TokenLogprobs(*(wanted_or_all(_delayed(by_row(x), segment_ids)) for x in results))
 
 
 def token_values(
@@ -202,14 +202,14 @@ def _head(positions, hidden, kernel, targets, temperature, used):
 def _head_forward(positions, hidden, kernel, targets, temperature, used):
   compute = kernel.astype(hidden.dtype)
 
-  def chunk(i, found):
+  def chunk(i, results):
     states, target, scale = _chunk((hidden, targets, temperature), i, positions)
     logits = _logits(states, compute, scale)
     normalizer = jax.nn.logsumexp(logits, axis=-1)
     logp = logits - normalizer[:, None]
     # With a sharded vocabulary, a comparison and a sum partition locally; a gather might not.
     chosen = jnp.where(_is_target(logits, target), logits, 0.0).sum(-1)
-    return _with_chunk(found, (chosen - normalizer, -(jnp.exp(logp) * logp).sum(-1), normalizer), i, positions)
+    return _with_chunk(results, (chosen - normalizer, -(jnp.exp(logp) * logp).sum(-1), normalizer), i, positions)
 
   start = (jnp.zeros(targets.shape, _wide(hidden)),) * 3
   logprobs, entropy, normalizer = _repeat(used, chunk, start, once=positions == targets.shape[-1])

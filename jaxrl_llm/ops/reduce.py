@@ -37,8 +37,8 @@ def segment_sums(
   values: Float[Array, 'chunks time'], segment_ids: Int[Array, 'chunks time'], *, segments: int
 ) -> Float[Array, 'chunks segments']:
   """Sums `values` over each segment 1..`segments` of each chunk; segment 0 is padding and omitted."""
-  one = lambda v, s: jax.ops.segment_sum(v, s, num_segments=segments + 1)[1:]
-  return jax.vmap(one)(values, segment_ids)
+  sum_chunk = lambda v, s: jax.ops.segment_sum(v, s, num_segments=segments + 1)[1:]
+  return jax.vmap(sum_chunk)(values, segment_ids)
 
 
 def by_segment(

@@ -74,11 +74,11 @@ def traffic(text: str) -> Mapping[str, Traffic]:
   def visit(name: str, times: int) -> None:
     computation = program[name]
     # TPU programs split a transfer into several fusions of one channel: its start, overlapped work, its end.
-    fused = {one.channel or object(): one for fusion in computation.fused for one in _within(program, fusion)}
-    for one in (*computation.own, *fused.values()):
-      counts[one.kind] += times
-      sizes[one.kind] += times * one.bytes
-      largest[one.kind] = max(largest.get(one.kind, one.largest), one.largest)
+    fused = {sent.channel or object(): sent for fusion in computation.fused for sent in _within(program, fusion)}
+    for sent in (*computation.own, *fused.values()):
+      counts[sent.kind] += times
+      sizes[sent.kind] += times * sent.bytes
+      largest[sent.kind] = max(largest.get(sent.kind, sent.largest), sent.largest)
     for called, trips, condition in computation.calls:
       if trips is None:
         trips = (program[condition].bound if condition else None) or 1
@@ -129,7 +129,7 @@ def _parse_line(line: str, name: str, computation: _Computation) -> None:
       computation.fused += called
     else:
       times = int(trips[1]) if trips else None
-      computation.calls += [(one, times, condition[1] if condition else None) for one in called]
+      computation.calls += [(callee, times, condition[1] if condition else None) for callee in called]
 
 
 def _whole(kind: str, *, started: bool, result: str, line: str, types: Mapping[str, str]) -> list[_Array]:
@@ -141,13 +141,13 @@ def _whole(kind: str, *, started: bool, result: str, line: str, types: Mapping[s
     return max(halves, key=lambda half: sum(array.bytes for array in half))
   if kind == 'reduce-scatter':
     operands = line.split(f'{kind}(', 1)[1].split(')', 1)[0].split(',')
-    found = [array for operand in operands for array in _arrays(types.get(operand.strip(), operand))]
-    return found or _arrays(result)
+    arrays = [array for operand in operands for array in _arrays(types.get(operand.strip(), operand))]
+    return arrays or _arrays(result)
   return _arrays(result)
 
 
 def _arrays(text: str) -> list[_Array]:
-  return [_Array(_bytes(*found), '{}[{}]'.format(*found)) for found in _ARRAY.findall(text)]
+  return [_Array(_bytes(*match), '{}[{}]'.format(*match)) for match in _ARRAY.findall(text)]
 
 
 def _within(program: Mapping[str, _Computation], fusion: str) -> Iterator[_Collective]:

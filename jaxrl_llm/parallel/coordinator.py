@@ -93,8 +93,8 @@ class Coordinator:
 
   async def _headers(self, kind: int, length: int) -> tuple[int, int]:
     """Exchanges (kind, length, signal) among all processes; returns process 0's kind and length."""
-    own = np.array([kind, length, self._signal], np.int32)
-    headers = await self._exchange(multihost_utils.process_allgather, own)
+    header = np.array([kind, length, self._signal], np.int32)
+    headers = await self._exchange(multihost_utils.process_allgather, header)
     signals = [int(s) for s in headers[:, 2] if s]
     if signals and self.leads:
       self._on_signal(signals[0])

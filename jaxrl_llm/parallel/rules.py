@@ -33,8 +33,8 @@ def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> Na
     axes: logical name of each dimension; None for a dimension that is never sharded.
     shape: shape of the array.
   """
-  found = [() if name is None else _dividing(mesh, name, size) for name, size in zip(axes, shape, strict=True)]
-  return NamedSharding(mesh, PartitionSpec(*(over if _parts(mesh, over) > 1 else None for over in found)))
+  mesh_axes = [() if name is None else _dividing(mesh, name, size) for name, size in zip(axes, shape, strict=True)]
+  return NamedSharding(mesh, PartitionSpec(*(over if _parts(mesh, over) > 1 else None for over in mesh_axes)))
 
 
 def parts(mesh: Mesh, axis: str, size: int) -> int:

@@ -86,11 +86,11 @@ def topology_devices(name: str) -> list[jax.Device]:
     if CHIPS[chip].platform == 'cuda':
       hosts, gpus = shape if len(shape) == 2 else (1, shape[0])
       target = _HOPPER.format(**_GPUS[chip])
-      found = topologies.get_topology_desc(platform='cuda', target_config=target, topology=f'1x{hosts}x{gpus}')
+      description = topologies.get_topology_desc(platform='cuda', target_config=target, topology=f'1x{hosts}x{gpus}')
     else:
       # A single chip is less than a full host on any TPU.
       single = {'chips_per_host_bounds': (1, 1, 1)} if math.prod(shape) == 1 else {}
-      found = topologies.get_topology_desc(platform='tpu', topology_name=name, **single)
+      description = topologies.get_topology_desc(platform='tpu', topology_name=name, **single)
   except (jax.errors.JaxRuntimeError, ValueError) as error:
     raise UserError(f'topology {name!r}: the compiler does not know it: {str(error).splitlines()[0]}') from None
-  return list(found.devices)
+  return list(description.devices)

@@ -110,8 +110,8 @@ def resolve(metrics: Mapping[str, Metric | Scalar]) -> dict[str, float]:
 _SPREAD = {'mean': 'Mean', 'max': 'Largest', 'min': 'Smallest'}
 
 
-def _of(prefix: str, what: str, reading: str) -> dict[str, str]:
-  return {f'{prefix}/{kind}': f'{word} {what}. {reading}'.strip() for kind, word in _SPREAD.items()}
+def _of(prefix: str, quantity: str, reading: str) -> dict[str, str]:
+  return {f'{prefix}/{kind}': f'{word} {quantity}. {reading}'.strip() for kind, word in _SPREAD.items()}
 
 
 METRICS: dict[str, str] = {

@@ -42,14 +42,14 @@ def trace(spans: list[Span]) -> list[Row]:
   """Converts a timeline's spans to trace events. Times are microseconds since the first span starts."""
   zero = min((span.start for span in spans), default=0.0)
   threads: dict[tuple[int, str], int] = {}
-  found: list[Row] = []
+  output: list[Row] = []
 
   def thread(attempt: int, name: str) -> Row:
     known = (attempt, name) in threads
     place = {'pid': attempt + 1, 'tid': threads.setdefault((attempt, name), len(threads) + 1)}
     if not known:
-      found.append({'ph': 'M', 'name': 'process_name', **place, 'args': {'name': f'attempt {attempt}'}})
-      found.append({'ph': 'M', 'name': 'thread_name', **place, 'args': {'name': name}})
+      output.append({'ph': 'M', 'name': 'process_name', **place, 'args': {'name': f'attempt {attempt}'}})
+      output.append({'ph': 'M', 'name': 'thread_name', **place, 'args': {'name': name}})
     return place
 
   for flow, (span, row) in enumerate(zip(spans, rows(spans)), start=1):
@@ -58,7 +58,7 @@ def trace(spans: list[Span]) -> list[Row]:
     asker = thread(span.attempt, f'{ends.source}: messages')
     common = {'name': span.edge, 'cat': 'event'}
     args = {'step': span.step, 'id': span.id, **span.fields}
-    found.append({**common, 'ph': 'X', **asker, 'ts': start, 'dur': MARK_US, 'args': args})
+    output.append({**common, 'ph': 'X', **asker, 'ts': start, 'dur': MARK_US, 'args': args})
     if not ends.answered:
       continue
     lane = thread(span.attempt, ends.lane if row == 0 else f'{ends.lane} {row + 1}')
@@ -66,10 +66,10 @@ def trace(spans: list[Span]) -> list[Row]:
       args = {**args, 'unanswered': True}
     else:
       args = {**args, 'reply': span.reply}
-      found.append({**common, 'ph': 'X', **asker, 'ts': end, 'dur': MARK_US, 'args': args})
+      output.append({**common, 'ph': 'X', **asker, 'ts': end, 'dur': MARK_US, 'args': args})
       arrow = {**common, 'id': flow}
-      found.append({**arrow, 'ph': 's', **asker, 'ts': start})
-      found.append({**arrow, 'ph': 't', **lane, 'ts': start})
-      found.append({**arrow, 'ph': 'f', 'bp': 'e', **asker, 'ts': end})
-    found.append({**common, 'ph': 'X', **lane, 'ts': start, 'dur': max(MARK_US, round(end - start, 3)), 'args': args})
-  return found
+      output.append({**arrow, 'ph': 's', **asker, 'ts': start})
+      output.append({**arrow, 'ph': 't', **lane, 'ts': start})
+      output.append({**arrow, 'ph': 'f', 'bp': 'e', **asker, 'ts': end})
+    output.append({**common, 'ph': 'X', **lane, 'ts': start, 'dur': max(MARK_US, round(end - start, 3)), 'args': args})
+  return output

@@ -194,12 +194,12 @@ def _summary(rows: list[Row], stages: list[Row]) -> list[Row]:
   accuracies = [key for key in _evaluations(rows, stages)['columns'] if re.fullmatch(r'val-core/.+/acc/[^/]+', key)]
   greedy = [key for key in accuracies if key.endswith('/greedy')]
   for key in (greedy or accuracies)[:3]:
-    taskset, how = key.removeprefix('val-core/').split('/acc/')
+    taskset, mode = key.removeprefix('val-core/').split('/acc/')
     measured = [row for row in rows if is_number(row.get(key))]
     milestones = [measured[0], *_stage_ends(measured)[:-1]] if len(measured) > 1 else []
     way = [f'{row[key]:.3f} at {row.get(writers.STAGE)} {_step(row):,}' for row in _distinct(milestones, measured[-1])]
     detail = 'from ' + ', '.join(way) if way else 'the only evaluation'
-    tiles.append({'label': f'Accuracy, {how}: {taskset}', 'value': f'{measured[-1][key]:.3f}', 'detail': detail})
+    tiles.append({'label': f'Accuracy, {mode}: {taskset}', 'value': f'{measured[-1][key]:.3f}', 'detail': detail})
   curves = {'Reward': 'critic/score/mean', 'Pairs won': 'rewards/accuracies', 'Supervised loss': 'actor/sft_loss'}
   for label, key in curves.items():
     values = [row[key] for row in rows if is_number(row.get(key))]
@@ -232,7 +232,7 @@ def _duration(seconds: float | int) -> str:
 
 
 def _warnings(rows: list[Row], corrupt: Mapping[str, int]) -> list[str]:
-  found = [f'{n:,} unreadable {"line" if n == 1 else "lines"} in {name} left out.' for name, n in corrupt.items() if n]
+  notes = [f'{n:,} unreadable {"line" if n == 1 else "lines"} in {name} left out.' for name, n in corrupt.items() if n]
   nonfinite: dict[str, list[Row]] = {}
   for row in rows:
     for key in row:
@@ -240,13 +240,13 @@ def _warnings(rows: list[Row], corrupt: Mapping[str, int]) -> list[str]:
         nonfinite.setdefault(key.removesuffix('/nonfinite'), []).append(row)
   for key, bad in nonfinite.items():
     first = f'{bad[0].get(writers.STAGE)} {_step(bad[0]):,}'
-    found.append(f'{key} was not finite in {len(bad):,} {"row" if len(bad) == 1 else "rows"}, first at {first}.')
+    notes.append(f'{key} was not finite in {len(bad):,} {"row" if len(bad) == 1 else "rows"}, first at {first}.')
   skipped = [row['run/skipped_updates'] for row in rows if is_number(row.get('run/skipped_updates'))]
   if skipped and max(skipped):
-    found.append(f'{max(skipped):,.0f} updates were skipped.')
+    notes.append(f'{max(skipped):,.0f} updates were skipped.')
   over = [row for row in rows if row.get('run/mismatch_over_budget')]
   if over:
     steps = f'{len(over):,} {"step" if len(over) == 1 else "steps"}'
     first = f'{over[0].get(writers.STAGE)} {_step(over[0]):,}'
-    found.append(f'Trainer and sampler differed by more than the budget in {steps}, first at {first}.')
-  return found if rows else [*found, 'The run has written no metrics yet.']
+    notes.append(f'Trainer and sampler differed by more than the budget in {steps}, first at {first}.')
+  return notes if rows else [*notes, 'The run has written no metrics yet.']

@@ -156,7 +156,7 @@ def rows(spans: Sequence[Span]) -> list[int]:
   """
   free: dict[tuple[int, str], list[int]] = {}
   taken: dict[tuple[int, str], list[tuple[float, int]]] = {}
-  found = []
+  assigned = []
   for span in spans:
     lane = span.attempt, EDGES[span.edge].lane
     ends, unused = taken.setdefault(lane, []), free.setdefault(lane, [])
@@ -164,8 +164,8 @@ def rows(spans: Sequence[Span]) -> list[int]:
       heapq.heappush(unused, heapq.heappop(ends)[1])
     row = heapq.heappop(unused) if unused else len(ends)
     heapq.heappush(ends, (span.end, row))
-    found.append(row)
-  return found
+    assigned.append(row)
+  return assigned
 
 
 def payload(timeline: Timeline) -> dict[str, Any] | None:

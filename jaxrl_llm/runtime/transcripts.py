@@ -38,12 +38,12 @@ def short(value: Any, digits: int = 6) -> Any:
 
 def _files(directory: pathlib.Path, stages: list[Row]) -> list[File]:
   """Lists a run's rollouts or evals files in run order, omitting those of unknown stages."""
-  found = []
+  files = []
   for index, stage in enumerate(stages):
     for path in directory.glob(f'{stage["name"]}/*.jsonl'):
       if step := re.match(r'\d+', path.name):
-        found.append((index, int(step[0]), path))
-  return sorted(found)
+        files.append((index, int(step[0]), path))
+  return sorted(files)
 
 
 def _text(value: Any) -> str:
@@ -150,9 +150,9 @@ def rollouts(workdir: pathlib.Path, stages: list[Row]) -> tuple[Row, int]:
 def _shown(rows: int, chosen: int, files: int, limit: float) -> str:
   if chosen == files and limit == math.inf:
     return f'All {rows:,} rollouts of {files:,} steps.'
-  what = 'the first groups' if limit < math.inf else 'all'
+  extent = 'the first groups' if limit < math.inf else 'all'
   spacing = 'evenly spaced, the first and last of each stage included'
-  return f'{rows:,} rollouts: {what} of {chosen:,} steps out of {files:,} ({spacing}). The rest is in rollouts/.'
+  return f'{rows:,} rollouts: {extent} of {chosen:,} steps out of {files:,} ({spacing}). The rest is in rollouts/.'
 
 
 def _compact(row: Row, tokens: _Table, scores: _Table) -> Row | None:

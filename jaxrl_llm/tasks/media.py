@@ -51,15 +51,15 @@ def read_media(fields: Mapping[str, Json], root: pathlib.Path | None) -> tuple[M
     listed, key = fields.get('images') or [], 'images'
   if not isinstance(listed, list):
     raise ValueError(f'{key} is {json.dumps(listed)[:80]}, wanted a list')
-  found = []
+  media = []
   for number, item in enumerate(listed):
     try:
-      found.append(
+      media.append(
         _one({'path': item} if isinstance(item, str) else item, root, kind=None if key == 'media' else 'image')
       )
     except ValueError as error:
       raise ValueError(f'{key}[{number}]: {error}') from None
-  return tuple(found)
+  return tuple(media)
 
 
 def _one(item: Json, root: pathlib.Path | None, *, kind: str | None) -> Media:

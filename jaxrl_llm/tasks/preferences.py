@@ -208,10 +208,10 @@ def _sample(pair: Pair, label: str, answer: str, index: int, tokenizer: Tokenize
 
 
 def _preferences(name: str, pairs: Sequence[Pair], counts: Mapping[str, int], source: str) -> Preferences:
-  told = ', '.join(f'{fate} {count}' for fate, count in counts.items() if count or fate in ('read', 'kept'))
-  logging.info('preferences %s: %s', name, told)
+  summary = ', '.join(f'{fate} {count}' for fate, count in counts.items() if count or fate in ('read', 'kept'))
+  logging.info('preferences %s: %s', name, summary)
   if not pairs:
-    raise UserError(f'preferences {name}: no pair left of {source}: {told}')
+    raise UserError(f'preferences {name}: no pair left of {source}: {summary}')
   return Preferences(name=name, pairs=tuple(pairs), counts=counts)
 
 
@@ -297,12 +297,12 @@ def _conversation(fields: Mapping[str, Json], name: str, template: str | None) -
 
 
 def _prompt(fields: Mapping[str, Json], before: list[Message], config: PreferencesConfig) -> tuple[Message, ...]:
-  own = templates.names(fields).get('prompt')
+  row_prompt = templates.names(fields).get('prompt')
   if config.prompt is not None:
-    given = before or (_messages('prompt', own) if isinstance(own, list) else [])
+    given = before or (_messages('prompt', row_prompt) if isinstance(row_prompt, list) else [])
     system = [message for message in given if message['role'] == 'system']
     messages = [*system, {'role': 'user', 'content': templates.render(config.prompt, fields)}]
-  elif before and isinstance(own, list):
+  elif before and isinstance(row_prompt, list):
     raise ValueError(
       "prompt has messages, so chosen and rejected must hold one message of 'assistant' each, there are also "
       f'{_roles(before)}'

@@ -157,8 +157,12 @@ class TaskSampler:
     """Restores a state. Raises UserError if it belongs to other tasks, another configuration or another seed."""
     differing = [key for key, value in self._identity.items() if state.get(key) != value]
     if differing:
-      told = ', '.join(f'{key} {state.get(key)!r} in the checkpoint, {self._identity[key]!r} now' for key in differing)
-      raise UserError(f'task sampler: the state belongs to other tasksets: {told}; resume with the same configuration')
+      mismatches = ', '.join(
+        f'{key} {state.get(key)!r} in the checkpoint, {self._identity[key]!r} now' for key in differing
+      )
+      raise UserError(
+        f'task sampler: the state belongs to other tasksets: {mismatches}; resume with the same configuration'
+      )
     self._batch, self._credits = int(state['batch']), [float(credit) for credit in state['credits']]
     for pool, of in zip(self._pools, state['pools'], strict=True):
       pool.restore(of)

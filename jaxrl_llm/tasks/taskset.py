@@ -248,8 +248,8 @@ def _prompt(fields: Mapping[str, Json], config: TasksetConfig) -> tuple[Message,
   if config.prompt is None:
     messages = own_messages(fields)
   else:
-    own = fields.get('prompt')
-    system = [message for message in _messages(own) if message['role'] == 'system'] if isinstance(own, list) else []
+    raw = fields.get('prompt')
+    system = [message for message in _messages(raw) if message['role'] == 'system'] if isinstance(raw, list) else []
     messages = [*system, {'role': 'user', 'content': templates.render(config.prompt, fields)}]
   if config.system is not None:
     messages = [{'role': 'system', 'content': config.system}, *(m for m in messages if m['role'] != 'system')]
