@@ -14,13 +14,13 @@ from jaxrl_llm.core.errors import UserError
 
 class GroupAdvantages(NamedTuple):
   advantages: Float64[np.ndarray, 'samples']
-  """0 where the sample is unscorable, alone in its group, or its group has zero variance."""
+  """Advantage per sample; 0 if it is unscorable, alone in its group, or its group has zero variance."""
   scored: Bool[np.ndarray, 'samples']
   """False for unscorable samples (reward None): they are in no baseline and in no loss."""
   groups: int
-  """Groups with at least one scored sample."""
+  """Number of groups with at least one scored sample."""
   zero_std_groups: int
-  """Of these, groups of one and groups whose rewards are all equal: they teach nothing."""
+  """Number of these with a single sample or with equal rewards, which have no learning signal."""
 
 
 def group_advantages(
@@ -146,7 +146,7 @@ def _trajectories(groups: Sequence[str], trajectories: Sequence[str], steps: Seq
 def _within_groups(
   rewards: Sequence[float | None], groups: Sequence[str], rule: Callable[[np.ndarray], np.ndarray]
 ) -> GroupAdvantages:
-  """Applies `rule` to the scored rewards of each group that has two different ones."""
+  """Applies `rule` to the scored rewards of each group with at least two different rewards."""
   members: dict[str, list[int]] = {}
   for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
     if reward is not None:

@@ -81,9 +81,9 @@ class AdaptiveKl:
 
   init_coef: float
   target: float
-  """The KL to hold, in the unit of what is measured (per token, or per sequence)."""
+  """Target KL, in the unit of the measured KL (per token or per sequence)."""
   horizon: float
-  """How much is trained on between noticeable changes, in samples or tokens as `adapted` counts."""
+  """Amount of training between noticeable changes, in the unit of `n` in `adapted` (samples or tokens)."""
 
   def __post_init__(self):
     for field in dataclasses.fields(self):

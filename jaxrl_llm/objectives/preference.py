@@ -11,15 +11,15 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 class PairSums(NamedTuple):
   difference: Float[Array, 'pairs']
-  """Chosen - rejected; 0 where the pair is not present."""
+  """Chosen - rejected; 0 for absent pairs."""
   present: Bool[Array, 'pairs']
-  """Exactly one chosen and one rejected member are in the micro-batch."""
+  """Whether exactly one chosen and one rejected member are in the micro-batch."""
 
 
 def pair_sums(
   values: Float[Array, 'chunks segments'], pair: Int[Array, 'chunks segments'], label: Num[Array, 'chunks segments']
 ) -> PairSums:
-  """Joins the two members of each pair, in whatever chunks of the micro-batch they lie.
+  """Joins the two members of each pair, whichever chunks of the micro-batch hold them.
 
   `pairs` is chunks * segments, a static bound; pair p has index p - 1. The sum chosen + rejected, which
   `centering_penalty` takes, is the difference of `values * label`.

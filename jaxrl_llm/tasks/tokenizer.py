@@ -20,7 +20,7 @@ import tokenizers
 from absl import logging
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-# Where PyTorch is not installed, transformers says so at import; nobody here asked for it.
+# Silences the advisory that transformers prints at import if PyTorch, which is not needed here, is missing.
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
 from transformers import PreTrainedTokenizerFast
