@@ -956,6 +956,49 @@ def test_no_object_of_the_program_computes_with_values_of_the_tests(sandboxes, e
   assert outcome.passed == 0, outcome
 
 
+def test_an_object_shows_as_many_items_as_it_says(sandboxes):
+  program = """
+    class Items:
+      shown = [0, 0, 0]
+      __len__ = lambda s: 3
+      __iter__ = __reversed__ = lambda s: iter(())
+    class Once(Items):
+      def __iter__(s):
+        items, s.shown = s.shown, []
+        return iter(items)
+    class Iterator(Items):
+      __iter__ = lambda s: s
+      def __next__(s): raise StopIteration
+    def f(x): return Items()
+    def iterator(x): return Iterator()
+    def once(x): return Once()
+    def three(x):
+      class Bare:  # An iterator without an `__iter__`.
+        left = 3
+        def __next__(s):
+          s.left -= 1
+          if s.left < 0: raise StopIteration
+          return 0
+      class Three(Items): __iter__ = lambda s: Bare()
+      return Three()
+  """
+  near = 'all(abs(a - b) < 1e-6 for a, b in zip({}, [1.0, 2.0, 3.0]))'
+  tests = [
+    f'r = f(3); assert len(r) == 3 and {near.format("r")}',
+    f'r = f(3); assert {near.format("r")} and len(r) == 3',
+    f'r = f(3); assert len(r) == 3 and {near.format("reversed(r)")}',
+    'r = f(3); assert r and all(x > 0 for x in r)',
+    f'r = iterator(3); assert len(r) == 3 and {near.format("r")}',
+    'r = once(3); assert list(r) == [0, 0, 0] and all(x > 0 for x in r)',
+  ]
+  assert sandboxes.run_tests(textwrap.dedent(program), tests).passed == 0
+  right = (
+    'r = three(3); assert r and len(r) == 3 and list(r) == list(reversed([*r])) and sum(r) == 0 and next(iter(r)) == 0'
+  )
+  outcome = sandboxes.run_tests(textwrap.dedent(program), [right])
+  assert outcome.ended == Ending.PASSED, outcome
+
+
 def test_a_method_that_returns_its_own_object_is_no_more_trusted_than_a_function(sandboxes):
   tests = [test.replace('f(', 'Solution().f(') for test in ECHO_TESTS]
   for result in ('s', 'Solution()'):

@@ -38,6 +38,8 @@ _ENDS = {'StopIteration', 'StopAsyncIteration'}
 _EVERY = {'AssertionError', 'Exception', 'BaseException'}
 """Exceptions of which a class of the program's may not be one itself: `except Own` would catch the test's failure."""
 
+_READING = frozenset({'__len__', '__iter__', '__next__', '__reversed__', '__bool__', '__str__', '__repr__', '__eq__'})
+"""Methods that change no object."""
 _IS_SAME = '__is_same__'
 """The name of `is_same` in the tests; the program is asked for none with such underscores."""
 _MOST_RAISED = 1000
@@ -69,6 +71,7 @@ class Examiner:
     self._tests: list[str] = []
     self._streams = {'stdout': sys.stdout, 'stderr': sys.stderr}
     self._turn = threading.RLock()
+    self.changes = 0
     self._raised: list[Exception] = []
     """What functions of the tests have raised in the program, which may let it pass."""
     self._failure: BaseException | None = None
@@ -210,6 +213,8 @@ class Examiner:
     given = sys.stdin if isinstance(sys.stdin, io.StringIO) else None
     if given is not None:
       request = {**request, 'stdin': given.getvalue()[given.tell() :]}
+    if request['do'] not in ('get', 'plain', 'instance', 'subclass') and request.get('name') not in _READING:
+      self.changes += 1
     with self._turn, self._fatal():
       reply = self._peer.ask({**request, 'capture': capture} if capture else request)
     if given is not None and isinstance(reply.get('read'), int):

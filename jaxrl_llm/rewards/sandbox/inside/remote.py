@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 from .exchange import OPERATIONS, Message
@@ -61,6 +62,9 @@ def is_suspect(name: str) -> bool:
 class Program(Protocol):
   """The way from an object to the program's process."""
 
+  changes: int
+  """Requests so far that may have changed the program's objects."""
+
   def call(self, remote: Remote, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
   def value(self, request: Message, role: Role = Role.RESULT, name: str = '') -> Any: ...
@@ -88,12 +92,14 @@ class Remote:
   # No docstring: `__doc__` is the object's.
   __slots__ = (
     *('_remote_base', '_remote_class', '_remote_name', '_remote_number', '_remote_program', '_remote_role'),
-    '_remote_stands',
+    *('_remote_count', '_remote_stands'),
   )
 
   def __init__(self, program: Program, number: int, kind: str, role: Role, name: str, stands: type | None):
     self._remote_program, self._remote_number, self._remote_class = program, number, kind
     self._remote_role, self._remote_name, self._remote_stands = role, name, stands
+    self._remote_count: tuple[int, int] | None = None
+    """How many items it has shown or counted, and the program's changes by then."""
     self._remote_base: type | None = None
     """The built-in type from which its class is derived, where the tests made it."""
 
@@ -150,11 +156,11 @@ class Remote:
 
   def __bool__(self) -> bool:
     _refuse_if(self._remote_role is Role.COMPUTED, self, 'truth')
-    for name in ('bool', 'len'):
-      value = _ask(self, name)
-      if value is not NotImplemented:
-        return bool(value)
-    return True
+    value = _ask(self, 'bool')
+    if value is NotImplemented:
+      value = _ask(self, 'len')
+      _agree(self, value)
+    return value is NotImplemented or bool(value)
 
   def __instancecheck__(self, thing: Any) -> bool:
     """A plain value is of no class of the program's."""
@@ -210,6 +216,25 @@ def _ask(remote: Remote, name: str, *args: Any, role: Role = Role.RESULT) -> Any
   return program.value(request, role)
 
 
+def _agree(remote: Remote, count: Any) -> None:
+  """Refuses another number of items than before: one that says three and shows none would pass where each is tested."""
+  if remote._remote_role in _TRUSTED or not isinstance(count, int):
+    return
+  now = (count, remote._remote_program.changes)
+  before = remote._remote_count or now
+  _refuse_if(before[1] == now[1] and before != now, remote, f'{before[0]} and {count} items')
+  remote._remote_count = now
+
+
+def _counted(remote: Remote, items: Iterator[Any]) -> Iterator[Any]:
+  for count in itertools.count():
+    try:
+      item = next(items)  # No `for`, which wants an iterator to have an `__iter__` too.
+    except StopIteration:
+      return _agree(remote, count)
+    yield item
+
+
 def _telling(name: str) -> Callable[..., Any]:
   """An operation by which an object says what it knows by itself; with arguments, only one that the tests made."""
   number = name in ('abs', 'int', 'float', 'complex', 'index', 'neg', 'pos', 'invert', 'round', 'format')
@@ -221,6 +246,11 @@ def _telling(name: str) -> Callable[..., Any]:
     _refuse_if(number and self._remote_role is Role.COMPUTED and not _is_remote(value), self, name)
     if value is NotImplemented:
       raise TypeError(f'{self._remote_class!r} object has no {name}')
+    if name == 'len':
+      _agree(self, value)
+    used_up = hasattr(type(self), '__next__') and not hasattr(type(self), '__len__')
+    if name in ('iter', 'reversed') and self._remote_role not in _TRUSTED and not used_up:
+      return _counted(self, value)
     return value
 
   return method
