@@ -194,6 +194,11 @@ HOSTILE = {
   'deep tokenizer': ('tokenizer.json', lambda path: path.write_text(DEEP), 'tokenizer.json: nested in more than 100'),
   'deep settings': ('tokenizer_config.json', lambda path: path.write_text(DEEP), 'tokenizer_config.json: nested in'),
   'no object': ('tokenizer.json', lambda path: path.write_text('[]'), 'tokenizer.json: holds a list, wanted a JSON'),
+  'panic': (
+    'tokenizer.json',
+    lambda path: change_json(path, normalizer={'type': 'Precompiled', 'precompiled_charsmap': 'BAAAAHg='}),
+    'cannot be read: Precompiled',
+  ),
   'no model': ('tokenizer.json', lambda path: change_json(path, model={'type': 'x'}), 'cannot be read'),
   'FIFO': ('chat_template.jinja', as_fifo, 'chat_template.jinja is a FIFO, wanted a regular file'),
   'further FIFO': ('special_tokens_map.json', as_fifo, 'special_tokens_map.json is a FIFO, wanted a regular file'),

@@ -10,9 +10,7 @@ import pytest
 pytestmark = pytest.mark.full
 
 IN_A_NOTEBOOK = """
-import asyncio, json, os, sys, threading
-
-from jaxrl_llm.api import UserError, load_config, train
+import asyncio, json, sys
 
 
 async def in_a_notebook(config, workdir):
@@ -20,6 +18,8 @@ async def in_a_notebook(config, workdir):
 
 
 if __name__ == '__main__':
+  from jaxrl_llm.api import UserError, load_config, train
+
   spec, workdir, overrides = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
   in_loop = asyncio.run(in_a_notebook(load_config(spec, overrides), workdir))
   assert in_loop.finished and in_loop.model.is_dir() and in_loop.report.is_file()
@@ -33,17 +33,17 @@ if __name__ == '__main__':
 """
 
 INTERRUPTED = """
-import json, pathlib, signal, sys, threading, time
-
-from jaxrl_llm.api import load_config, train
+import json, os, pathlib, signal, sys, threading, time
 
 if __name__ == '__main__':
+  from jaxrl_llm.api import load_config, train
+
   config, workdir = load_config(sys.argv[1], json.loads(sys.argv[3])), sys.argv[2]
 
   def interrupt():
     while not list(pathlib.Path(workdir, 'checkpoints').glob('*/COMMIT')):
       time.sleep(0.05)
-    signal.raise_signal(signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
 
   threading.Thread(target=interrupt, daemon=True).start()
   first = train(config, workdir)
@@ -74,7 +74,7 @@ def test_a_run_in_a_notebook_is_that_of_the_command_line(tmp_path):
   """Bit for bit, and its programs are kept; another seed is refused; started again, it returns the same."""
   *lines, last_row = run(tmp_path, IN_A_NOTEBOOK)
   assert json.loads(last_row) == job.rows(tmp_path / 'run')[-1]
-  assert any(line.startswith('seed ') or ' seed' in line for line in lines), lines
+  assert any('seed' in line for line in lines), '|'.join(lines)[-900:]
   assert any((tmp_path / 'programs').iterdir())
   job.assert_equal_runs(tmp_path / 'run', job.quick_run())
 

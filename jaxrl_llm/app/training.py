@@ -1,8 +1,8 @@
 """Runs from Python: a configuration in, metrics and paths out.
 
-from jaxrl_llm.api import load_config, train
+if __name__ == '__main__':  # Scorer processes import the script too, and need no JAX.
+  from jaxrl_llm.api import load_config, train
 
-if __name__ == '__main__':  # Scorer processes import this file too.
   result = train(load_config('quickstart', {'stages.grpo.steps': 100}), 'runs/first')
   print(result.metrics[-1], result.model)
 """
@@ -77,9 +77,9 @@ def _text(key: str, value: Json) -> str:
 def train(config: Config, workdir: str | os.PathLike[str]) -> TrainResult:
   """Trains in this process and returns when the run ends. A run directory with commits is resumed.
 
-  The run has a thread and an event loop of its own, so that it also works in a notebook. An interrupt (Ctrl-C) ends
-  it with a commit. In a script, the call belongs under `if __name__ == '__main__':`, because the processes of scorers
-  import the script. A job of several processes starts with `jaxrl train` instead.
+  The run has a thread and an event loop of its own, so that it also works in a notebook. An interrupt (Ctrl-C) ends it
+  with a commit. In a script, the import and the call belong under `if __name__ == '__main__':`, because the processes
+  of scorers import the script. A job of several processes starts with `jaxrl train` instead.
 
   Raises:
     UserError: the configuration or the run directory cannot be used, or the run cannot continue.

@@ -13,7 +13,7 @@ import os
 import pathlib
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import tokenizers
@@ -102,7 +102,8 @@ class Tokenizer:
       raise UserError(f'tokenizer {path}: no tokenizer.json there; wanted a directory as launch/tokenizer.py makes it')
     files = _read_files(path)
     try:
-      fast = PreTrainedTokenizerFast.from_pretrained(str(path))
+      with _panics_raised():
+        fast = PreTrainedTokenizerFast.from_pretrained(str(path))
     except Exception as error:  # The tokenizers library raises Exception itself.
       raise UserError(f'tokenizer {path}: cannot be read: {one_line(error)}; fetch it again') from error
     if fast.eos_token_id is None:
@@ -146,7 +147,8 @@ class Tokenizer:
     if self._alphabet is not None and not self._alphabet.issuperset(text):
       self._check_characters(text)
     try:
-      return self._fast.encode(text, add_special_tokens=False)
+      with _panics_raised():
+        return self._fast.encode(text, add_special_tokens=False)
     except Exception as error:  # The tokenizers library raises Exception itself; a lone surrogate is a TypeError.
       raise UserError(
         f'tokenizer {self._name}: cannot encode {one_line(repr(text), 100)}: {one_line(error)}; correct the text'
@@ -302,6 +304,17 @@ def _read_files(path: pathlib.Path) -> dict[str, bytes]:
   except (OSError, ValueError) as error:
     raise UserError(f'tokenizer {path}: cannot be read: {one_line(error)}; fetch it again') from None
   return files
+
+
+@contextlib.contextmanager
+def _panics_raised() -> Iterator[None]:
+  """Turns a panic of the tokenizers library, which no `except Exception` catches, into ValueError."""
+  try:
+    yield
+  except BaseException as error:
+    if type(error).__name__ != 'PanicException':
+      raise
+    raise ValueError(str(error)) from error
 
 
 def _parse_object(path: pathlib.Path, data: bytes) -> dict[str, Any]:
