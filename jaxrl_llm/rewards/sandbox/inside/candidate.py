@@ -1,7 +1,7 @@
-"""The untrusted program's process: runs the program, then does what the process of its tests asks.
+"""The untrusted program's process: runs the program, then serves requests from the tests' process.
 
-Nothing here is relied upon: the program can change all of it. What it can reach is its own process, a socket that only
-carries answers, and two pipes for its output.
+Nothing here is trusted: the program can change all of it. It can reach only its own process, a socket that carries
+nothing but answers, and two pipes for its output.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _REDIRECTING = {'stdout': contextlib.redirect_stdout, 'stderr': contextlib.redir
 
 
 def run_program(source: str, name: str) -> dict[str, Any]:
-  """The program's namespace after its top level ran; raises what it raises."""
+  """Runs the program's top level and returns its namespace; raises whatever it raises."""
   namespace = {'__name__': name, '__builtins__': __builtins__, '__file__': FILE}
   sys.argv = [FILE]
   module = types.ModuleType(name)
   module.__dict__.update(namespace)
-  sys.modules[name] = module  # As dataclasses and pickle look a class's module up there.
+  sys.modules[name] = module  # Where dataclasses and pickle look up a class's module.
   linecache.cache[FILE] = (len(source), None, source.splitlines(keepends=True), FILE)
-  exec(compile(source, FILE, 'exec', dont_inherit=True), module.__dict__)  # Without this module's __future__.
+  exec(compile(source, FILE, 'exec', dont_inherit=True), module.__dict__)  # Without this module's __future__ imports.
   return module.__dict__
 
 
 def lines_of(error: BaseException) -> str:
-  """The end of a traceback, without the frames that are not the program's."""
+  """Returns the end of the error's traceback, with the program's own frames only."""
   shown = traceback.TracebackException.from_exception(error, limit=-4)
   shown.stack = traceback.StackSummary.from_list([frame for frame in shown.stack if frame.filename == FILE])
   return ''.join(shown.format(chain=False))[-1000:]
@@ -54,7 +54,7 @@ def _operations(kind: type) -> list[str]:
 
 
 def _inherited(kind: type, base: type) -> list[str]:
-  """Operations that a class has from the base alone."""
+  """Operations for which a class uses the base's implementation."""
   first = {name: next((k for k in kind.__mro__ if f'__{name}__' in vars(k)), None) for name in OPERATIONS}
   return [name for name, defining in first.items() if defining is base]
 
@@ -80,7 +80,7 @@ def _mutable(values: list[Any]) -> list[int]:
 
 
 def _exception_of(kinds: list[str], text: str) -> BaseException:
-  """An exception whose class has these names, its own first: a built-in one, or one derived from it."""
+  """Returns an exception for class names in MRO order: of a built-in class, or of one derived from it."""
   known = [getattr(builtins, kind, None) for kind in kinds]
   base = next((kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception)), RuntimeError)
   try:
@@ -90,16 +90,16 @@ def _exception_of(kinds: list[str], text: str) -> BaseException:
 
 
 class Candidate:
-  """Serves the program's namespace."""
+  """Serves the program's namespace to the tests' process."""
 
   def __init__(self, channel: Channel, namespace: dict[str, Any]):
     self._namespace = namespace
     self._peer = Peer(channel, self._answer, self._callback)
     self._callbacks: dict[int, Any] = {}
     self._turn = threading.RLock()
-    """Of the threads that call functions of the tests."""
+    """Serializes threads that call functions of the tests."""
     self._theirs: list[tuple[BaseException, int]] = []
-    """Exceptions of the tests' functions, with the numbers by which the tests know them."""
+    """Exceptions of the tests' functions, with their numbers in the tests' process."""
     self._loop: Any = None
 
   def serve(self) -> None:
@@ -177,7 +177,7 @@ class Candidate:
     return {**reply, 'changed': changed} if changed else reply
 
   def _called(self, value: Any, *, whole: bool = False) -> Message:
-    """A reply; `whole`: an object of a class derived from a built-in one is lent, not sent as its base."""
+    """Builds a reply. With `whole`, an object of a class derived from a built-in one is lent, not sent as its base."""
     if value is NotImplemented:
       return {'absent': True}
     return {'value': self._peer.lend(value, _describe) if whole and base_of(type(value)) else self._pack(value)}
@@ -193,8 +193,8 @@ class Candidate:
     return bool(self._awaited(thing.__aexit__(*details)))
 
   def _awaited(self, awaitable: Any) -> Any:
-    """Result of the awaitable; all of them run in one event loop."""
-    import asyncio  # Few programs need it.
+    """Runs the awaitable, in the one event loop of this process, and returns its result."""
+    import asyncio  # Imported late: few programs need it.
 
     async def wait() -> Any:
       return await awaitable
@@ -204,7 +204,7 @@ class Candidate:
     return self._loop.run_until_complete(wait())
 
   def _callback(self, message: Message) -> Any:
-    """A function of the tests', which the program may call; an iterator, or a type."""
+    """Returns a callable for a function of the tests, an iterator over one of theirs, or a standard type."""
     if 'iter' in message:
       return self._items(message['ref'])
     if 'type' in message:

@@ -1,4 +1,4 @@
-"""Whole JSON messages over a stream socket."""
+"""Length-prefixed JSON messages over a stream socket."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 _LENGTH = struct.Struct('!I')
 MAX_MESSAGE = 256 << 20
-"""Bytes."""
+"""Maximum size of a message in bytes."""
 
 
 class Closed(Exception):
-  """The other end is gone, or has sent what is no message."""
+  """The other end is gone, or has sent an invalid message."""
 
 
 class Channel:
@@ -28,7 +28,7 @@ class Channel:
       raise Closed(str(error)) from None
 
   def receive(self) -> Any:
-    """The next message. Raises Closed; TimeoutError where the socket has a timeout."""
+    """Returns the next message. Raises Closed, or TimeoutError if the socket has a timeout."""
     (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
     if length > MAX_MESSAGE:
       raise Closed(f'a message of {length} bytes')

@@ -1,9 +1,9 @@
-"""The tests' process: runs them against the program, which is another process that never sees them.
+"""The tests' process: runs tests against the program, which is another process and never sees them.
 
-Invariant: a verdict rests on plain values that were rebuilt here, and on how the program's objects may be used
-(`inside.remote`). Nothing that the program sends chooses a module, a class or a function of this process, ends an
-iteration of the tests early, or is caught by them in place of a failure: a test during which the program was gone, or
-sent what is no message, is not passed.
+Invariant: a verdict rests on plain values rebuilt here, and on the permitted uses of the program's objects
+(`inside.remote`). Nothing that the program sends selects a module, class or function of this process, ends an
+iteration of the tests early, or is caught by them in place of a failure: a test fails if the program was gone during
+it or sent an invalid message.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ _ALIASED = frozenset({
   *('bisect', 'calendar', 'cmath', 'collections', 'copy', 'datetime', 'decimal', 'fractions', 'functools', 'heapq'),
   *('itertools', 'json', 'math', 'operator', 'random', 're', 'statistics', 'string', 'textwrap', 'time'),
 })  # fmt: skip
-"""Modules that the program may give a name of the tests' to (`import datetime as dt`): they only compute."""
+"""Modules that the program may bind to a name in the tests (`import datetime as dt`): they only compute."""
 _GROUPS = {'ExceptionGroup', 'BaseExceptionGroup'}
-"""Exceptions that cannot be made of a text; the built-in class above them is raised."""
+"""Exceptions that cannot be constructed from a text; their built-in base class is raised."""
 _UNICODE = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
-"""Exceptions of which a derived class can."""
+"""Exceptions that only a derived class can construct from a text."""
 _ENDS = {'StopIteration', 'StopAsyncIteration'}
-"""Exceptions that end an iteration silently: `all(map(f, …))` would hold."""
+"""Exceptions that end an iteration silently: `all(map(f, …))` would be true."""
 _EVERY = {'AssertionError', 'Exception', 'BaseException'}
-"""Exceptions of which a class of the program's may not be one itself: `except Own` would catch the test's failure."""
+"""Exceptions that no class of the program may stand for: `except Own` would catch the test's failure."""
 
 _READING = frozenset({'__len__', '__iter__', '__next__', '__reversed__', '__bool__', '__str__', '__repr__', '__eq__'})
-"""Methods that change no object."""
+"""Methods that do not change the object."""
 _IS_SAME = '__is_same__'
-"""The name of `is_same` in the tests; the program is asked for none with such underscores."""
+"""Name of `is_same` in the tests; names with such underscores are never requested from the program."""
 _MOST_RAISED = 1000
-"""Exceptions of the tests' functions that are kept, with all that they refer to."""
+"""Maximum number of exceptions of the tests' functions to keep, with everything they refer to."""
 _SHOWN = '_shown'
-"""The attribute of an exception that holds its text, where its arguments are not all there is to it."""
+"""Attribute of an exception that holds its text, if its arguments do not determine the text."""
 
 
 class ProgramError(BaseException):
@@ -53,11 +53,11 @@ class ProgramError(BaseException):
 
 
 class Examiner:
-  """Runs tests, each in the same namespace, over the names of the program that they use.
+  """Runs tests, all in one namespace, with the names of the program that they use.
 
   Args:
-    channel: to the program's process.
-    entry_point: the name that `check(candidate)` gets.
+    channel: channel to the program's process.
+    entry_point: name of the function passed to `check(candidate)`.
   """
 
   def __init__(self, channel: Channel, entry_point: str | None):
@@ -66,21 +66,21 @@ class Examiner:
     self._remotes: dict[tuple[int, Role, str], Any] = {}
     self._exceptions: dict[str, type[BaseException]] = {}
     self._classes: set[str] = set()
-    """Names of classes that tests name."""
+    """Class names of the program that the tests use."""
     self._names = read_names((), entry_point)
     self._tests: list[str] = []
     self._streams = {'stdout': sys.stdout, 'stderr': sys.stderr}
     self._turn = threading.RLock()
     self.changes = 0
     self._raised: list[Exception] = []
-    """What functions of the tests have raised in the program, which may let it pass."""
+    """Exceptions that functions of the tests have raised in the program, which may let them pass."""
     self._failure: BaseException | None = None
-    """Error that fails the current test even if it was caught."""
+    """Error that fails the current test even if the test caught it."""
     self.error: dict[str, Any] | None = None
     """Error of the first test that failed."""
 
   def run(self, tests: list[str]) -> Iterator[bool]:
-    """Whether each test passed, in order; a program that ends passes none of the rest."""
+    """Yields whether each test passed, in order; once the program has ended, the rest fail."""
     self._tests = tests
     self._names = read_names(tests, self._entry_point)
     namespace = {'__name__': 'tests', _IS_SAME: is_same}
@@ -110,21 +110,21 @@ class Examiner:
 
   @contextlib.contextmanager
   def _fatal(self) -> Iterator[None]:
-    """Within, a program that is gone, or sends what is no message, fails the test for good."""
+    """Fails the test for good if, within the block, the program is gone or sends an invalid message."""
     try:
       yield
-    except Exception as error:  # Whatever it is, no test may expect it: a reply that fills the memory, too.
+    except Exception as error:  # No test may expect any of these, including a reply that exhausts memory.
       self._failure = self._failure or error
       raise
 
   def _named(self) -> dict[str, Any]:
-    """The program's values of the names that occur in the tests.
+    """Returns the program's values for the names that occur in the tests.
 
-    A built-in function is the tests' own, unless that is what the program is to define, and so is a standard module,
-    unless the tests use what it does not have.
+    A built-in function is Python's, unless the program is to define it; so is a standard module, unless the tests use
+    attributes that it lacks.
     """
     values = self._ask_names(self._names.wanted)
-    # A name that the tests bind only after they called it was the program's.
+    # A name that the tests bind only after calling it was the program's.
     if self._names.ambiguous and not (values.keys() & self._names.called) - self._names.modules.keys():
       values |= self._ask_names(self._names.ambiguous)
     return {name: self._name(name, packed) for name, packed in values.items()}
@@ -166,12 +166,12 @@ class Examiner:
     return remote._remote_class in self._classes
 
   def compares(self, left: Remote, right: Remote) -> bool:
-    """Whether both are of classes that the tests name, and the tests made one of them."""
+    """Whether the tests name the classes of both, and made at least one of the objects."""
     made = {Role.MADE, Role.COMPUTED, Role.NAMED} & {left._remote_role, right._remote_role}
     return bool(made) and self.is_of_named_class(left) and self.is_of_named_class(right)
 
   def suppressible(self, error: BaseException) -> bool:
-    """Whether the tests themselves raised it on purpose, so that a `with` of the program's may suppress it."""
+    """Whether the tests raised the error on purpose, so that a context manager of the program may suppress it."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
       place = place.tb_next
@@ -208,7 +208,7 @@ class Examiner:
     return self._value(self._ask(request), role, name, ends=ends)
 
   def _ask(self, request: Message) -> Message:
-    """Asks the program; it reads and prints what the tests have put in the place of their standard streams."""
+    """Sends a request; the program reads and prints through the tests' replacements of the standard streams."""
     capture = [name for name, stream in self._streams.items() if getattr(sys, name) not in (stream, None)]
     given = sys.stdin if isinstance(sys.stdin, io.StringIO) else None
     if given is not None:
@@ -236,7 +236,7 @@ class Examiner:
     return self._rebuilt(reply['value'], role, name)
 
   def _rebuilt(self, message: Any, role: Role = Role.RESULT, name: str = '') -> Any:
-    """The value of a message; an object that it stands for as a whole has a role, those within are results."""
+    """Rebuilds the value of a message; an object that is the whole value gets the role, objects within are results."""
     with self._fatal():
       if isinstance(message, dict) and 'ref' in message:
         return self._proxy(message, role, name)
@@ -264,12 +264,12 @@ class Examiner:
     attributes = reply.get('attributes')
     if isinstance(attributes, dict) and theirs:
       vars(error).update((name, self._rebuilt(value)) for name, value in attributes.items() if not name.startswith('_'))
-    if theirs and not str(error).startswith(text):  # Their class has a `__str__` of its own.
+    if theirs and not str(error).startswith(text):  # The program's class has its own `__str__`.
       vars(error)[_SHOWN] = text
     return error
 
   def _exception_class(self, kinds: list[str]) -> type[BaseException]:
-    """The built-in exception, or one made to look like the program's own."""
+    """Returns the built-in exception class, or one made to look like the program's own."""
     if kinds and kinds[0] in self._exceptions:
       return self._exceptions[kinds[0]]
     known = [getattr(builtins, kind, None) for kind in kinds if kind not in _GROUPS | _ENDS]
@@ -282,14 +282,14 @@ class Examiner:
       base = standard or (parents[0] if parents else base)
       show = base.__str__
       methods = {'__str__': lambda error: vars(error)[_SHOWN] if _SHOWN in vars(error) else show(error)}
-      if standard or issubclass(base, _UNICODE):  # It may want other arguments than a text.
+      if standard or issubclass(base, _UNICODE):  # It may require arguments other than a text.
         methods['__init__'] = Exception.__init__
       base = type(kinds[0], (base,), methods)
       self._exceptions[kinds[0]] = base
     return base
 
   def _caught_class(self, kinds: list[str]) -> type[BaseException]:
-    """Class for `except` where the program names an exception."""
+    """Returns the class that `except` gets where the program names an exception class."""
     if kinds and kinds[0] in _EVERY and kinds[0] not in self._exceptions:
       self._exceptions[kinds[0]] = type(kinds[0], (Exception,), {})
     return self._exception_class(kinds)
@@ -331,7 +331,7 @@ class Examiner:
     return {'name': name if isinstance(name, str) else 'function', 'doc': doc if isinstance(doc, str) else None}
 
   def _answer(self, request: Message) -> Message:
-    """The program may call functions that it was handed, and do nothing else."""
+    """Answers the program, which may call functions that it was handed and do nothing else."""
     try:
       function = self._peer.lent(request.get('of'))
       args, kwargs = request.get('args'), request.get('kwargs', {})
@@ -350,7 +350,7 @@ class Examiner:
 
 
 def _standard_exception(kinds: list[str]) -> type[Exception] | None:
-  """The standard library's exception of that name, of a module that is loaded: the tests may await it by its module."""
+  """Returns the exception of that name in a loaded standard module: the tests may expect it by its module."""
   for name in sorted(_ALIASED | {'dataclasses', 'queue'}):
     kind = getattr(sys.modules.get(name), kinds[0], None)
     if isinstance(kind, type) and issubclass(kind, Exception) and kind.__name__ == kinds[0]:
@@ -359,7 +359,7 @@ def _standard_exception(kinds: list[str]) -> type[Exception] | None:
 
 
 def _in_parts(items: Iterator[Any]) -> Callable[[], list[Any]]:
-  """The next items at each call, and none at the end: single ones at first, as the program may leave the rest."""
+  """Returns a function that returns the next items, none at the end; single ones at first, as the program may stop."""
   sizes = itertools.chain(itertools.repeat(1, 64), (1 << n for n in range(12)), itertools.repeat(1 << 12))
   return lambda: list(itertools.islice(items, next(sizes)))
 

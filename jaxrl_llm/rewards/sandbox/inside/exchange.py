@@ -1,6 +1,6 @@
-"""Calls between two processes that do not trust each other, either of which may call back while it is called.
+"""Calls between two processes that do not trust each other; either may call back during a call.
 
-Invariant: a peer lets the other one do what its `answer` names and nothing more, whatever the messages are.
+Invariant: a peer lets the other one do only what its `answer` implements, whatever the messages are.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ OPERATIONS = (
   ),
   *('lshift', 'rshift', 'rlshift', 'rrshift'),
 )
-"""Special methods, without underscores, by which one end uses what it was lent by the other."""
+"""Special methods, without underscores, that one end applies to objects lent by the other."""
 
 
 class Peer:
-  """One end: what it has lent to the other by number, and whose numbers it was lent.
+  """One end: tracks the objects that it has lent and borrowed, by number.
 
   Args:
-    channel: to the other end.
-    answer: does what a request asks for, and says what to reply.
-    proxy: makes of the other's `{'ref': number, …}` what stands for that object here.
+    channel: channel to the other end.
+    answer: executes a request and returns the reply.
+    proxy: creates the local proxy for the other end's `{'ref': number, …}`.
   """
 
   def __init__(self, channel: Channel, answer: Callable[[Message], Message], proxy: Callable[[Message], Any]):
@@ -42,7 +42,7 @@ class Peer:
     self._borrowed: dict[int, int] = {}
 
   def ask(self, request: Message) -> Message:
-    """Sends a request and returns its reply, answering the other's requests meanwhile."""
+    """Sends a request and returns its reply, answering the other end's requests meanwhile."""
     self._channel.send(request)
     while True:
       message = self._channel.receive()
@@ -53,21 +53,21 @@ class Peer:
       self._channel.send(self._answer(message))
 
   def serve(self) -> None:
-    """Answers until the other end is gone (Closed)."""
+    """Answers requests until the other end is gone (Closed)."""
     while True:
       self._channel.send(self._answer(self._channel.receive()))
 
   def pack(self, value: Any, describe: Callable[[Any], Message]) -> Any:
-    """The value as a message; `describe` adds a description of an object that is lent."""
+    """Encodes the value as a message; `describe` adds the description of a lent object."""
     return encode(value, lambda thing: self.lend(thing, describe))
 
   def lend(self, thing: Any, describe: Callable[[Any], Message]) -> dict[str, Any]:
-    """A message that stands for the object itself, whatever its type."""
+    """Returns a message that refers to the object itself, whatever its type."""
     if id(thing) in self._borrowed:
       return {'yours': self._borrowed[id(thing)]}
     if id(thing) not in self._numbers:
       self._numbers[id(thing)] = len(self._lent)
-      self._lent.append(thing)  # Kept, so that its id stays its own.
+      self._lent.append(thing)  # Kept alive, so that its id is not reused.
     return {'ref': self._numbers[id(thing)], **describe(thing)}
 
   def unpack(self, message: Any) -> Any:
@@ -79,7 +79,7 @@ class Peer:
     return self._lent[number]
 
   def borrow(self, number: int, proxy: Any) -> None:
-    """Notes that `proxy` stands for the other's object; it is kept by who made it."""
+    """Records that `proxy` stands for the other end's object; the caller keeps it alive."""
     self._borrowed[id(proxy)] = number
 
   def _resolve(self, message: Message) -> Any:

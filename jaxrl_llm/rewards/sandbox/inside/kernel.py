@@ -1,4 +1,4 @@
-"""System calls that Python has no function for, and what a sandboxed process gives up for good."""
+"""System calls that Python does not wrap, and the permanent restrictions of a sandboxed process."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _CAPABILITY_VERSION = 0x20080522
 
 _ARCHITECTURES = {'x86_64': 0xC000003E, 'aarch64': 0xC00000B7}
 _DENIED = {
-  # Memory that no limit counts, other ways into the kernel, other processes (the scheduler asks for no more than the
-  # same user: the supervisor too), who gets a processor, and what all processes of a user or of the host share.
+  # Calls that get memory no limit counts, open other ways into the kernel, act on other processes (the scheduler only
+  # checks for the same user, which the supervisor has too), set priorities and processors, or use resources shared by
+  # all processes of a user or of the host.
   'x86_64': {
     'shmget': 29, 'ptrace': 101, 'pivot_root': 155, 'chroot': 161, 'mount': 165, 'umount2': 166, 'swapon': 167,
     'add_key': 248, 'request_key': 249, 'keyctl': 250, 'unshare': 272, 'perf_event_open': 298, 'setns': 308,
@@ -42,23 +43,23 @@ _DENIED = {
   },
 }  # fmt: skip
 _PRLIMIT = {'x86_64': 302, 'aarch64': 261}
-"""prlimit64: denied of other processes, as it asks for no more than the same user: the supervisor's limits too."""
+"""prlimit64: denied on other processes, since it only checks for the same user, which the supervisor has too."""
 _SIGACTION = {'x86_64': 13, 'aarch64': 134}
-"""rt_sigaction: denied for SIGCHLD, as nobody is told of the processor time of a child whose end its parent ignores."""
+"""rt_sigaction: denied for SIGCHLD, since the kernel reports no processor time of children whose end is ignored."""
 _SYNC = {'x86_64': (74, 75, 162, 277, 306), 'aarch64': (81, 82, 83, 84, 267)}
-"""fsync, fdatasync, sync, sync_file_range and syncfs: done at once. Nothing of a program is on a disk; the host's disks
-could keep it waiting where no signal ends it."""
+"""fsync, fdatasync, sync, sync_file_range and syncfs: succeed at once. A program has no data on disk, and the host's
+disks could block it where no signal ends it."""
 _FCNTL = {'x86_64': 72, 'aarch64': 25}
-"""fcntl: denied for leases and watches of files, as a lease keeps whoever opens the file waiting, on the host too."""
+"""fcntl: denied for leases and watches of files, since a lease blocks anyone who opens the file, on the host too."""
 _F_SETLEASE, _F_NOTIFY = 1024, 1026
 _CLONE, _CLONE3 = {'x86_64': 56, 'aarch64': 220}, 435
-"""clone: denied for user namespaces, as not every sandbox has a /proc that forbids them; clone3 hides its flags."""
+"""clone: denied for user namespaces, since not every sandbox has a /proc that forbids them; clone3 hides its flags."""
 _MMAP = {'x86_64': 9, 'aarch64': 222}
 """mmap: denied for shared anonymous memory, which can be held without being resident in any process."""
 _SOCKET = {'x86_64': (41, 53), 'aarch64': (198, 199)}
-"""socket and socketpair: only of the families below, which the network namespace confines."""
+"""socket and socketpair: allowed only for the families below, which the network namespace confines."""
 _SETSOCKOPT = {'x86_64': 54, 'aarch64': 208}
-"""setsockopt: denied for the size of the buffer of a socket, by which the supervisor counts its memory."""
+"""setsockopt: denied for the size of a send buffer, from which the supervisor estimates socket memory."""
 _SOL_SOCKET, _SO_SNDBUF = 1, 7
 _FAMILIES = {'AF_UNIX': 1, 'AF_INET': 2, 'AF_INET6': 10}
 _MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
@@ -85,12 +86,12 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str | No
 
 
 def bind(source: str, target: str) -> None:
-  """With all that is mounted below it."""
+  """Bind-mounts `source`, with all mounts below it."""
   mount(source, target, None, MS_BIND | MS_REC)
 
 
 def make_read_only(path: str, *, recursive: bool) -> None:
-  """With or without what is mounted below it (mount_setattr, Linux 5.12)."""
+  """Makes a mount read-only, with or without the mounts below it (mount_setattr, Linux 5.12)."""
   attributes = struct.pack('=QQQQ', MS_RDONLY | MS_NOSUID, 0, 0, 0)
   flags, here = 0x8000 if recursive else 0, -100
   result = _libc.syscall(442, here, path.encode(), flags, attributes, ctypes.c_size_t(len(attributes)))
@@ -98,7 +99,7 @@ def make_read_only(path: str, *, recursive: bool) -> None:
 
 
 def change_root(path: str) -> None:
-  """Makes `path` the root, and leaves nothing of the old one."""
+  """Makes `path` the root and detaches the old one."""
   os.chdir(path)
   number = {'x86_64': 155, 'aarch64': 41}.get(platform.machine())
   if number is None:
@@ -121,12 +122,12 @@ def adopt_orphans() -> None:
 
 
 def set_inspectable(inspectable: bool) -> None:
-  """Whether processes of the same user may read this one's memory and descriptors."""
+  """Sets whether processes of the same user may read this one's memory and descriptors."""
   _prctl(_PR_SET_DUMPABLE, int(inspectable))
 
 
 def gain_nothing() -> None:
-  """No later exec gives privileges."""
+  """Prevents later execs from granting privileges."""
   _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
@@ -139,16 +140,16 @@ def drop_capabilities() -> None:
 
 
 _Step = tuple[str, int, str, str] | tuple[str, int]
-"""(operation, operand), and for a jump the labels where it goes on if the condition holds, and if not; '': the next."""
+"""(operation, operand); a jump adds the labels to go to if the condition holds and if not ('': the next step)."""
 _OPERATIONS = {'load': 0x20, 'equal': 0x15, 'at least': 0x35, 'and': 0x54, 'answer': 0x06}
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, (16, 24, 32, 40, 48, 56)
-"""Offsets in `struct seccomp_data`; of an argument, the low half."""
+"""Offsets in `struct seccomp_data`; for arguments, of the low half."""
 
 
 def _filter(machine: str) -> list[str | _Step]:
-  """The steps of the seccomp filter, each label before its step."""
+  """Returns the steps of the seccomp filter, each label before its step."""
   denied = sorted({**_DENIED[machine], **_DENIED_EVERYWHERE}.values())
   shared = _MAP_SHARED | _MAP_ANONYMOUS
   return [
@@ -157,7 +158,7 @@ def _filter(machine: str) -> list[str | _Step]:
     ('answer', _KILL),
     'number',
     ('load', _NUMBER),
-    ('at least', 0x40000000, 'deny', ''),  # The x32 numbers.
+    ('at least', 0x40000000, 'deny', ''),  # System calls of x32.
     *(('equal', number, 'deny', '') for number in denied),
     *(('equal', number, 'done', '') for number in _SYNC[machine]),
     ('equal', _PRLIMIT[machine], 'prlimit', ''),
@@ -170,12 +171,12 @@ def _filter(machine: str) -> list[str | _Step]:
     ('equal', _SETSOCKOPT[machine], 'option', ''),
     ('answer', _ALLOW),
     'prlimit',
-    ('load', _ARGUMENTS[0]),  # The process; 0 is the caller.
+    ('load', _ARGUMENTS[0]),  # Target process; 0 is the caller.
     ('equal', 0, 'allow', 'deny'),
     'sigaction',
     ('load', _ARGUMENTS[0]),
     ('equal', signal.SIGCHLD, '', 'allow'),
-    ('load', _ARGUMENTS[1]),  # The new action, both halves of its address: none where the old one is read.
+    ('load', _ARGUMENTS[1]),  # Address of the new action, both halves; null if only the old one is read.
     ('equal', 0, '', 'deny'),
     ('load', _ARGUMENTS[1] + 4),
     ('equal', 0, 'allow', 'deny'),
@@ -190,7 +191,7 @@ def _filter(machine: str) -> list[str | _Step]:
     'done',
     ('answer', _ERRNO | 0),
     'unknown',
-    ('answer', _ERRNO | _ENOSYS),  # So that the C library calls clone.
+    ('answer', _ERRNO | _ENOSYS),  # The C library then falls back to clone.
     'mmap',
     ('load', _ARGUMENTS[3]),  # The flags.
     ('and', shared),
@@ -212,7 +213,7 @@ def _filter(machine: str) -> list[str | _Step]:
 
 
 def _assemble(steps: list[str | _Step]) -> bytes:
-  """The steps as BPF instructions. Jumps go forward only."""
+  """Assembles the steps into BPF instructions. Jumps go forward only."""
   labels, program = {}, []
   for step in steps:
     if isinstance(step, str):
@@ -227,7 +228,7 @@ def _assemble(steps: list[str | _Step]) -> bytes:
 
 
 def deny_calls() -> None:
-  """A seccomp filter: the calls above fail with an error, those of another architecture kill."""
+  """Installs the seccomp filter: denied calls fail with an error, calls of another architecture kill the process."""
   machine = platform.machine()
   if machine not in _ARCHITECTURES:
     return

@@ -1,7 +1,7 @@
-"""Names in tests: which are the program's and which stand for classes, read from the tests' source alone.
+"""Classifies names in tests from their source alone: which are the program's, and which stand for classes.
 
-Invariant: nothing here depends on the program. It may take any name of the tests for its own and be anything by it, so
-what a name of the program is trusted with has to follow from how the tests use it.
+Invariant: nothing here depends on the program. It may define any name of the tests as anything, so the trust in a name
+of the program must follow from how the tests use it.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from collections.abc import Iterable
 
 _BUILTINS = frozenset(dir(builtins))
 _FOREIGN = frozenset({'np', 'numpy', 'pd', 'pandas', 'pytest', 'scipy', 'tf', 'torch'})
-"""Libraries that no sandbox has: what a program calls so is not what the tests mean."""
+"""Libraries that no sandbox has: a program's object of such a name is not what the tests mean."""
 _COMPARING = {'isclose': 'math', 'fabs': 'math', 'deepcopy': 'copy'}
 _CONTAINERS = {'Counter': 'collections', 'OrderedDict': 'collections', 'deque': 'collections'}
-"""Standard functions and classes, by module, through which tests pass results before they compare them."""
+"""Standard functions and classes that tests apply to results before comparing them, with their modules."""
 _CLASS_NAME = re.compile(r'_*[A-Z][A-Za-z0-9]*')
 
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-  """The names that tests use of the program.
+  """Names of the program that the tests use.
 
   Attributes:
-    wanted: names that the program may define, built-in ones only if it is to define them.
-    ambiguous: built-in names that may be the program's, as the tests use no other name that they do not define.
-    modules: names of standard modules with the attributes that the tests use.
-    standard: names of standard functions and classes, by module, that compare what the program gave.
+    wanted: names that the program may define; a built-in name only if it is the entry point.
+    ambiguous: built-in names that may be the program's, since the tests leave no other name undefined.
+    modules: names of standard modules, with the attributes that the tests use.
+    standard: names of standard functions and classes that compare the program's results, with their modules.
     functions: names whose results the tests compare with plain values, so that no class is meant.
-    called: names that the tests call, or use only for attributes that are written like classes and constants.
+    called: names that the tests call, or use only for attributes with an initial capital (classes and constants).
   """
 
   wanted: frozenset[str]
@@ -44,16 +44,16 @@ class Names:
   called: frozenset[str]
 
   def is_class(self, name: str) -> bool:
-    """Whether the tests mean a class by this name: it is written like one, and used like no function and no constant.
+    """Whether the tests mean a class by this name: it looks like one and is not used as a function or a constant.
 
-    Names of capitals alone are those of constants, unless the tests call them.
+    All-capital names are constants, unless the tests call them.
     """
     written = _CLASS_NAME.fullmatch(name) is not None and (name in self.called or not name.isupper())
     return written and name not in self.functions
 
 
 def read_names(tests: Iterable[str], entry_point: str | None) -> Names:
-  """The names in tests; a test that does not parse has none, and fails when its turn comes."""
+  """Reads the names in tests; a test that does not parse has none, and fails when it runs."""
   trees = []
   for test in tests:
     try:
@@ -68,9 +68,9 @@ def read_names(tests: Iterable[str], entry_point: str | None) -> Names:
   for node in nodes:
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
       name = node.value.id
-      if name in sys.stdlib_module_names and name != entry_point:  # Also one that tests import later on.
+      if name in sys.stdlib_module_names and name != entry_point:  # Also if the tests import it later.
         modules.setdefault(name, set()).add(node.attr)
-  # With a name of the program's own in the tests, the built-in names are Python's.
+  # If the tests use a name that only the program can define, built-in names are Python's.
   free = wanted - bound - modules.keys()
   of_program = {entry_point} if entry_point else free
   ambiguous = set() if of_program else {name for tree in trees for name in _called_builtin(tree)}
@@ -87,7 +87,7 @@ def read_names(tests: Iterable[str], entry_point: str | None) -> Names:
 
 
 def _bound(nodes: list[ast.AST]) -> set[str]:
-  """Names that the tests assign, import or define somewhere themselves."""
+  """Names that the tests assign, import or define anywhere themselves."""
   bound = set()
   for node in nodes:
     match node:
@@ -103,7 +103,7 @@ def _bound(nodes: list[ast.AST]) -> set[str]:
 
 
 def _called_builtin(test: ast.AST) -> list[str]:
-  """The built-in function that a test calls first, of those within which it calls no other; none, or one."""
+  """The first built-in function that a test calls with no other one in its arguments; at most one name."""
 
   def calls(node: ast.AST) -> list[ast.Call]:
     return [
@@ -117,7 +117,7 @@ def _called_builtin(test: ast.AST) -> list[str]:
 
 
 def _around_calls(nodes: list[ast.AST]) -> set[str]:
-  """Names that are called with what a call of another name, or of a method, gave; built-in functions do not count."""
+  """Names called with the result of a call to another name or to a method; built-in functions do not count."""
   names = set()
   for node in nodes:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -147,7 +147,7 @@ _DISPLAYS = ast.Constant | ast.List | ast.Tuple | ast.Set | ast.Dict | ast.ListC
 def _functions(nodes: list[ast.AST]) -> frozenset[str]:
   """Names, also of methods, whose calls are compared with constants, or with lists, tuples, sets or dicts.
 
-  Or that are looked for among constants: a list of objects may well be asked for one.
+  With `in`, only displays that contain constants count: a list of objects may well be searched for an object.
   """
   names = set()
   for node in nodes:
@@ -163,7 +163,7 @@ def _functions(nodes: list[ast.AST]) -> frozenset[str]:
 
 
 def _passed_as(others: set[str], nodes: list[ast.AST]) -> set[str]:
-  """Names that have one of these others too: in `check(Extract)` that of the parameter, or by `candidate = Extract`."""
+  """Names bound to one of the others: `Extract` by `candidate = Extract`, or by `check(Extract)` to its parameter."""
   functions = {node.name: node.args for node in nodes if isinstance(node, ast.FunctionDef)}
   pairs = []
   for node in nodes:
@@ -182,7 +182,7 @@ def _is_plain(node: ast.AST) -> bool:
 
 
 def _has_constants(display: ast.AST) -> bool:
-  """Whether there are constants among the elements of a display, at any level: of a dict its keys."""
+  """Whether a display has constants among its elements, at any level; for a dict, among its keys."""
   nodes = [display]
   while nodes:
     match nodes.pop():
@@ -190,13 +190,13 @@ def _has_constants(display: ast.AST) -> bool:
         return True
       case ast.Dict(keys=keys):
         nodes += filter(None, keys)
-      case node if not isinstance(node, ast.Call):  # Its arguments are no elements.
+      case node if not isinstance(node, ast.Call):  # A call's arguments are not elements.
         nodes += ast.iter_child_nodes(node)
   return False
 
 
 def _is_identity(node: ast.AST) -> bool:
-  """Whether it is `left is right`, or `is not`, and neither side is a constant."""
+  """Whether the node is `left is right` or `left is not right`, and neither side is a constant."""
   return (
     isinstance(node, ast.Compare)
     and len(node.ops) == 1
@@ -206,22 +206,22 @@ def _is_identity(node: ast.AST) -> bool:
 
 
 def with_identity(test: str, function: str) -> ast.Module:
-  """The test's tree, where `left is right` is a call: two proxies may stand for one object of the program.
+  """Parses the test and turns `left is right` into a call: two proxies may stand for one object of the program.
 
-  Raises what `compile` does.
+  Raises what `compile` raises.
   """
   tree = ast.parse(test)
   identities = [node for node in ast.walk(tree) if _is_identity(node)]
   for node in identities:
     name = ast.copy_location(ast.Name(id=function, ctx=ast.Load()), node)
     call = ast.copy_location(ast.Call(func=name, args=[node.left, *node.comparators], keywords=[]), node)
-    # In the place of its operands: `True is f(a, b)`, of which a constant's identity is Python's.
+    # The call replaces the operands, as in `True is f(a, b)`: the identity of constants is Python's.
     node.left, node.comparators = ast.copy_location(ast.Constant(value=True), node), [call]
   return tree
 
 
 def raises_by_itself(test: str, line: int) -> bool:
-  """Whether the statement at a line of a test raises whatever the program does: `raise`, or with constants alone."""
+  """Whether the statement at a line raises whatever the program does: `raise`, or constants and built-ins alone."""
   statements = [node for node in ast.walk(ast.parse(test)) if isinstance(node, ast.stmt)]
   covering = [node for node in statements if node.lineno <= line <= (node.end_lineno or node.lineno)]
   inner = max(covering, key=lambda node: (node.lineno, node.col_offset), default=None)

@@ -1,9 +1,9 @@
-"""Objects of the program as the tests see them: what is done to one is done in the program's process.
+"""Proxies for the program's objects in the tests; operations on a proxy run in the program's process.
 
-Invariant: a plain value of the tests reaches the program as the argument of a call that the tests make, and by no
-operation on an object that merely stands where a value was wanted. Such an object (`Role.RESULT`) is asked for what it
-knows by itself, takes no operand, and has no method that a standard value has; whether it equals something is decided
-here. An object of a class that the tests name and instantiate (`Role.MADE`) does as its class says.
+Invariant: a plain value of the tests reaches the program only as an argument of a call that the tests make, never
+through an operation on an object that stands where a value was wanted. Such an object (`Role.RESULT`) answers only
+what it knows by itself, takes no operand, and has no method of a standard value; its equality is decided here. An
+object of a class that the tests name and instantiate (`Role.MADE`) behaves as its class defines.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from .values import STANDARD_TYPES
 
 
 class Role(enum.Enum):
-  """How the tests came by an object of the program, on which depends what it is asked."""
+  """How the tests obtained an object of the program, which decides what the object may be asked."""
 
   NAMED = enum.auto()
   """Reached by a name that the tests use for a class, or as an attribute of such a class."""
   MADE = enum.auto()
-  """They called a class that they name, or computed with such objects."""
+  """Made by calling a class that the tests name, or computed from such objects."""
   COMPUTED = enum.auto()
-  """They computed it from such an object and a plain value, which the program therefore knows."""
+  """Computed from such an object and a plain value, which the program therefore knows."""
   RESULT = enum.auto()
-  """A call, an attribute, an item or an iterator gave it."""
+  """Result of a call, an attribute, an item or an iterator."""
   FIELD = enum.auto()
-  """The field of a namedtuple."""
+  """Field of a namedtuple."""
 
 
 _TRUSTED = (Role.NAMED, Role.MADE)
@@ -45,25 +45,25 @@ _STANDARD_NAMES = frozenset(
   *('add', 'append', 'appendleft', 'clear', 'discard', 'extend', 'extendleft', 'insert', 'remove', 'reverse', 'rotate'),
   *('sort', 'update', 'difference_update', 'intersection_update', 'symmetric_difference_update'),
 }
-"""Methods of standard values, by which an object may stand in for one; those that give None are harmless."""
+"""Methods with which an object could stand in for a standard value; those that return None are harmless."""
 _COMPARISONS = frozenset({
   *('equal', 'equals', 'eq', 'same', 'sameas', 'matches', 'compare', 'compareto', 'identical', 'equivalent'),
   *('isclose', 'allclose', 'approx', 'almostequal', 'approximately', 'contains', 'has', 'includes', 'all', 'any'),
 })  # fmt: skip
-"""Names of methods that compare, in lower case, without underscores, and most of them without `is` before them."""
+"""Names of comparison methods, in lower case, without underscores and most of them without the prefix `is`."""
 
 
 def is_suspect(name: str) -> bool:
-  """Whether a method of this name asks an object what is asked of a value, or how it compares with one."""
+  """Whether a method of this name belongs to standard values or compares objects with values."""
   bare = name.lower().replace('_', '')
   return name in _STANDARD_NAMES or not _COMPARISONS.isdisjoint({bare, bare.removeprefix('is')})
 
 
 class Program(Protocol):
-  """The way from an object to the program's process."""
+  """Connection from a proxy to the program's process."""
 
   changes: int
-  """Requests so far that may have changed the program's objects."""
+  """Number of requests so far that may have changed the program's objects."""
 
   def call(self, remote: Remote, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
@@ -72,11 +72,11 @@ class Program(Protocol):
   def pack(self, value: Any) -> Any: ...
 
   def is_of_named_class(self, remote: Remote) -> bool:
-    """Whether the tests name its class."""
+    """Whether the tests name the object's class."""
     ...
 
   def compares(self, left: Remote, right: Remote) -> bool:
-    """Whether both are of classes that the tests name, and the tests made one of them."""
+    """Whether the tests name the classes of both, and made at least one of the objects."""
     ...
 
   def suppressible(self, error: BaseException) -> bool:
@@ -85,7 +85,7 @@ class Program(Protocol):
 
 
 class Refused(TypeError):
-  """The tests do with an object of the program what only values are good for."""
+  """The tests use an object of the program in a way that only plain values permit."""
 
 
 class Remote:
@@ -99,9 +99,9 @@ class Remote:
     self._remote_program, self._remote_number, self._remote_class = program, number, kind
     self._remote_role, self._remote_name, self._remote_stands = role, name, stands
     self._remote_count: tuple[int, int] | None = None
-    """How many items it has shown or counted, and the program's changes by then."""
+    """Number of items it last yielded or counted, and the program's `changes` at that time."""
     self._remote_base: type | None = None
-    """The built-in type from which its class is derived, where the tests made it."""
+    """Built-in type from which its class is derived, for an object that the tests made or name."""
 
   def __getattr__(self, name: str) -> Any:
     role = Role.NAMED if self._remote_role is Role.NAMED else Role.RESULT
@@ -110,7 +110,7 @@ class Remote:
       raise AttributeError(f'{name} of a {self._remote_class!r} object that was computed with a value of the tests')
     whole = {'whole': True} if role is Role.NAMED else {}
     value = self._remote_program.value({'do': 'get', 'of': self._remote_number, 'name': name, **whole}, role, name)
-    if suspect and (_is_remote(value) or callable(value)):  # A class of exceptions is no proxy.
+    if suspect and (_is_remote(value) or callable(value)):  # An exception class is not a proxy.
       raise AttributeError(f'{name} of a {self._remote_class!r} object, which stands where a value was wanted')
     return value
 
@@ -163,7 +163,7 @@ class Remote:
     return value is NotImplemented or bool(value)
 
   def __instancecheck__(self, thing: Any) -> bool:
-    """A plain value is of no class of the program's."""
+    """A plain value is an instance of no class of the program."""
     if self._remote_stands is not None:
       return isinstance(thing, self._remote_stands)
     return _is_remote(thing) and self._related('instance', thing)
@@ -181,7 +181,7 @@ def _is_remote(thing: Any) -> bool:
 
 
 def is_same(left: Any, right: Any) -> bool:
-  """Whether both are the same object, of the program where it is one of the program's; `left is right` elsewhere."""
+  """Whether both stand for the same object of the program; `left is right` for other objects."""
   if _is_remote(left) and _is_remote(right):
     return left._remote_number == right._remote_number
   if type(left) is type and _is_remote(right):
@@ -191,7 +191,7 @@ def is_same(left: Any, right: Any) -> bool:
 
 
 def _plain(thing: Any) -> Any:
-  """The value of an object of a class derived from a built-in type, as it would be without that class."""
+  """Returns the built-in value of an object whose class derives from a built-in type; other things as they are."""
   if not _is_remote(thing) or thing._remote_base is None:
     return thing
   return thing._remote_program.value({'do': 'plain', 'of': thing._remote_number})
@@ -217,7 +217,7 @@ def _ask(remote: Remote, name: str, *args: Any, role: Role = Role.RESULT) -> Any
 
 
 def _agree(remote: Remote, count: Any) -> None:
-  """Refuses another number of items than before: one that says three and shows none would pass where each is tested."""
+  """Refuses a changed number of items: an object that says three and yields none would pass where each is tested."""
   if remote._remote_role in _TRUSTED or not isinstance(count, int):
     return
   now = (count, remote._remote_program.changes)
@@ -229,14 +229,14 @@ def _agree(remote: Remote, count: Any) -> None:
 def _counted(remote: Remote, items: Iterator[Any]) -> Iterator[Any]:
   for count in itertools.count():
     try:
-      item = next(items)  # No `for`, which wants an iterator to have an `__iter__` too.
+      item = next(items)  # Not `for`, which requires `__iter__` of an iterator too.
     except StopIteration:
       return _agree(remote, count)
     yield item
 
 
 def _telling(name: str) -> Callable[..., Any]:
-  """An operation by which an object says what it knows by itself; with arguments, only one that the tests made."""
+  """Operation that reads the object alone; arguments only for objects that the tests made or name."""
   number = name in ('abs', 'int', 'float', 'complex', 'index', 'neg', 'pos', 'invert', 'round', 'format')
 
   def method(self: Remote, *args: Any) -> Any:
@@ -266,7 +266,7 @@ def _ordering(name: str) -> Callable[[Remote, Any], Any]:
 
 
 def _computing(name: str) -> Callable[[Remote, Any], Any]:
-  """An operator; with a plain value it has to give an object again: `V(2) - 3` must not be a number of its choice."""
+  """Operator; with a plain operand it must return an object again: `V(2) - 3` must not be a number of its choice."""
 
   def method(self: Remote, other: Any) -> Any:
     remotes = [thing for thing in (self, other) if _is_remote(thing)]
@@ -292,7 +292,7 @@ def _calling(self: Remote, *args: Any, **kwargs: Any) -> Any:
 
 
 def _leaving(self: Remote, kind: type | None, error: BaseException | None, traceback: Any) -> bool:
-  """Tells the program which exception leaves the block; it cannot suppress one by which a test fails."""
+  """Tells the program which exception leaves the block; the program cannot suppress one that fails a test."""
   suppressible = error is not None and self._remote_program.suppressible(error)
   raised = None if kind is None else kind.__name__
   text = str(error) if suppressible else ''
@@ -323,7 +323,7 @@ _SPECIAL = {
 }
 _ORDER = ('lt', 'le', 'gt', 'ge')
 _IMPLICIT = ('eq', 'bool')
-"""Every object has these."""
+"""Operations that every object has."""
 _OPERATORS = OPERATIONS[OPERATIONS.index('add') :]
 
 
@@ -335,7 +335,7 @@ def _operation(name: str) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _remote_class(kind: str, can: frozenset[str], inherited: frozenset[str]) -> type[Remote]:
-  """Objects that have these special methods and no others, as `callable` and `isinstance` look for them."""
+  """Returns a proxy class with these special methods only, since `callable` and `isinstance` look for them."""
   local = inherited - {'setitem', 'delitem', 'call'}
   methods = {
     f'__{name}__': (_inheriting if name in local else _operation)(name)
@@ -346,7 +346,7 @@ def _remote_class(kind: str, can: frozenset[str], inherited: frozenset[str]) -> 
 
 
 def remote_class(kind: str, can: Iterable[Any], inherited: Iterable[Any] = ()) -> type[Remote]:
-  """The class of objects whose class is called `kind` and has special methods, some inherited from a built-in type."""
+  """Returns the proxy class for a class called `kind` with special methods, some inherited from a built-in type."""
   known, local = (
     frozenset(name for name in names if isinstance(name, str) and name in OPERATIONS) for names in (can, inherited)
   )

@@ -1,9 +1,9 @@
-"""The first process of a sandbox: runs one program under limits, and tells the outside how it ended.
+"""The first process of a sandbox: runs one program under limits and reports how it ended.
 
-Invariants: it runs nothing that is untrusted itself, and no process of the sandbox outlives it; it ends when the
-outside closes the control socket. The program's process holds no descriptor but its own input and output and the
-socket on which it answers, is forked before the tests arrive, and cannot look into its parent or into the tests'
-process (neither is inspectable). Outputs that are wanted never come in: the outside compares.
+Invariants: it runs no untrusted code itself, and no process of the sandbox outlives it; it ends when the outside
+closes the control socket. The program's process holds no descriptors but its own input and output and the socket on
+which it answers, is forked before the tests arrive, and cannot inspect its parent or the tests' process (neither is
+inspectable). Expected outputs never enter the sandbox: the outside compares.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from .examiner import Examiner
 from .usage import Usage
 
 _RAISED, _NO_MEMORY = 101, 102
-"""Exit codes by which the program's process says what it raised. A program may lie about that, for nothing."""
+"""Exit codes with which the program's process reports what it raised. A program gains nothing by faking them."""
 _LOOK_S = 0.02
-"""Seconds between looks at how many processes there are and what memory they hold."""
+"""Seconds between checks of the number of processes and their memory."""
 _LAST_WORDS_S = 1.0
-"""Seconds that a program's process may take to end after it has hung up on its tests."""
+"""Seconds that a program's process may take to end after it has closed its connection to the tests."""
 _REPORT_BYTES = 64 << 20
 _TAIL = 2000
-"""Characters of the standard error that are kept."""
+"""Characters of standard error to keep."""
 _PAGE = os.sysconf('SC_PAGE_SIZE')
 _SOCKET = 1 << 18
-"""Bytes that a socket can hold, with Linux's default of 212,992 for what is sent and not read."""
+"""Bytes that a socket can hold, given Linux's default of 212,992 for unread data."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """As `sandbox.Limits`."""
+  """Limits as `sandbox.Limits.message` sends them."""
 
   wall_s: float
   cpu_s: int
@@ -60,7 +60,7 @@ class Limits:
 
 
 class _Pipe:
-  """Output of a pipe, up to a limit."""
+  """Output read from a pipe, up to a limit in bytes."""
 
   def __init__(self, limit: int):
     self.reader, self.writer = os.pipe()
@@ -72,7 +72,7 @@ class _Pipe:
     return len(self.data) > self._limit
 
   def read(self) -> None:
-    """Takes what is there."""
+    """Reads the available output."""
     with contextlib.suppress(BlockingIOError):
       while self.open and not self.full:
         part = os.read(self.reader, 1 << 16)
@@ -87,16 +87,16 @@ class Supervisor:
   def __init__(self, control: Channel, *, alone: bool, proc: str):
     """
     Args:
-      control: to the outside.
+      control: channel to the outside.
       alone: whether this is the first process of its own PID namespace.
-      proc: where the kernel describes processes; of another namespace if it is not /proc.
+      proc: procfs directory; of another PID namespace if it is not /proc.
     """
     self._control, self._alone, self._proc = control, alone, _Proc(proc, alone=alone)
     self._deadline = 0.0
     self._usage = Usage(proc)
 
   def run(self) -> None:
-    """Serves one program; ends with Closed when the outside is done with it."""
+    """Serves one program; raises Closed when the outside is done with it."""
     self._control.send({'ready': True})
     task = self._control.receive()
     self._limits = Limits(**task['limits'])
@@ -116,7 +116,7 @@ class Supervisor:
     given = os.memfd_create('stdin', os.MFD_ALLOW_SEALING)
     with open(given, 'wb', closefd=False) as file:
       file.write(stdin.encode('utf-8', 'surrogatepass'))
-    fcntl.fcntl(given, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)  # It is memory that no limit counts.
+    fcntl.fcntl(given, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)  # Memory that no limit counts.
     os.lseek(given, 0, os.SEEK_SET)
     output, error = (_Pipe(self._limits.output_bytes) for _ in range(2))
     pid = self._fork(lambda: run_program(program, '__main__'), stdin=given, stdout=output, stderr=error)
@@ -137,7 +137,7 @@ class Supervisor:
 
     candidate = self._fork(serve, stdout=output, stderr=errors, keep=(theirs.fileno(),))
     theirs.close()
-    tests = self._control.receive()  # Not before: the program's process has a copy of what was known when it began.
+    tests = self._control.receive()  # Only after the fork, which copied this process's memory.
     report = _Pipe(_REPORT_BYTES)
 
     def examine() -> None:
@@ -156,7 +156,7 @@ class Supervisor:
     if finished and error and error['gone']:
       run.wait_for(candidate, _LAST_WORDS_S)
     run.finish()
-    # Tests that did not finish were killed, or met a limit themselves.
+    # Tests that did not finish were killed, or reached a limit themselves.
     ended = run.ended.get(candidate, {'ended': 'ok'}) if finished else run.ended[examining]
     return {**ended, 'passed': [passed for passed, _ in lines], 'error': error, 'stderr': errors.text()[-_TAIL:]}
 
@@ -196,7 +196,7 @@ class Supervisor:
     limits = self._limits
     kernel.die_with_parent(signal.SIGKILL)
     os.setsid()
-    cpu_s = max(1, math.ceil(limits.cpu_s - self._usage.used_s))  # Beside the limit of all together.
+    cpu_s = max(1, math.ceil(limits.cpu_s - self._usage.used_s))  # Besides the limit on all processes together.
     for name, soft, hard in (
       ('CPU', cpu_s, cpu_s + 1),
       ('AS', limits.memory_bytes, limits.memory_bytes),
@@ -207,7 +207,7 @@ class Supervisor:
       ('MEMLOCK', 0, 0),
     ):
       _limit(name, soft, hard)
-    if self._alone:  # Elsewhere the user's other processes would count.
+    if self._alone:  # Otherwise the user's other processes would count.
       _limit('NPROC', limits.processes, limits.processes)
     kernel.gain_nothing()
     kernel.set_inspectable(untrusted)
@@ -215,7 +215,7 @@ class Supervisor:
 
 
 class _Proc:
-  """What the kernel says of a sandbox's processes, which go by the numbers that they have in the directory `path`."""
+  """Kernel information on a sandbox's processes, identified by their PIDs in the procfs directory `path`."""
 
   def __init__(self, path: str, *, alone: bool):
     self._path, self._alone, self._own = path, alone, 0
@@ -223,7 +223,7 @@ class _Proc:
       self._own = int(os.readlink(f'{path}/self'))
 
   def processes(self) -> list[int]:
-    """All of the sandbox but this one."""
+    """PIDs of all processes of the sandbox but this one."""
     if self._alone and self._own == os.getpid():
       return [int(name) for name in os.listdir(self._path) if name.isdecimal() and int(name) != self._own]
     return self._descendants(self._own)
@@ -241,14 +241,14 @@ class _Proc:
     return 0
 
   def buffer_bytes(self) -> int:
-    """What all sockets of the sandbox's network namespace can hold: that is resident in no process."""
+    """Bytes that all sockets of the sandbox's network namespace can hold, which are resident in no process."""
     with contextlib.suppress(OSError, IndexError, ValueError), open(f'{self._path}/net/sockstat') as file:
       return int(file.readline().split()[2]) * _SOCKET if self._alone else 0
     return 0
 
 
 class _Run:
-  """The processes of one run, from their start until none is left."""
+  """Processes of one run, from their start until none is left."""
 
   def __init__(
     self,
@@ -262,18 +262,18 @@ class _Run:
     proc: _Proc,
   ):
     self.ended: dict[int, dict[str, Any]] = {}
-    """How processes ended, by number."""
+    """How processes ended, by PID."""
     self._limits, self._deadline, self._control, self._alone = limits, deadline, control, alone
     self._usage, self._proc = usage, proc
     self._pipes = {pipe.reader: pipe for pipe in pipes}
     self._reason: str | None = None
-    """The limit for which all were killed."""
+    """Exceeded limit for which all processes were killed."""
     self._poll = select.poll()
     for descriptor in (*self._pipes, control.socket.fileno()):
       self._poll.register(descriptor, select.POLLIN)
 
   def wait_for(self, pid: int, seconds: float = math.inf) -> None:
-    """Until the process has ended, or so long. Raises Closed if the outside hangs up meanwhile."""
+    """Waits until the process has ended, at most `seconds`. Raises Closed if the outside hangs up meanwhile."""
     until = time.monotonic() + seconds
     while pid not in self.ended and time.monotonic() < until:
       self._read(pid)
@@ -282,13 +282,13 @@ class _Run:
         self._reason = reason
         self._kill_all()
       self._reap()
-    for pipe in self._pipes.values():  # It may have written since the last look, and then ended.
+    for pipe in self._pipes.values():  # The process may have written after the last read, and then ended.
       pipe.read()
       if pipe.full and pid in self.ended:
         self.ended[pid] = {'ended': 'output'}
 
   def finish(self) -> None:
-    """Kills what is left, and returns when nothing is."""
+    """Kills the remaining processes and returns when none is left."""
     self._kill_all()
     while self._reap():
       time.sleep(0.001)
@@ -299,7 +299,7 @@ class _Run:
       os.close(pipe.reader)
 
   def _read(self, pid: int) -> None:
-    """Waits for outputs, or for the end of the process, a moment at most."""
+    """Waits at most `_LOOK_S` for output or for the end of the process, and reads the output."""
     process = os.pidfd_open(pid)
     self._poll.register(process, select.POLLIN)
     try:
@@ -315,7 +315,7 @@ class _Run:
       os.close(process)
 
   def _exceeded(self) -> str | None:
-    """The limit that all processes together have exceeded."""
+    """Returns the limit that all processes together have exceeded, or None."""
     if any(pipe.full for pipe in self._pipes.values()):
       return 'output'
     processes = self._proc.processes()
@@ -330,7 +330,7 @@ class _Run:
     return 'memory' if held > self._limits.memory_bytes else None
 
   def _reap(self) -> bool:
-    """Collects who has ended; whether there are any left."""
+    """Reaps ended processes; returns whether any are left."""
     while True:
       try:
         pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -351,7 +351,7 @@ class _Run:
     return {'ended': named.get(code, 'exit'), 'code': code}
 
   def _kill_all(self) -> None:
-    # All at once, also those that fork meanwhile.
+    # -1 kills all at once, including processes that fork meanwhile.
     _kill([-1] if self._alone else self._proc.processes())
 
 
@@ -362,7 +362,7 @@ def _kill(pids: list[int]) -> None:
 
 
 def _limit(name: str, soft: int, hard: int) -> None:
-  """Lowers a limit; what the process is granted less than that stays."""
+  """Lowers a resource limit; a lower limit already granted stays."""
   number = getattr(resource, f'RLIMIT_{name}')
   granted = resource.getrlimit(number)[1]
   if granted != resource.RLIM_INFINITY:
@@ -373,13 +373,13 @@ def _limit(name: str, soft: int, hard: int) -> None:
 def _close_all_but(keep: set[int]) -> None:
   below = -1
   for descriptor in [*sorted(keep), 1 << 20]:
-    if descriptor > below + 1:  # An empty range would be taken for all there are.
+    if descriptor > below + 1:  # closerange would take an empty range for all descriptors.
       os.closerange(below + 1, descriptor)
     below = descriptor
 
 
 def _exit_code(work: Callable[[], Any]) -> int:
-  """Runs it as a program of its own, and says with which code that ends."""
+  """Runs `work` as a program of its own and returns its exit code."""
   sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = [
     open(number, mode, encoding='utf-8', errors='backslashreplace', closefd=False)
     for number, mode in enumerate(('r', 'w', 'w'))
@@ -392,20 +392,20 @@ def _exit_code(work: Callable[[], Any]) -> int:
   except BaseException as error:
     code = _NO_MEMORY if isinstance(error, MemoryError) else _RAISED
     print(lines_of(error), file=sys.stderr)
-  threading._shutdown()  # As Python itself: it ends the threads of executors, and joins all others.
+  threading._shutdown()  # As Python does at exit: ends the threads of executors and joins all others.
   atexit._run_exitfuncs()
   for stream in (sys.stdout, sys.stderr):
     try:
       if stream is not None and not getattr(stream, 'closed', False):
         stream.flush()
-    except BaseException:  # It may be the program's own, which does anything.
+    except BaseException:  # It may be the program's own, which can raise anything.
       code = 120  # As Python itself.
   _flush_files()
   return code & 0xFF
 
 
 def _flush_files() -> None:
-  """Writes what is left in files that the program has not closed, as Python does where it ends."""
+  """Flushes files that the program has not closed, as Python does at exit."""
   variables = getattr(sys.modules.get('__main__'), '__dict__', {})
   for thing in [sys.__stdout__, sys.__stderr__, *variables.values()]:
     if issubclass(type(thing), io.IOBase):
@@ -414,9 +414,9 @@ def _flush_files() -> None:
 
 
 def supervise(connection: socket.socket, *, alone: bool, proc: str = '/proc') -> None:
-  """Ends this process when the program has been run; never returns."""
+  """Runs one program under a `Supervisor`, then ends this process; never returns."""
   try:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python's handler would let the program interrupt it, and its tests.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Else the program could interrupt this process and the tests.
     kernel.set_inspectable(False)
     if not alone:
       kernel.adopt_orphans()

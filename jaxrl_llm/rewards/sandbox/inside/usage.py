@@ -1,7 +1,7 @@
-"""Processor time that a program's processes use together, and how long a busy machine kept them waiting for it.
+"""Processor time used by a program's processes, and time that a busy machine kept them waiting for a processor.
 
-Invariant: the program alone cannot bring about what counts as the machine's fault. A thread of its own waits
-for a processor only while something runs there: another thread of its own, whose time counts, or the machine's load.
+Invariant: the program alone cannot cause waits that count as the machine's fault. Its threads wait for a processor
+only while something runs there: another of its own threads, whose time counts, or the machine's load.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import resource
 _TICK_S = 1 / os.sysconf('SC_CLK_TCK')
 _NANO = 1e-9
 _LEAST_WAIT, _MOST_IDLE = 0.1, 0.5
-"""Shares of the wall-clock limit: a program starved if it waited so long, and did not sleep longer than this."""
+"""Shares of the wall-clock limit: a program starved if it waited at least the first and slept at most the second."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Look:
-  """A process at one moment, in seconds."""
+  """Snapshot of a process; times in seconds."""
 
   used_s: float
   children_s: float
-  """Time of ended children that it waited for."""
+  """Time used by ended children that it waited for."""
   thread_waited_s: float
   thread_used_s: float
   """Time used by the thread that waited longest for a processor."""
@@ -34,11 +34,11 @@ class Usage:
   """Processor time and waits of all runs of one program.
 
   Args:
-    proc: where the kernel describes processes.
-    nice: the priority with which processes start, this one's own.
+    proc: procfs directory.
+    nice: nice value with which processes start; None: this process's own.
 
   Attributes:
-    used_s: processor time in seconds, of all processes.
+    used_s: processor time of all processes in seconds.
   """
 
   def __init__(self, proc: str = '/proc', *, nice: int | None = None):
@@ -57,7 +57,7 @@ class Usage:
         start, look = _look(self._proc / str(pid), self._nice)
         self._seen[pid, start] = look
         living_s += look.used_s + look.children_s
-    # Not every child is waited for: what was seen counts also where nobody was told what it used.
+    # No usage is reported for children that nobody waits for: the last snapshots count for them.
     seen_s = sum(look.used_s for look in self._seen.values())
     self._raise_to(max(living_s + self._reaped_s, seen_s))
 
@@ -70,27 +70,27 @@ class Usage:
     self.used_s = max(self.used_s, self._before_s + run_s)
 
   def close_run(self) -> None:
-    """Ends a run; later looks see other processes."""
+    """Ends a run; later calls of `look` see other processes."""
     self._waited_before_s += self._waited_s()
     self._before_s, self._reaped_s = self.used_s, 0.0
     self._seen.clear()
 
   def _waited_s(self) -> float:
-    """Seconds for which the run waited for the machine: its tests and its program, which take turns."""
+    """Seconds for which the run waited for a processor: its tests and its program, which take turns."""
     longest = sorted(self._seen.values(), key=lambda look: look.thread_waited_s)[-2:]
     run_s = self.used_s - self._before_s
     return sum(max(0.0, look.thread_waited_s - (run_s - look.thread_used_s)) for look in longest)
 
   def is_starved(self, wall_s: float) -> bool:
-    """Whether a program that met its wall-clock limit did so because other processes had the processors."""
+    """Whether a program reached its wall-clock limit because other processes had the processors."""
     waited_s = self._waited_before_s + self._waited_s()
     idle_s = wall_s - self.used_s - waited_s
     return waited_s >= _LEAST_WAIT * wall_s and idle_s <= _MOST_IDLE * wall_s
 
 
 def _look(process: pathlib.Path, nice: int) -> tuple[int, _Look]:
-  """When a process started, and what it has used. Raises OSError for one that is gone."""
-  # In bytes: the name among them is the process's choice.
+  """Returns a process's start time and its snapshot. Raises OSError if the process is gone."""
+  # Read as bytes: the process chooses the name among the fields.
   fields = (process / 'stat').read_bytes().rpartition(b')')[2].split()
   user, system, child_user, child_system = (int(field) * _TICK_S for field in fields[11:15])
   polite = int(fields[16]) > nice or int(fields[38]) != os.sched_getscheduler(0)  # It lowered its own priority.
@@ -99,7 +99,7 @@ def _look(process: pathlib.Path, nice: int) -> tuple[int, _Look]:
 
 
 def _longest_wait(process: pathlib.Path) -> tuple[float, float]:
-  """Seconds that one of the process's threads waited for a processor, and that it used one."""
+  """Returns the seconds that the longest-waiting thread of the process waited for a processor, and used one."""
   longest = 0.0, 0.0
   with contextlib.suppress(OSError):
     for thread in os.listdir(process / 'task'):

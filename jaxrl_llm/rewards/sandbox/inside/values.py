@@ -1,7 +1,7 @@
-"""Python values as JSON, between the program's process and that of its tests.
+"""Encodes Python values as JSON, between the program's process and that of its tests.
 
-Invariant: what arrives is rebuilt from built-in and a few standard types only, so the methods of a received value
-(`__eq__` before all) are never the sender's. Anything else stays where it is, and a reference to it travels.
+Invariant: received values are rebuilt from built-in and a few standard types only, so their methods (above all
+`__eq__`) are never the sender's. Any other object stays in its process and travels as a reference.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 _PLAIN = (type(None), bool, str, float)
 _BIG = 1 << 64
 _BASES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
-"""Subclasses of these travel as these: a method that a subclass overrides is lost, and so is its lie."""
+"""Types as which their subclasses travel: a method that a subclass overrides is lost, and so is its lie."""
 
 _MAKERS: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple]]] = {
   'complex': (complex, lambda z: (z.real, z.imag)),
@@ -47,7 +47,7 @@ _MAKERS: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple]]] = {
   'UUID': (uuid.UUID, lambda number: (str(number),)),
 }
 _UNCOMMON = (pathlib.PosixPath, uuid.UUID)
-"""Objects of a program's own may well have methods of the same names as these: `group`, `match`, `open`."""
+"""Types whose method names a program's own objects may well share (`group`, `match`, `open`)."""
 _VIEWS = {type(getattr({}, name)()): f'dict_{name}' for name in ('keys', 'values', 'items')}
 _KINDS = {maker: name for name, (maker, _) in _MAKERS.items() if isinstance(maker, type)} | _VIEWS
 
@@ -55,18 +55,18 @@ STANDARD_TYPES: Mapping[str, type] = {
   **{name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and not name.startswith('_')},
   **{kind.__name__: kind for kind in _KINDS if kind not in _VIEWS and kind not in _UNCOMMON},
 }
-"""Types that go by their names: the built-in ones, exceptions too, and those of which values are rebuilt."""
+"""Types that travel by name: built-in types including exceptions, and types whose values are rebuilt."""
 TYPE_NAMES: Mapping[type, str] = {kind: name for name, kind in STANDARD_TYPES.items()}
 
 
 @functools.lru_cache(maxsize=256)
 def _named_tuple(name: str, fields: tuple[str, ...]) -> type:
-  """A namedtuple as the sender's. Raises ValueError for what names none."""
+  """Returns a namedtuple class like the sender's. Raises ValueError for invalid names."""
   return collections.namedtuple(name, fields)
 
 
 def _fields(value: Any) -> tuple[str, ...] | None:
-  """The names of a namedtuple's fields; None for a plain tuple."""
+  """Field names of a namedtuple; None for a plain tuple."""
   fields = getattr(type(value), '_fields', None)
   if not isinstance(fields, tuple) or len(fields) != tuple.__len__(value):
     return None
@@ -74,18 +74,18 @@ def _fields(value: Any) -> tuple[str, ...] | None:
 
 
 def base_of(kind: type) -> type | None:
-  """The type as which values of a class derived from it travel; None for a type that is none such."""
+  """Built-in type as which values of a derived class travel; None for any other type."""
   if kind in _BASES or kind in _KINDS or hasattr(kind, '_fields'):
     return None
   return next((base for base in _BASES if issubclass(kind, base)), None)
 
 
 class Unreadable(Exception):
-  """A message that stands for no value."""
+  """A message that cannot be decoded."""
 
 
 def encode(value: Any, refer: Callable[[Any], dict[str, Any]]) -> Any:
-  """JSON that `decode` reads back; `refer` says what stands for a value that cannot travel."""
+  """Encodes a value as JSON for `decode`; `refer` returns the reference for a value that cannot travel."""
   kind = type(value)
   if kind in _PLAIN:
     return value
@@ -122,7 +122,7 @@ _SEQUENCES = {'tuple': tuple, 'set': set, 'frozenset': frozenset}
 
 
 def decode(message: Any, resolve: Callable[[dict[str, Any]], Any]) -> Any:
-  """The value of what `encode` made; `resolve` turns references into values. Raises Unreadable."""
+  """Decodes the output of `encode`; `resolve` turns references into values. Raises Unreadable."""
   if isinstance(message, list):
     return [decode(item, resolve) for item in message]
   if not isinstance(message, dict):

@@ -1,10 +1,10 @@
-"""Forks sandboxes: a process with Python and the usual modules loaded, which runs no program itself.
+"""Process that forks sandboxes: it has Python and common modules loaded, and runs no program itself.
 
-Invariant: each sandbox has user, process, mount, network, IPC, host name and cgroup namespaces of its own, a read-only
-root without the host's files, and no capability left when its supervisor begins.
+Invariant: each sandbox has its own user, PID, mount, network, IPC, UTS and cgroup namespaces, a read-only root without
+the host's files, and no capability left when its supervisor starts.
 
-Standard input is a socket. The options come first, as a JSON object (`isolation._START` reads it). Each later message
-asks for one sandbox and carries the socket that becomes its control channel.
+Standard input is a socket. The options come first, as a JSON object (read by `isolation._START`). Each later message
+requests one sandbox and carries the socket that becomes its control channel.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ MODULES = (
   *('fractions', 'functools', 'hashlib', 'heapq', 'io', 'itertools', 'json', 'math', 'operator', 'random', 're'),
   *('statistics', 'string', 'sys', 'textwrap', 'time', 'typing'),
 )
-"""Imported before any program asks for them."""
+"""Modules imported before any program asks for them."""
 _USER = 1000
-"""Inside."""
+"""User ID inside a sandbox."""
 _HOST_USER = 64123
-"""Outside, where this runs as root: the kernel does not limit root's processes."""
+"""User ID outside, where this runs as root: the kernel does not limit root's processes."""
 _NAMESPACES = (
   kernel.CLONE_NEWNS
   | kernel.CLONE_NEWPID
@@ -42,13 +42,13 @@ _NAMESPACES = (
   | kernel.CLONE_NEWCGROUP
 )
 _DEVICES = ('null', 'full', 'random', 'urandom')
-"""Not zero: a shared mapping of it is memory that no limit counts."""
+"""Devices of a sandbox; not zero, since a shared mapping of it is memory that no limit counts."""
 _ROOT = '/tmp'
-"""Where the root is put together: any directory that is there will do, it is covered in this process only."""
+"""Directory in which the root is assembled: any existing one will do, since it is covered in this process only."""
 
 
 def _become_user(outside: int, group: int) -> None:
-  """A user namespace in which this process's user is _USER, and it may do everything."""
+  """Enters a user namespace in which this process's user is _USER and has all capabilities."""
   kernel.unshare(kernel.CLONE_NEWUSER)
   for name, text in (
     ('setgroups', 'deny'),
@@ -60,7 +60,7 @@ def _become_user(outside: int, group: int) -> None:
 
 
 def _build_root(readable: list[str]) -> None:
-  """The root that all sandboxes have: read-only, with the directories `readable` at their own places."""
+  """Builds the root of all sandboxes: read-only, with the directories `readable` at their host paths."""
   kernel.mount('none', '/', None, kernel.MS_REC | kernel.MS_PRIVATE)
   kernel.mount('tmpfs', _ROOT, 'tmpfs', kernel.MS_NOSUID | kernel.MS_NODEV, 'mode=755,size=1m')
   for path in readable:
@@ -83,7 +83,7 @@ def _build_root(readable: list[str]) -> None:
   os.symlink('/tmp', f'{_ROOT}/dev/shm')
   with open(f'{_ROOT}/etc/passwd', 'w') as file:
     file.write(f'user:x:{_USER}:{_USER}::/tmp:/bin/sh\n')
-  # Complete, as the kernel permits a sandbox its own only beside one; each sandbox covers it.
+  # A complete /proc, without which the kernel permits a sandbox none of its own; each sandbox covers it.
   kernel.bind('/proc', f'{_ROOT}/proc')
   kernel.change_root(_ROOT)
   kernel.make_read_only('/', recursive=False)
@@ -99,7 +99,7 @@ def _make_file(path: str) -> None:
 
 
 def _enter(connection: socket.socket, tmp_bytes: int) -> None:
-  """In a fork: makes the namespaces, and a first process in them which supervises; never returns."""
+  """Creates, in a fork, the namespaces and their first process, which becomes the supervisor; never returns."""
   _become_user(os.getuid(), os.getgid())
   kernel.unshare(_NAMESPACES)
   if os.fork():
@@ -117,9 +117,9 @@ def _enter(connection: socket.socket, tmp_bytes: int) -> None:
 
 
 def _mounts_proc() -> bool:
-  """Whether /proc is the sandbox's own processes now. Else it is empty: a kernel refuses that in many containers.
+  """Mounts the sandbox's own /proc and returns whether that worked; in many containers the kernel refuses it.
 
-  The supervisor reads the one below it then, which is its working directory and out of the program's reach.
+  /proc is then empty, and the supervisor reads the one below it: its working directory, out of the program's reach.
   """
   quiet = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
   try:
@@ -157,8 +157,8 @@ def _start(connection: socket.socket, tmp_bytes: int, *, isolated: bool) -> int:
 
 
 def _serve(requests: socket.socket, options: dict[str, Any]) -> None:
-  """A sandbox for each request, until the owner is gone."""
-  signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The kernel reaps.
+  """Starts a sandbox for each request, until the owner is gone."""
+  signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The kernel reaps children.
   while True:
     _, descriptors, _, _ = socket.recv_fds(requests, 1, 1)
     if not descriptors:
@@ -171,14 +171,14 @@ def main(options: dict[str, Any]) -> None:
   """Serves until the owner is gone.
 
   Args:
-    options: code, tmp_bytes, once, path, preload; unless once: isolated and readable too. See `isolation`.
+    options: code, tmp_bytes, once, path, preload; unless once, isolated and readable too. See `isolation`.
   """
   requests = socket.socket(fileno=0)
   sys.path = [path for path in sys.path if path != options['code']]
   signal.pthread_sigmask(signal.SIG_SETMASK, [])
   for name in MODULES:
     importlib.import_module(name)
-  site.setquit()  # Python has these where it starts with `site`.
+  site.setquit()  # Python defines these when it starts with `site`.
   site.sethelper()
   sys.path += options['path']
   try:
@@ -201,12 +201,12 @@ def main(options: dict[str, Any]) -> None:
         os.setgroups([])
         os.setresgid(*[outside[1]] * 3)
         os.setresuid(*[outside[0]] * 3)
-        kernel.set_inspectable(True)  # As else /proc/self is root's.
+        kernel.set_inspectable(True)  # Otherwise /proc/self belongs to root.
       else:
         _become_user(*outside)
         kernel.unshare(kernel.CLONE_NEWNS)
         _build_root(options['readable'])
-    kernel.adopt_orphans()  # First processes of sandboxes too: not every host's init collects what it is left.
+    kernel.adopt_orphans()  # Including first processes of sandboxes: not every host's init reaps orphans.
   except OSError as error:
     requests.sendall(str(error).encode())
     return
