@@ -1,7 +1,7 @@
-"""Starts sandboxes: by namespaces of this process's own making, by bubblewrap, or, where that is asked for, by neither.
+"""Starts sandboxes: with the project's own namespaces, with bubblewrap or, on request, without isolation.
 
-Invariant: no process that is started here outlives the one that starts it. Each waits at a socket whose other end only
-the starter holds, and ends when that is closed, for whatever reason.
+Invariant: no process started here outlives its starter. Each waits on a socket whose other end only the starter holds,
+and ends when that end closes, for whatever reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rewards.sandbox.inside.channel import Channel, Closed
 
 Isolation = Literal['auto', 'namespaces', 'bubblewrap', 'none']
-"""auto: namespaces where the kernel permits them, else bubblewrap, else refuse. none: limits only, no isolation."""
+"""auto: namespaces where the kernel permits them, else bubblewrap, else an error. none: limits, but no isolation."""
 
 START_S = 30.0
 """Seconds for Python to start on a busy machine."""
@@ -36,16 +36,16 @@ _ENVIRONMENT = {
   'PATH': '/usr/local/bin:/usr/bin:/bin',
   'HOME': '/tmp',
   'LANG': 'C.UTF-8',
-  'PYTHONHASHSEED': '0',  # So that a program which depends on it has one score.
+  'PYTHONHASHSEED': '0',  # Gives programs that depend on it a reproducible score.
   'OPENBLAS_NUM_THREADS': '1',
 }
 
 
 class NoIsolation(UserError):
-  """This machine does not let us isolate programs in the way that is asked for.
+  """This machine cannot isolate programs as requested.
 
   Attributes:
-    reasons: why, by way of isolation.
+    reasons: why each kind of isolation failed.
   """
 
   reasons = ''
@@ -53,15 +53,15 @@ class NoIsolation(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Preload:
-  """Libraries of a sandbox beside the standard library."""
+  """Libraries of a sandbox besides the standard library."""
 
   path: tuple[str, ...] = ()
-  """Directories of the host from which programs import; they can read all that is in them."""
+  """Host directories from which programs import; programs can read everything in them."""
   source: str = ''
-  """Trusted statements that run once, before sandboxes are forked (bubblewrap: once in each sandbox)."""
+  """Trusted statements to run once, before sandboxes are forked (bubblewrap: once in each sandbox)."""
 
   def bound(self) -> tuple[str, ...]:
-    """The directories that are not part of `readable` already."""
+    """Returns the directories that `readable` does not cover already."""
     covered = lambda path: any(pathlib.Path(path).is_relative_to(known) for known in readable())
     return tuple(path for path in self.path if not covered(path))
 
@@ -74,7 +74,7 @@ NOTHING = Preload()
 
 @functools.cache
 def readable() -> tuple[str, ...]:
-  """What of the host a program may read: the system's programs and libraries, and Python's."""
+  """Returns the host paths that a program may read: the system's programs and libraries, and Python's."""
   paths = [path for path in (*_SYSTEM, *_FILES) if os.path.lexists(path)]
   for prefix in {os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)}:
     if not any(pathlib.Path(prefix).is_relative_to(path) for path in _SYSTEM):
@@ -82,7 +82,7 @@ def readable() -> tuple[str, ...]:
   return tuple(paths)
 
 
-# At the end of the path: what lies beside `inside` hides none of Python's own modules.
+# Appended to the path, so that files beside `inside` hide none of Python's own modules.
 _START = (
   'import json, os, sys; options = json.loads(os.read(0, int(sys.argv[2]))); sys.path.append(options["code"]); '
   'from inside.zygote import main; main(options)'
@@ -90,9 +90,9 @@ _START = (
 
 
 def _python(options: dict[str, Any]) -> tuple[list[str], bytes]:
-  """A command, and the first bytes of its standard input: the options.
+  """Returns a command, and the options as the first bytes of its standard input.
 
-  They name directories of this host, and programs inside can read the command line of the process they descend from.
+  Options name host directories, and programs inside can read the command line of the process they descend from.
   """
   first = json.dumps(options).encode()
   arguments = [str(options['tmp_bytes']), str(len(first))]
@@ -100,7 +100,7 @@ def _python(options: dict[str, Any]) -> tuple[list[str], bytes]:
 
 
 def first_words(control: socket.socket) -> str:
-  """Waits for a sandbox; what it says is wrong, or nothing when it is ready."""
+  """Waits for a sandbox to start; returns its error, or '' when it is ready."""
   control.settimeout(START_S)
   try:
     return Channel(control).receive().get('failed', '')
@@ -109,10 +109,10 @@ def first_words(control: socket.socket) -> str:
 
 
 class Zygote:
-  """Forks each sandbox from one process that has Python loaded already.
+  """Forks each sandbox from one process that has already loaded Python.
 
   Attributes:
-    kind: how programs are isolated, 'namespaces' or 'none'.
+    kind: how programs are isolated: 'namespaces' or 'none'.
   """
 
   def __init__(self, *, tmp_bytes: int, isolated: bool, preload: Preload = NOTHING):
@@ -149,7 +149,7 @@ class Zygote:
       raise NoIsolation(answer)
 
   def start(self) -> socket.socket:
-    """The control socket of a sandbox that is about to be there. Raises OSError where none can be started."""
+    """Starts a sandbox and returns its control socket without waiting for it. Raises OSError if none can be started."""
     ours, theirs = socket.socketpair()
     with theirs:
       try:
@@ -160,7 +160,7 @@ class Zygote:
     return ours
 
   def close(self) -> None:
-    """No sandbox is started any more; those that wait are left to whoever holds their sockets."""
+    """Stops the process that starts sandboxes; waiting sandboxes are left to the holders of their sockets."""
     self._requests.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
       self._process.wait(1)
@@ -169,7 +169,7 @@ class Zygote:
 
 
 class Bubblewrap:
-  """A bwrap and a Python for each sandbox."""
+  """Starts bwrap and a Python process for each sandbox."""
 
   kind = 'bubblewrap'
 
@@ -195,12 +195,12 @@ class Bubblewrap:
     for path in ('/dev/shm', '/tmp'):
       self._command += ['--size', str(tmp_bytes), '--tmpfs', path]
     self._command += ['--chmod', '1777', '/tmp', '--chdir', '/tmp']
-    # /proc too: where root starts this, programs are its user on the outside, who may change the kernel's settings.
+    # /proc too: if root starts this, programs are root on the outside, who may change the kernel's settings.
     for path in ('/dev', '/proc', '/'):
       self._command += ['--remount-ro', path]
     command, self._first = _python({'code': str(code), 'tmp_bytes': tmp_bytes, 'once': True, **preload.options()})
     self._command += command
-    with self.start(subprocess.PIPE) as first:  # Whether the kernel lets it.
+    with self.start(subprocess.PIPE) as first:  # Checks that the kernel permits it.
       if reason := first_words(first):
         process = self._processes.pop()
         process.kill()  # It may be stuck.
@@ -208,7 +208,7 @@ class Bubblewrap:
     self._processes[0].stderr.close()
 
   def start(self, errors: int = subprocess.DEVNULL) -> socket.socket:
-    """As `Zygote.start`; `errors` is where bwrap says what is wrong."""
+    """As `Zygote.start`; bwrap writes its error messages to `errors`."""
     self._processes = [process for process in self._processes if process.poll() is None]
     ours, theirs = socket.socketpair()
     ours.sendall(self._first)
@@ -237,7 +237,7 @@ Starter = Zygote | Bubblewrap
 
 
 def open_starter(isolation: Isolation, *, tmp_bytes: int, preload: Preload = NOTHING) -> Starter:
-  """The first of the permitted ways that this machine lets us use. Raises NoIsolation for none."""
+  """Opens the first permitted kind of isolation that works on this machine. Raises NoIsolation if none does."""
   ways = {
     'namespaces': lambda: Zygote(tmp_bytes=tmp_bytes, isolated=True, preload=preload),
     'bubblewrap': lambda: Bubblewrap(tmp_bytes=tmp_bytes, preload=preload),

@@ -1,7 +1,7 @@
-"""Runs untrusted programs, each in a sandbox of its own that is thrown away after it.
+"""Runs untrusted programs, each in its own sandbox, which is discarded afterwards.
 
-Invariant: what is said of a program rests on nothing that the program could have written: its outputs are compared
-here, and function tests run in a process of their own (`inside.examiner`), beside it and out of its reach.
+Invariant: the outcome rests on nothing that the program could have written: its outputs are compared here, and
+function tests run in a separate process (`inside.examiner`), out of the program's reach.
 """
 
 from __future__ import annotations
@@ -21,52 +21,52 @@ from jaxrl_llm.rewards.sandbox.inside.channel import Channel, Closed
 from jaxrl_llm.rewards.sandbox.isolation import NOTHING, Isolation, Preload, Starter, first_words, open_starter
 
 _GRACE_S = 15.0
-"""Beyond a program's own wall clock, for the sandbox to say so."""
+"""Seconds beyond a program's wall-clock limit for the sandbox to report it."""
 
 
 class SandboxError(RuntimeError):
-  """The sandbox failed, and not the program in it."""
+  """The sandbox failed, not the program in it."""
 
 
 class Ending(enum.StrEnum):
-  """How a program ended that did not pass, or that it passed."""
+  """How a program ended, or that it passed."""
 
   PASSED = 'passed'
   FAILED = 'failed'
-  """It ran to its end, and a test did not hold."""
+  """It ran to its end, and a test failed."""
   EXCEPTION = 'exception'
   EXIT = 'exit'
-  """It ended itself: with an exit code, or before its tests were over."""
+  """It exited: with an exit code, or before its tests were over."""
   SIGNAL = 'signal'
   WALL = 'wall'
-  """Reached the wall-clock limit by itself: it slept or waited."""
+  """It reached the wall-clock limit by itself, sleeping or waiting."""
   CPU = 'cpu'
-  """Out of processor time."""
+  """It ran out of processor time."""
   MEMORY = 'memory'
   OUTPUT = 'output'
   PROCESSES = 'processes'
   LOST = 'lost'
-  """It ended its own supervisor, which only a program that is not isolated can."""
+  """It killed its own supervisor, which only a program without isolation can do."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-  """Limits of one program, with all of its tests and processes."""
+  """Limits of one program, including all of its tests and processes."""
 
   wall_s: float = 30.0
-  """Wall-clock time. A program that reaches it because the machine is busy raises a SandboxError."""
+  """Wall-clock time. If a program reaches it because the machine is busy, the run raises a SandboxError."""
   cpu_s: int = 6
   """Processor time of all processes together, including those of the tests."""
   memory_mib: int = 1024
   """Address space of each process, and resident memory of all together."""
   processes: int = 32
   files: int = 256
-  """Open at once, in each process."""
+  """Files open at once, in each process."""
   file_mib: int = 64
   tmp_mib: int = 64
-  """All files together; they are in memory."""
+  """Size of all files together; they are in memory."""
   output_kib: int = 1024
-  """Size of the standard output, and of the standard error."""
+  """Size of standard output, and of standard error."""
 
   def __post_init__(self):
     for name, value in dataclasses.asdict(self).items():
@@ -74,7 +74,7 @@ class Limits:
         raise UserError(f'sandbox: limit {name} is {value}, wanted a positive number')
 
   def message(self) -> dict[str, Any]:
-    """As the supervisor reads them."""
+    """Returns the limits as the supervisor reads them."""
     return {
       'wall_s': self.wall_s,
       'cpu_s': self.cpu_s,
@@ -95,7 +95,7 @@ class Outcome:
   isolation: str
   """How the program was isolated: 'namespaces', 'bubblewrap' or 'none'."""
   detail: str = ''
-  """The exception, exit code or signal, or the first test that did not hold."""
+  """Exception, exit code or signal, or the first test that failed."""
   seconds: float = 0.0
 
   @property
@@ -105,7 +105,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-  """One test of a program that reads its input and writes an output."""
+  """One test of a program that reads standard input and writes standard output."""
 
   stdin: str
   stdout: str
@@ -115,7 +115,7 @@ T = TypeVar('T')
 
 
 class Stop:
-  """Ends a program from another thread; where programs are isolated, its caller gets a SandboxError."""
+  """Ends a program from another thread; if programs are isolated, its caller gets a SandboxError."""
 
   def __init__(self):
     self._lock = threading.Lock()
@@ -143,16 +143,16 @@ class Stop:
 
 
 class Sandboxes:
-  """Keeps sandboxes waiting, so that a program starts at once. Usable from several threads.
+  """Keeps sandboxes ready, so that a program starts at once. Thread-safe.
 
   Args:
-    limits: of each program.
+    limits: limits of each program.
     isolation: how programs are isolated.
-    waiting: sandboxes that wait for a program.
-    preload: libraries that programs have.
+    waiting: number of sandboxes kept ready.
+    preload: libraries available to programs.
 
   Raises:
-    NoIsolation: where this machine cannot isolate as asked.
+    NoIsolation: if this machine cannot isolate as requested.
   """
 
   def __init__(self, limits: Limits, *, isolation: Isolation = 'auto', waiting: int = 1, preload: Preload = NOTHING):
@@ -169,7 +169,7 @@ class Sandboxes:
     return self._starter.kind
 
   def run_cases(self, program: str, cases: Sequence[Case], stop: Stop | None = None) -> Outcome:
-    """Runs the program once for each case; it passes those whose output agrees, up to white space at line ends."""
+    """Runs the program once for each case; a case passes if the output agrees, up to white space at line ends."""
 
     def run(control: Channel) -> Outcome:
       control.send({'form': 'stdio', 'program': program, 'limits': self._limits.message()})
@@ -181,7 +181,7 @@ class Sandboxes:
           passed += 1
         elif first is None:
           first = result
-        if result['ended'] in ('wall', 'cpu'):  # Their limits are one: none of the others has any time.
+        if result['ended'] in ('wall', 'cpu'):  # All cases share these limits: the rest have no time left.
           break
       ended = Ending.PASSED if first is None else Ending.FAILED if first['ended'] == 'ok' else Ending(first['ended'])
       return self._outcome(ended, passed, len(cases), '' if first is None else _detail(first))
@@ -189,7 +189,7 @@ class Sandboxes:
     return self._in_sandbox(run, len(cases), stop)
 
   def output(self, program: str, stdin: str) -> tuple[Outcome, str]:
-    """Runs the program once: how it ended (PASSED: with exit code 0), and its standard output up to the limit."""
+    """Runs the program once; returns how it ended (PASSED: exit code 0), and its standard output up to the limit."""
     printed = ''
 
     def run(control: Channel) -> Outcome:
@@ -208,7 +208,7 @@ class Sandboxes:
   def run_tests(
     self, program: str, tests: Sequence[str], entry_point: str | None = None, stop: Stop | None = None
   ) -> Outcome:
-    """Runs the program, then each test, in order and in one namespace; it passes those that raise nothing."""
+    """Runs the program, then each test, in order and in one namespace; a test passes if it raises nothing."""
 
     def run(control: Channel) -> Outcome:
       control.send({'form': 'tests', 'program': program, 'limits': self._limits.message()})
@@ -222,14 +222,14 @@ class Sandboxes:
         ended = Ending.MEMORY if error['type'] == 'MemoryError' else Ending.FAILED
         detail = f'test {passed.index(False)}: {error["type"]}: {error["text"]}'
         return self._outcome(ended, sum(passed), len(tests), detail)
-      # Gone before its tests were over: an exit code of 0 is none that anybody waited for.
+      # The program was gone before its tests were over: even an exit code of 0 is premature.
       ended = Ending.EXIT if result['ended'] == 'ok' else Ending(result['ended'])
       return self._outcome(ended, sum(passed), len(tests), _detail(result))
 
     return self._in_sandbox(run, len(tests), stop)
 
   def close(self) -> None:
-    """Ends programs that run, too; to whoever waits for them that is a SandboxError."""
+    """Ends idle sandboxes and running programs, whose callers get a SandboxError."""
     with self._lock:
       self._closed = True
       for control in self._idle:
@@ -269,7 +269,7 @@ class Sandboxes:
         self._running.discard(connection)
 
   def _take(self) -> socket.socket:
-    """A sandbox that is ready; another one is started for the next program."""
+    """Returns a ready sandbox and starts another one for the next program."""
     reason: object = None
     for _ in range(3):
       with self._lock:
@@ -296,7 +296,7 @@ class Sandboxes:
 
   def _restart(self, failed: Starter) -> None:
     with self._lock:
-      if self._starter is not failed or self._closed:  # Another thread has seen to it.
+      if self._starter is not failed or self._closed:  # Another thread has replaced or closed it.
         return
       for control in self._idle:
         control.close()
@@ -333,7 +333,7 @@ def _has_hung_up(control: socket.socket) -> bool:
 
 
 def _judged(result: dict[str, Any]) -> dict[str, Any]:
-  """The supervisor's message. Raises SandboxError where the machine is to blame, and not the program."""
+  """Returns the supervisor's message. Raises SandboxError if the machine, not the program, is to blame."""
   if result['ended'] == 'starved':
     raise SandboxError(
       "the program met its wall-clock limit while other processes had the machine's processors; "
@@ -343,7 +343,7 @@ def _judged(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lines(text: str) -> list[str]:
-  """Without white space at the ends of lines, and empty lines at the end."""
+  """Splits into lines, without white space at their ends and without empty lines at the end."""
   return [line.rstrip() for line in text.rstrip().split('\n')]
 
 

@@ -1,7 +1,7 @@
-"""Runs programs for others: `POST /run` with a program and its tests, answered by how it ended.
+"""HTTP server that runs programs: `POST /run` takes a program and its tests, and returns how the program ended.
 
-Invariant: it serves whoever reaches it, so it listens on a unix socket that only its user can reach; a front with a
-token stands before it where others shall (`rollout.front`).
+Invariant: it serves anyone who can reach it, so it listens on a unix socket that only its user can reach; other users
+go through a front that checks a token (`rollout.front`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from jaxrl_llm.rewards.sandbox.sandbox import Limits, Outcome, SandboxError, San
 
 RUN_PATH = '/run'
 ROUTES = (('GET', '/health'), ('POST', RUN_PATH))
-"""(method, path) of all that is served."""
+"""(method, path) of every route."""
 MAX_BODY = 64 << 20
-"""Bytes."""
+"""Maximum size of a request body in bytes."""
 MOST = Limits(
   wall_s=120.0, cpu_s=120, memory_mib=8192, processes=256, files=4096, file_mib=1024, tmp_mib=1024, output_kib=65536
 )
 """The largest limits that a request may ask for."""
 _KINDS = 8
-"""Different limits that are kept ready."""
+"""Maximum number of different limits for which sandboxes are kept ready."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class SandboxServer:
   """Runs at most `at_once` programs at a time; others wait.
 
   Raises:
-    NoIsolation: where this machine cannot isolate as asked.
+    NoIsolation: if this machine cannot isolate as requested.
   """
 
   def __init__(self, *, isolation: Isolation = 'auto', at_once: int):
@@ -61,7 +61,7 @@ class SandboxServer:
     return self._kinds[Limits()].isolation
 
   def application(self) -> web.Application:
-    """The application that answers requests."""
+    """Returns the application that answers requests."""
     application = web.Application(client_max_size=MAX_BODY)
     application.router.add_get('/health', self._health)
     application.router.add_post(RUN_PATH, self._run)
@@ -78,9 +78,9 @@ class SandboxServer:
   async def _run(self, request: web.Request) -> web.Response:
     try:
       order = from_json(await request.json(), Order, 'body')
-      # In a thread: the first of its limits are started here.
+      # In a thread: the first order with these limits starts sandboxes.
       sandboxes = await asyncio.get_running_loop().run_in_executor(self._threads, self._sandboxes, order.limits)
-    except NoIsolation as error:  # Before UserError, of which it is one: another host may do better.
+    except NoIsolation as error:  # Before UserError, its base class: another host may succeed.
       return web.Response(status=503, text=str(error))
     except (UserError, ValueError) as error:
       return web.Response(status=400, text=str(error))
@@ -92,7 +92,7 @@ class SandboxServer:
     except asyncio.CancelledError:  # The client has hung up.
       stop.set()
       raise
-    except (SandboxError, NoIsolation, OSError) as error:  # Another host may do better.
+    except (SandboxError, NoIsolation, OSError) as error:  # Another host may succeed.
       logging.exception('A sandbox failed')
       return web.Response(status=503, text=f'{type(error).__name__}: {error}')
     return web.json_response(dataclasses.asdict(outcome))
@@ -115,5 +115,5 @@ def order_body(work: Work, limits: Limits) -> dict[str, Any]:
 
 
 def read_outcome(answer: Json) -> Outcome:
-  """Reads a server's answer. Raises UserError for one that is no outcome."""
+  """Reads a server's answer. Raises UserError if it is not an outcome."""
   return from_json(answer, Outcome, 'answer of the sandbox host')

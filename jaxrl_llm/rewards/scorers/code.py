@@ -1,7 +1,7 @@
-"""Runs the completion's program against the task's tests, in a sandbox.
+"""Scorer that runs the completion's program against the task's tests, in a sandbox.
 
-Value 1.0 if all tests pass (or the fraction that does); None only where the task has no tests. Whatever the program
-does is a value; a sandbox that fails is an exception, and so the scorer's own.
+The value is 1.0 if all tests pass (or the fraction that does), and None only if the task has no valid tests. Whatever
+the program does yields a value; a sandbox that fails raises an exception, which counts as the scorer's failure.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from jaxrl_llm.rewards.sandbox.server import RUN_PATH, order_body, read_outcome
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CodeOptions(RemoteOptions):
   credit: Literal['all', 'fraction'] = 'all'
-  """What a program is worth that passes some tests: nothing, or their share. Part `passed` is the share in any case."""
+  """Credit for a program that passes some tests: none, or their fraction. Part `passed` is always the fraction."""
   addresses: tuple[str, ...] = ()
-  """Sandbox hosts (`launch/serve.py --role=sandbox`); none: programs run on this machine."""
+  """Sandbox hosts (`launch/serve.py --role=sandbox`); empty: programs run on this machine."""
   isolation: Isolation = 'auto'
-  """On this machine."""
+  """Isolation of programs that run on this machine."""
   wall_s: float = Limits.wall_s
-  """Of a program with all of its tests; below the scorer's deadline_s, so that the program is blamed.
+  """Wall-clock limit of a program with all of its tests; below the scorer's deadline_s, so that the program is blamed.
 
-  Where a configuration does not say, four fifths of deadline_s, but not more than the default (`options_within`).
+  Unless configured, four fifths of deadline_s, but not more than the default (`options_within`).
   """
   cpu_s: int = Limits.cpu_s
   memory_mib: int = Limits.memory_mib
@@ -53,7 +53,7 @@ class CodeOptions(RemoteOptions):
 
 
 _FENCE = re.compile(
-  # Possessive: a long line must not be read again from each of its characters.
+  # Possessive quantifiers: no rescan of a long line from each of its characters.
   r'^(?P<indent>[ ]{0,3})(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<language>[\w+-]*+)[^\n]*+\n'
   r'(?P<code>.*?)(?:^[ ]{0,3}(?P=fence)[`~]*+[ \t\r]*+$|\Z)',
   re.MULTILINE | re.DOTALL,
@@ -62,7 +62,7 @@ _PYTHON = ('python', 'py', 'python3', '')
 
 
 def fenced(text: str) -> str | None:
-  """The last fenced block of Python, also one that is not closed; of blocks without a language the last."""
+  """Returns the last fenced block of Python, closed or not; without any, the last block without a language."""
   blocks = [(match['language'].lower(), _block(match)) for match in _FENCE.finditer(text)]
   named = [code for language, code in blocks if language in _PYTHON[:3]]
   plain = [code for language, code in blocks if not language]
@@ -70,7 +70,7 @@ def fenced(text: str) -> str | None:
 
 
 def _block(fence: re.Match[str]) -> str:
-  """Its code, without the indent of the fence: a block in a list has one."""
+  """Returns the block's code, without the indent of the fence: a block in a list has one."""
   indent = len(fence['indent'])
   return re.sub(f'^ {{1,{indent}}}', '', fence['code'], flags=re.MULTILINE) if indent else fence['code']
 
@@ -83,14 +83,14 @@ def _parses(source: str) -> ast.Module | None:
 
 
 def _is_code(source: str) -> bool:
-  """Whether it is Python that defines or imports something, and not one word of prose or an example of use."""
+  """Whether the source is Python that defines or imports something, not a word of prose or a usage example."""
   tree = _parses(source)
   kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assign
   return tree is not None and any(isinstance(node, kinds) for node in tree.body) and _stands_alone(tree)
 
 
 def _stands_alone(tree: ast.Module) -> bool:
-  """Whether it defines each name that it uses at once, outside of its functions' bodies."""
+  """Whether the module defines every name that it uses outside of function bodies."""
   used, defined, nodes = set(), set(dir(builtins)), [tree]
   while nodes:
     node = nodes.pop()
@@ -114,9 +114,9 @@ def _stands_alone(tree: ast.Module) -> bool:
 
 
 def program_of(completion: str, prompt: str) -> str | None:
-  """The completion's program: its last fenced block, else all of it; None if it is blank.
+  """Extracts the completion's program: its last fenced block, else all of it; None if it is blank.
 
-  One that continues code in the prompt (an indented body), or repeats only a part of it, is joined to that code.
+  A program that continues code in the prompt (an indented body), or repeats only a part of it, is joined to that code.
   """
   answer = completion.rpartition('</think>')[2]
   block = fenced(answer)
@@ -135,7 +135,7 @@ _ENTRY_POINT = re.compile(r'[^\W\d]\w*(?:\(\))?(?:\.[^\W\d]\w*)*')
 
 
 def read_tests(fields: Mapping[str, Json]) -> Work | None:
-  """The task's tests, with no program yet; None for a task that has none. Raises ValueError for anything else."""
+  """Reads the task's tests, without a program yet; None for a task without tests. Raises ValueError if malformed."""
   tests, entry_point = fields.get('tests'), fields.get('entry_point')
   if not tests:
     return None
@@ -156,7 +156,7 @@ def read_tests(fields: Mapping[str, Json]) -> Work | None:
 
 
 def read_work(attempt: Attempt) -> Work | Verdict:
-  """The program and its tests, or the verdict if there is nothing to run."""
+  """Returns the program and its tests, or the verdict if there is nothing to run."""
   try:
     work = read_tests(attempt.task.fields)
   except ValueError as error:
@@ -186,7 +186,7 @@ def verdict_of(outcome: Outcome, credit: str) -> Verdict:
 
 @functools.cache
 def _sandboxes(limits: Limits, isolation: Isolation) -> Sandboxes:
-  """This process's own; they end with it."""
+  """Sandboxes of this process, which end with it."""
   return Sandboxes(limits, isolation=isolation)
 
 
@@ -199,7 +199,7 @@ def score_code(attempt: Attempt, *, options: CodeOptions) -> Verdict:
 
 
 class SandboxHosts(Remote):
-  """The scorer that sends programs to other hosts."""
+  """Scorer that sends programs to sandbox hosts."""
 
   def __init__(self, options: CodeOptions):
     super().__init__(options, "scorer 'code'", RUN_PATH)
@@ -215,18 +215,18 @@ class SandboxHosts(Remote):
 
 
 _SHARE = 0.8
-"""Share of a deadline that the program's wall clock gets; the rest is for its sandbox."""
+"""Share of a deadline that the program's wall-clock limit gets; the rest is for its sandbox."""
 
 
 def options_within(config: ScorerConfig) -> dict[str, Any]:
-  """The scorer's options, with a wall-clock limit that fits its deadline if they name none.
+  """Returns the scorer's options, with a wall-clock limit that fits its deadline if they set none.
 
-  Raises UserError for a deadline at which a program that never ends would be the scorer's failure, not a score of 0.
+  Raises UserError if a program that never ends would be the scorer's failure and not a score of 0.
   """
   options = dict(config.options)
   remote_s = options.get('request_deadline_s', CodeOptions.request_deadline_s) if options.get('addresses') else math.inf
   if not isinstance(remote_s, int | float):
-    return options  # Refused by whoever reads them.
+    return options  # Refused where the options are parsed.
   wall_s = options.setdefault('wall_s', min(Limits.wall_s, _SHARE * config.deadline_s, _SHARE * remote_s))
   if isinstance(wall_s, int | float) and wall_s >= config.deadline_s:
     raise UserError(
@@ -248,5 +248,5 @@ def code_scorer(**options: Any) -> Scorer | Awaited:
         f'wall_s={read.wall_s:g}; raise request_deadline_s above it, so that a program that never ends scores 0'
       )
     return Awaited(functools.partial(SandboxHosts, read), concurrency=read.concurrency)
-  Sandboxes(limits, isolation=read.isolation).close()  # A machine that cannot is said at the start.
+  Sandboxes(limits, isolation=read.isolation).close()  # Fails at the start on a machine that cannot isolate.
   return functools.partial(score_code, options=read)
