@@ -1,16 +1,16 @@
-"""What one GPU shows: attention against the reference, training steps beside PyTorch, offload; within 8 minutes.
+"""Measurements on one GPU: attention against the reference, training steps beside PyTorch, offload; within 8 minutes.
 
   PYTHONPATH=. python3 benchmarks/accelerator.py [--models=0.5B,1.5B] [--parts=product,attention,steps,offload] [--tiny]
 
-Needs JAX, Flax and optax for the card, and for the comparison PyTorch with or without transformers; neither vLLM nor
-grain nor a network. Each part runs in a process of its own, so that its peak of memory is its own. A part for which
-there is no time left, or which lacks something, is skipped with its reason.
+Needs JAX, Flax and optax with GPU support, and for the comparison PyTorch with or without transformers; neither vLLM
+nor grain nor a network. Each part runs in its own process, so that its peak memory is its own. A part that lacks time
+or a dependency is skipped, and the reason is printed.
 
 product: bf16 products of large matrices, the measured peak. attention: values and gradients of each implementation in
 bf16 against the reference in float32. steps: GRPO updates of Qwen2.5's shapes with random weights (bf16 computation,
-float32 parameters and AdamW, layers computed again in the backward pass) here and in PyTorch (SDPA under autocast,
-gradient checkpointing, fused AdamW, the head in chunks computed again), on the same rows of equal length. offload: a
-gigabyte between device and pinned host memory. `--tiny` shows on any machine that the script works.
+float32 parameters and AdamW, layers recomputed in the backward pass) here and in PyTorch (SDPA under autocast,
+gradient checkpointing, fused AdamW, the head recomputed in chunks), on the same rows of equal length. offload: a
+gigabyte between device and pinned host memory. `--tiny` checks on any machine that the script works.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ MODELS = {
     head_dim=128,
   ),
 }
-"""Of Qwen2.5, whose vocabulary of 151,936 is tied."""
+"""Shapes of Qwen2.5, with a vocabulary of 151,936 and tied embeddings."""
 
 
 class Missing(Exception):
-  """Why a part cannot be measured here."""
+  """A part cannot be measured here."""
 
 
 def spec_of(model: str) -> ModelSpec:
@@ -86,14 +86,14 @@ def spec_of(model: str) -> ModelSpec:
 
 
 def rows_of(spec: ModelSpec) -> list[Row]:
-  """Of equal length, each as long as a chunk; a quarter of it is the prompt."""
+  """Rows of equal length, each as long as a chunk; a quarter of it is the prompt."""
   length = 32 if _TINY.value else _CHUNK_LEN.value
   count = _CHUNKS.value * _MICRO_BATCHES.value
   return random_rows([length] * count, prompt_len=length // 4, vocab=spec.vocab_size)
 
 
 def seconds(work: Callable[[], object], *, warm_up: int = 2) -> float:
-  """The median of `--steps` calls."""
+  """Median seconds of `--steps` calls."""
   found = []
   for number in range(warm_up + _STEPS.value):
     before = time.perf_counter()
@@ -107,18 +107,18 @@ def product() -> dict[str, float]:
   size = 256 if _TINY.value else 8192
   a, b = (jax.random.normal(jax.random.key(i), (size, size), jnp.bfloat16) for i in range(2))
   repeats = 10
-  # Each product waits for the one before; values stay near 1.
+  # Each product depends on the one before; values stay near 1.
   chain = jax.jit(lambda a, b: jax.lax.fori_loop(0, repeats, lambda _, x: (x @ b) * jnp.bfloat16(size**-0.5), a))
   took = seconds(lambda: chain(a, b).block_until_ready())
   return {'tflops': 2 * size**3 * repeats / took / 1e12}
 
 
 IMPLEMENTATIONS = ('masked', 'blockwise', 'pallas_gpu')
-"""Names that `ModelOptions.attention` has on a GPU."""
+"""Values of `ModelOptions.attention` on a GPU."""
 
 
 def computed_by(name: str) -> Callable:
-  """(query, key, value, places) -> what attention makes of them."""
+  """Returns the function (query, key, value, places) -> attention output."""
   if name == 'pallas_gpu' and jax.default_backend() != 'gpu':
     raise Missing(f'it runs on GPUs only, and this is a {jax.default_backend()}')
   return lambda q, k, v, places: attention(q, k, v, places, places, implementation=name)
@@ -131,7 +131,7 @@ def distance(found, wanted) -> float:
 
 
 def attention_part(model: str) -> dict[str, object]:
-  """Distances of values and of the gradients by query, key and value from the reference's, by implementation."""
+  """Distances of each implementation's values and query, key and value gradients from the reference's."""
   spec = spec_of(model)
   rows, length = (2, 64) if _TINY.value else (4, _CHUNK_LEN.value)
   heads = (spec.num_attention_heads, spec.num_key_value_heads, spec.num_key_value_heads)
@@ -188,7 +188,7 @@ def own_step(model: str) -> dict[str, float]:
 
 
 def torch_step(model: str) -> dict[str, float]:
-  """The same update in PyTorch as its users write it."""
+  """Measures the same update in PyTorch, as its users write it."""
   try:
     import torch
   except ModuleNotFoundError:
@@ -236,7 +236,7 @@ def torch_step(model: str) -> dict[str, float]:
 
 
 def torch_decoder(spec: ModelSpec):
-  """A module from ids to (hidden states, the head's kernel), and whether it is transformers' or written here."""
+  """Returns a module from ids to (hidden states, the head's kernel), and whether it is transformers' or ours."""
   import torch
   import torch.utils.checkpoint
 
@@ -297,7 +297,7 @@ def torch_decoder(spec: ModelSpec):
 
 
 def offload() -> dict[str, float]:
-  """GB/s of a gigabyte to pinned host memory and back."""
+  """Transfer rates in GB/s of a gigabyte to pinned host memory and back."""
   device = jax.devices()[0]
   there = jax.sharding.SingleDeviceSharding(device, memory_kind='pinned_host')
   here = jax.sharding.SingleDeviceSharding(device, memory_kind='device')
@@ -318,14 +318,14 @@ WORKS = {
 
 
 class Runs:
-  """Parts in processes of their own, until the time is over."""
+  """Runs parts in their own processes, until the time is over."""
 
   def __init__(self):
     self._end = time.monotonic() + 60 * _MINUTES.value
     self.failed = False
 
   def part(self, name: str, model: str = '') -> dict | None:
-    """Its result; None after saying why there is none."""
+    """Runs a part and returns its result; prints the reason and returns None if there is none."""
     what, left = f'{name} {model}'.strip(), self._end - time.monotonic()
     if left <= 0:
       print(f'{what}: skipped, no time is left', flush=True)

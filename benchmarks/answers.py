@@ -1,10 +1,10 @@
-"""Precision, recall and speed of the scorer `answer` on labelled pairs.
+"""Precision, recall and speed of the `answer` scorer on labelled pairs.
 
 .venv/bin/python benchmarks/answers.py --pairs=tests/fixtures/answers_blind_dev.jsonl
 .venv/bin/python benchmarks/answers.py --math_verify=DIR    # the directory tests/ of huggingface/Math-Verify
 
-Pairs are JSON lines {"gold", "completion", "right", "mode", "kind"}; a mode of null is chosen as a run does, from the
-truths of all such rows. Of math-verify's tests, cases that test an option of its own, and wrong labels, are left out
+Pairs are JSON lines {"gold", "completion", "right", "mode", "kind"}; a mode of null is chosen as in a run, from the
+truths of all such rows. Cases of math-verify's tests that test its own options or have wrong labels are left out
 (`DISPUTED`).
 """
 
@@ -41,10 +41,10 @@ DISPUTED: Mapping[str, str] = {
   '61ac8733dfa9': 'is the truth, and is labelled wrong for a line break within $…$',
   '97216daf85e8': r'is the truth, and is labelled wrong for a line break within \(…\)',
 }
-"""Digest of a case of math-verify's tests to the reason why it is left out."""
+"""Cases of math-verify's tests that are left out: digest to reason."""
 
 ANYWHERE = ('boxed', 'tags', 'hashes', 'phrase', 'bold', 'formula', 'whole', 'number')
-"""Where math-verify looks: also at the last formula or number of a text without a box."""
+"""Places where math-verify looks: also the last formula or number of a text without a box."""
 
 Pair = Mapping[str, Any]
 
@@ -54,7 +54,7 @@ def digest(gold: str, completion: str) -> str:
 
 
 def math_verify_pairs(directory: pathlib.Path) -> Iterator[Pair]:
-  """The parametrised cases (gold, pred, expected) of its tests, each once."""
+  """Yields the parametrised cases (gold, pred, expected) of its tests, each once."""
   seen = set()
   for file in sorted(directory.glob('test_*.py')):
     for function in ast.walk(ast.parse(file.read_text())):
@@ -72,7 +72,7 @@ def math_verify_pairs(directory: pathlib.Path) -> Iterator[Pair]:
 
 
 def _cases(function: ast.FunctionDef) -> Iterator[tuple[list[str], tuple[Any, ...]]]:
-  """The names and the values of each literal case of a parametrised test."""
+  """Yields the names and values of each literal case of a parametrised test."""
   for decorator in function.decorator_list:
     if not (isinstance(decorator, ast.Call) and getattr(decorator.func, 'attr', '') == 'parametrize'):
       continue
@@ -94,7 +94,7 @@ def _attempt(pair: Pair) -> Attempt:
 
 
 def report(name: str, pairs: Sequence[Pair], **options: Any) -> None:
-  """Judges all pairs and prints the figures."""
+  """Judges all pairs and prints precision, recall and speed."""
   chosen = choose([pair['gold'] for pair in pairs if pair.get('mode') is None]).options
   scorers: dict[Any, Any] = {}
   judged = []

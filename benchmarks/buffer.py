@@ -1,13 +1,13 @@
-"""The replay store: samples per second in and out, memory, and its queries on a large index.
+"""Benchmark of the replay store: samples per second in and out, memory, and queries on a large index.
 
   .venv/bin/python benchmarks/buffer.py [--rows=100000] [--index_rows=1000000]
 
-First, batches of `--batch` samples of `--tokens` tokens go through a store as a run does it: each group is issued,
-appended, scored and admitted; the batch is drawn, sealed, read back by place and recorded as trained; every tenth batch
-is a commit. After each tenth of the rows the rates since the last one and the memory of the process are printed, at the
-end what recovery and the audit take. Then a second store gets `--index_rows` samples of 8 tokens in the same way, the
-last of which are left to be drawn, and its queries are timed: medians of `--rounds`. What is written lies in
-`--directory` and is removed at the end.
+First, batches of `--batch` samples of `--tokens` tokens go through a store as in a run: each group is issued, appended,
+scored and admitted; the batch is drawn, sealed, read back by place and recorded as trained; every tenth batch commits.
+After each tenth of the rows, the script prints the rates since the last one and the process's memory, and at the end
+the times of recovery and audit. Then a second store gets `--index_rows` samples of 8 tokens in the same way, the last
+of which stay undrawn, and its queries are timed: medians of `--rounds`. All files lie in `--directory` and are removed
+at the end.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _DIRECTORY = flags.DEFINE_string('directory', 'runs/buffer_benchmark', 'For the 
 
 
 def rss_mb() -> float:
-  """Resident memory of this process."""
+  """Resident memory of this process in MB."""
   pages = int(pathlib.Path('/proc/self/statm').read_text().split()[1])
   return pages * 4096 / 1e6
 
 
 class Work:
-  """Samples through a store, batch after batch, with the seconds spent at each part of the work."""
+  """Passes samples through a store, batch after batch, and sums the seconds spent on each part of the work."""
 
   def __init__(self, store: ReplayStore, tokens: int):
     self.store, self.step, self.groups = store, 0, 0
@@ -94,7 +94,7 @@ class Work:
     return result
 
   def write(self) -> None:
-    """One group."""
+    """Writes one group."""
     visit, number = divmod(self.groups, _TASKS.value)
     task = f'words:{number}'
     group = f'main/{task}/{visit}'
@@ -112,14 +112,14 @@ class Work:
       self.store.admit([row.uid for row in rows], self.step)
 
   def draw(self, count: int) -> list[str]:
-    """The uids of a batch of so many groups."""
+    """Draws a batch of `count` groups and returns its uids."""
     candidates = self.store.candidates(self.step)
     groups = {group.group_id: group.uids for group in candidates}
     drawn = draw(candidates, DrawConfig(), count=count, step=self.step, seed=0)
     return [uid for group in drawn for uid in groups[group]]
 
   def train(self, count: int, *, read: bool) -> None:
-    """One batch of so many groups, with what a commit does at every tenth."""
+    """Trains one batch of `count` groups, with the work of a commit at every tenth batch."""
     uids = self._timed('drawn', lambda: self.draw(count))
     places = self._timed('sealed', lambda: self.store.seal(uids, self.step))
     if read:
@@ -133,7 +133,7 @@ class Work:
 
 
 def through(directory: pathlib.Path) -> Iterator[str]:
-  """Samples of full length, from issue to trained."""
+  """Measures samples of full length, from issue to training."""
   work = Work(open_store(directory, synchronous='normal'), _TOKENS.value)
   batches, of_batch = _ROWS.value // _BATCH.value, _BATCH.value // _GROUP.value
   yield f'{batches * of_batch * _GROUP.value:,} samples of {_TOKENS.value} tokens; before: {rss_mb():.0f} MB'
@@ -155,7 +155,7 @@ def through(directory: pathlib.Path) -> Iterator[str]:
 
 
 def reopened(directory: pathlib.Path, commit: int, step: int) -> str:
-  """What a start takes that goes back to a commit."""
+  """Measures a start that goes back to a commit."""
   before = time.perf_counter()
   store = open_store(directory, synchronous='normal')
   opened = time.perf_counter()
@@ -178,7 +178,7 @@ def audited(directory: pathlib.Path) -> str:
 
 
 def asked(directory: pathlib.Path) -> Iterator[str]:
-  """The queries of a large index."""
+  """Measures the queries of a large index."""
   work = Work(open_store(directory, synchronous='normal'), 8)
   groups = _INDEX_ROWS.value // _GROUP.value
   of_batch = max(groups // 200, 1)

@@ -1,4 +1,4 @@
-"""Figures of the package's layout: packages, modules, import edges, long signatures, lines.
+"""Metrics of the package's layout: packages, modules, import edges, long signatures, lines.
 
 .venv/bin/python benchmarks/layout.py [--tree=DIRECTORY]     # another checkout; by default this one
 """
@@ -18,9 +18,9 @@ from jaxrl_llm.core.errors import UserError
 
 _TREE = flags.DEFINE_string('tree', str(pathlib.Path(__file__).parents[1]), 'Root of a checkout.')
 _LONG = 5
-"""Arguments above which a signature counts as long."""
+"""Number of arguments above which a signature is long."""
 _ARRAYS = ('Array', 'jax.Array', 'np.ndarray')
-"""Annotations that say nothing about a shape."""
+"""Annotations without a shape."""
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -45,7 +45,7 @@ def imports(tree: ast.AST) -> set[str]:
 
 
 def measure(root: pathlib.Path) -> list[tuple[str, object]]:
-  """Rows of the table: a figure's name and its value."""
+  """Returns the rows of the table: a metric's name and its value."""
   package = root / 'jaxrl_llm'
   sources = {path: path.read_text() for path in package.rglob('*.py') if path.name != '__init__.py'}
   trees = {path: ast.parse(source) for path, source in sources.items()}

@@ -1,10 +1,10 @@
-"""The head in token chunks beside full logits: time and temporaries of its forward and backward pass.
+"""Head in token chunks against full logits: time and temporary memory of its forward and backward pass.
 
   .venv/bin/python benchmarks/logprobs.py [--vocabulary=32768 ...] [--dtype=bfloat16] [--rounds=3]
 
-A row of the table is a vocabulary: milliseconds (medians; the two alternate in one run) and megabytes of temporaries as
-the compiler counts them, of the value and gradient of a loss on logprobs and entropies, and both as ratios to full
-logits.
+Each row of the table is a vocabulary: milliseconds (medians; the two alternate in one run) and megabytes of
+temporaries as counted by the compiler, for the value and gradient of a loss on logprobs and entropies, and both as
+ratios to full logits.
 """
 
 import statistics
@@ -40,7 +40,7 @@ def batch(vocab: int) -> list[jax.Array]:
 
 
 def compiled(arguments: list[jax.Array], token_chunk: int):
-  """Value and gradients of a loss that weighs every token's logprob and entropy differently."""
+  """Compiles value and gradients of a loss that weights every token's logprob and entropy differently."""
   weights = jnp.linspace(-1.0, 1.0, _TIME.value)
 
   def loss(*arguments):

@@ -1,6 +1,6 @@
-"""HumanEval's programs, and mutants of them: programs with one small mistake each, as a program's tests should find.
+"""HumanEval's programs and their mutants: programs with one small mistake each, which a program's tests should find.
 
-The data are not part of the repository: `shared/data/humaneval/HumanEval.jsonl.gz` beside the checkout.
+The data are not part of the repository; they lie in `shared/data/humaneval/HumanEval.jsonl.gz` beside the checkout.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Problem:
   name: str
   prompt: str
   solution: str
-  """The indented body that continues the prompt."""
+  """Indented body that continues the prompt."""
   tests: str
   entry_point: str
 
@@ -38,9 +38,9 @@ class Problem:
 class Mutant:
   problem: Problem
   number: int
-  """Its place among the problem's mutants."""
+  """Index among the problem's mutants."""
   kind: str
-  """One of KINDS."""
+  """Kind of mistake, one of KINDS."""
   change: str
   program: str
 
@@ -81,7 +81,7 @@ _BOUNDARIES: dict[type, type] = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.G
 
 
 def _edits(node: ast.AST) -> Iterator[tuple[str, str, object]]:
-  """Kind, field or place, and what is put there."""
+  """Yields (kind, field or place, replacement) for each edit of a node."""
   match node:
     case ast.BinOp(op=op) | ast.AugAssign(op=op) | ast.BoolOp(op=op) if type(op) in _OPERATORS:
       yield 'operator', 'op', _OPERATORS[type(op)]()
@@ -102,7 +102,7 @@ def _edits(node: ast.AST) -> Iterator[tuple[str, str, object]]:
 
 
 def mutants(problem: Problem) -> list[Mutant]:
-  """All of a problem's, in the order of its solution; nothing of the prompt is changed, nor a docstring."""
+  """Returns all mutants of a problem, in the order of its solution; prompt and docstrings stay unchanged."""
   tree = ast.parse(problem.program)
   first = problem.prompt.rstrip().count('\n') + 2
   documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -123,7 +123,7 @@ def mutants(problem: Problem) -> list[Mutant]:
 
 
 def shuffled(problem: Problem, seed: int) -> list[Mutant]:
-  """The problem's mutants in the order of a seed."""
+  """Returns the problem's mutants in an order drawn from the seed."""
   found = mutants(problem)
   random.Random(f'{problem.name}/{seed}').shuffle(found)
   return found
@@ -147,7 +147,7 @@ for line in sys.stdin:
 
 
 def plainly_pass(programs: Sequence[Mutant]) -> list[bool]:
-  """Whether mutants pass their tests in one namespace of a plain Python, with no sandbox: what to compare one with."""
+  """Whether mutants pass their tests in one namespace of a plain Python: the baseline for a sandbox."""
   lines = [f'{p.program}\n{p.problem.tests}\ncheck({p.problem.entry_point})\n' for p in programs]
   given = ''.join(json.dumps(line) + '\n' for line in lines)
   done = subprocess.run([sys.executable, '-c', _PLAIN], input=given, capture_output=True, text=True, check=True)
@@ -155,7 +155,7 @@ def plainly_pass(programs: Sequence[Mutant]) -> list[bool]:
 
 
 def killed_mutants(problems: Sequence[Problem], seed: int) -> list[Mutant]:
-  """For each problem the first mutant in the seed's order that fails its tests in a plain Python."""
+  """Returns, for each problem, the first mutant in the seed's order that fails its tests in a plain Python."""
   waiting = {problem.name: shuffled(problem, seed) for problem in problems}
   killed: dict[str, Mutant] = {}
   while waiting:

@@ -2,8 +2,8 @@
 
   .venv/bin/python benchmarks/own_steps.py FOLDER CHUNKS
 
-Layers are unrolled, nothing is recomputed, logits are computed at once where they fit 256 MiB, as in a run that leaves
-these choices to the defaults; CHUNKS sequences of equal length are a micro-batch.
+As with a run's defaults, layers are unrolled, nothing is recomputed, and logits that fit 256 MiB are computed at once.
+A micro-batch is CHUNKS sequences of equal length.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig, EmbeddedEngine
 from jaxrl_llm.weights.hf import load_params, read_spec
 
 RAGGED_CHUNKS = 2
-"""Of a micro-batch, where sequences are of many lengths: each chunk takes the longest."""
+"""Chunks of a micro-batch with sequences of unequal lengths: each chunk fits the longest."""
 
 
 def read_rows(path: pathlib.Path, *, pairs: bool = False) -> list[Row]:
@@ -55,7 +55,7 @@ class Side:
     self.params = load_params(folder / 'model', self.spec)
 
   def works(self):
-    """What there is, each made when it is first called."""
+    """Available works by name, each built at its first call."""
     makers = {
       'grpo': lambda: self._grpo('equal', self.chunks),
       'grpo, lognormal lengths': lambda: self._grpo('ragged', RAGGED_CHUNKS),

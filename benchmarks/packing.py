@@ -1,11 +1,11 @@
-"""What packing is worth: the GRPO update of rows of lognormal lengths, packed against one row to a padded chunk.
+"""Gain from packing: GRPO updates of rows of lognormal lengths, packed against one row per padded chunk.
 
   .venv/bin/python benchmarks/packing.py [--rows=512] [--trained=128] [--rounds=3]
 
-Lengths have mean 139 and are at most 512 tokens, as long as a chunk. Printed are, for several numbers of data-parallel
-ranks and of chunks to a micro-batch, which share of the arrays of an optimizer step holds tokens (least and mean of 20
-draws of `--rows` lengths), and then, on one device, the tokens per second of updates of `--trained` rows, padding not
-counted: medians of rounds that alternate. The model is the one of 6.4 million parameters of benchmarks/steps.py.
+Lengths have mean 139 and are at most 512 tokens, the chunk length. For several numbers of data-parallel ranks and of
+chunks per micro-batch, the script prints the share of an optimizer step's arrays that holds tokens (least and mean of
+20 draws of `--rows` lengths). Then, on one device, it prints the tokens per second of updates of `--trained` rows,
+without padding: medians of alternating rounds. The model has 6.4 million parameters, as in benchmarks/steps.py.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _TINY = flags.DEFINE_bool('tiny', False, 'A model that shows that this script wo
 
 
 def utilisations(rows: int, *, ranks: int, chunks: int, chunk_len: int, draws: int = 20) -> list[float]:
-  """Of optimizer steps of so many rows."""
+  """Shares of tokens in the arrays of optimizer steps of `rows` rows, for each draw."""
   lengths = [lognormal_lengths(rows, longest=chunk_len, seed=seed) for seed in range(draws)]
   return [pack(some, ranks=ranks, chunks=chunks, chunk_len=chunk_len).utilisation for some in lengths]
 
 
 def alternated(works: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-  """The median seconds of each work; all are done once before, and then in turns."""
+  """Returns the median seconds of each work; all run once as a warm-up, then in turns."""
   seconds: list[list[float]] = [[] for _ in works]
   for number in range(rounds + 1):
     for work, found in zip(works, seconds):

@@ -1,4 +1,4 @@
-"""What benchmarks on preference pairs share: the folds, and how an accuracy over dependent pairs is stated."""
+"""Shared code of benchmarks on preference pairs: folds, and accuracies over dependent pairs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxrl_llm.tasks.preferences import Pair, PreferencesConfig, load_preference
 
 
 def accuracy(margins: Float[np.ndarray, 'pairs'], groups: Sequence[str]) -> tuple[float, float]:
-  """Accuracy, ties counted half, and its standard error: pairs of one group may depend on each other at will.
+  """Returns the accuracy, ties counted half, and its standard error, clustered: pairs of one group may be dependent.
 
   SE² = G/(G-1) Σ_g (Σ_{i in g} (hitᵢ - accuracy))² / N², for N pairs in G groups.
   """
@@ -22,7 +22,7 @@ def accuracy(margins: Float[np.ndarray, 'pairs'], groups: Sequence[str]) -> tupl
 
 
 def load_folds(source: str, folds: int) -> tuple[list[Pair], Int[np.ndarray, 'pairs']]:
-  """All pairs, fold after fold, and the fold of each."""
+  """Loads all pairs, fold after fold, and the fold of each."""
   parts = [
     load_preferences(PreferencesConfig(name='pairs', source=source, split='eval', fold=fold, folds=folds)).pairs
     for fold in range(folds)

@@ -1,16 +1,16 @@
-"""How well a bag of words tells chosen from rejected answers: what a reward model on the same pairs has to beat.
+"""Accuracy of a bag of words in telling chosen from rejected answers: a baseline for reward models on the same pairs.
 
   .venv/bin/python benchmarks/preference_baseline.py --pairs=FILE [--folds=5]
 
 Every pair is judged by a model fitted on the other folds, which share no prompt with it; the folds are those of
-`PreferencesConfig(fold=..., folds=...)`, so a reward model can be measured on the very same ones. Printed are
-accuracies over all pairs (a tie counts half) with the standard error that treats the pairs of one prompt as a cluster:
+`PreferencesConfig(fold=..., folds=...)`, so a reward model can be measured on the same ones. The script prints
+accuracies over all pairs (a tie counts half), with standard errors clustered by prompt:
 
-- words: L2-regularised logistic regression on the differences of word counts, its strength chosen inside each training
-  part by the log loss on the folds that it consists of;
+- words: L2-regularised logistic regression on the differences of word counts, its strength chosen within each training
+  part by cross-validated log loss over that part's folds;
 - length: longer or shorter in characters, whichever is chosen more often on average in the training part.
 
-Meant for some thousand pairs: memory grows with the square of their number.
+Meant for a few thousand pairs: memory grows with the square of their number.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WORD = re.compile(r'\w+|[^\w\s]')
 
 
 def word_differences(pairs: Sequence[Pair]) -> Float[np.ndarray, 'pairs words']:
-  """How much more often each word, number or mark is in the chosen answer than in the rejected one."""
+  """Returns how much more often each word, number or mark is in the chosen answer than in the rejected one."""
   column: dict[str, int] = {}
   differences = []
   for pair in pairs:
@@ -49,9 +49,9 @@ def word_differences(pairs: Sequence[Pair]) -> Float[np.ndarray, 'pairs words']:
 
 
 def fit(x: Float[np.ndarray, 'pairs words'], strength: float) -> Float[np.ndarray, 'words']:
-  """Weights w that minimise Σᵢ log(1 + exp(-xᵢ·w)) + strength/2 |w|².
+  """Returns the weights w that minimise Σᵢ log(1 + exp(-xᵢ·w)) + strength/2 |w|².
 
-  There is no intercept: swapping the two answers of a pair must swap the verdict. Newton's method on w = xᵀa, whose
+  No intercept: swapping the two answers of a pair must swap the verdict. Uses Newton's method on w = xᵀa, whose
   systems have as many unknowns as there are pairs, however many words.
   """
   gram = x @ x.T
@@ -76,7 +76,7 @@ def _objective(gram: Float[np.ndarray, 'pairs pairs'], a: Float[np.ndarray, 'pai
 
 
 def chosen_strength(x: Float[np.ndarray, 'pairs words'], fold: Int[np.ndarray, 'pairs']) -> float:
-  """Of `STRENGTHS`, the one with the least log loss on folds that were left out in turn."""
+  """Returns the member of `STRENGTHS` with the least log loss on the folds, each left out in turn."""
   losses = dict.fromkeys(STRENGTHS, 0.0)
   for strength in STRENGTHS:
     for k in np.unique(fold):
@@ -87,7 +87,7 @@ def chosen_strength(x: Float[np.ndarray, 'pairs words'], fold: Int[np.ndarray, '
 def word_margins(
   x: Float[np.ndarray, 'pairs words'], fold: Int[np.ndarray, 'pairs']
 ) -> tuple[Float[np.ndarray, 'pairs'], list[float]]:
-  """For each pair, how clearly the model of the other folds prefers the chosen answer; and each fold's strength."""
+  """Returns each pair's margin under the model of the other folds, and each fold's strength."""
   margins, strengths = np.zeros(len(x)), []
   for k in np.unique(fold):
     train = fold != k
@@ -97,7 +97,7 @@ def word_margins(
 
 
 def length_margins(longer: Float[np.ndarray, 'pairs'], fold: Int[np.ndarray, 'pairs']) -> Float[np.ndarray, 'pairs']:
-  """The same from lengths alone: `longer` is by how much the chosen answer is the longer one.
+  """Returns margins from lengths alone: `longer` is the chosen answer's length less the rejected one's.
 
   The best weight of a logistic regression on one number has the sign of its mean.
   """

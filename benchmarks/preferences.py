@@ -2,12 +2,12 @@
 
   .venv/bin/python benchmarks/preferences.py --directory=DIR --workdir=runs/preferences [--folds=5] [-- OVERRIDE ...]
 
-DIR holds train.jsonl and preference_pairs.jsonl, see configs/gsm8k_pairs.py, whose runs it starts one after the other:
-an SFT run, then for each fold a DPO run and a reward model that begin from it and never see the fold's questions. Runs
-that are finished are not repeated. Every pair is then judged by the exported model of the run that held it out: by the
-implicit reward log π(y) - log π_ref(y), whose reference is the SFT run's export, or by the score. Printed are
-accuracies with the standard error that treats the pairs of one question as a cluster;
-benchmarks/preference_baseline.py has what a bag of words reaches on the same folds.
+DIR holds train.jsonl and preference_pairs.jsonl (see configs/gsm8k_pairs.py). The script starts that configuration's
+runs one after the other: an SFT run, then for each fold a DPO run and a reward model that start from it and never see
+the fold's questions. Finished runs are not repeated. Every pair is then judged by the exported model of the run that
+held it out: by the implicit reward log π(y) - log π_ref(y), whose reference is the SFT run's export, or by the score.
+The script prints accuracies with standard errors clustered by question; benchmarks/preference_baseline.py measures a
+bag of words on the same folds.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _WORKDIR = flags.DEFINE_string('workdir', 'runs/preferences', 'Where the runs go
 _FOLDS = flags.DEFINE_integer('folds', 5, 'Parts that the questions are split into.', lower_bound=3)
 _KINDS = flags.DEFINE_list('kinds', ['dpo', 'reward_model'], 'What is trained.')
 _LENGTH = 512
-"""Tokens of the longest sequence that the configuration lets through."""
+"""Maximum sequence length of the configuration in tokens."""
 ROOT = pathlib.Path(__file__).parents[1]
 
 
 def train(kind: str, workdir: pathlib.Path, overrides: Sequence[str]) -> pathlib.Path:
-  """The export of a run, made unless it is there."""
+  """Returns the export of a run, after training it unless the export exists."""
   if not (workdir / 'report.html').exists():
     command = [
       *(sys.executable, 'launch/train.py', f'--config=configs/gsm8k_pairs.py:{kind},{_DIRECTORY.value}'),
@@ -55,7 +55,7 @@ def train(kind: str, workdir: pathlib.Path, overrides: Sequence[str]) -> pathlib
 
 
 def sequence_values(directory: pathlib.Path, samples: Sequence[Sample]) -> Float[np.ndarray, 'samples']:
-  """Of each sample alone: the log-likelihood of its answer, or its score, by the exported model."""
+  """Returns the log-likelihood of each sample's answer, or its score, by the exported model, one sample at a time."""
   spec = read_spec(directory)
   model, params = build_model(spec), jax.tree.map(jnp.asarray, load_params(directory, spec))
 
@@ -81,7 +81,7 @@ def sequence_values(directory: pathlib.Path, samples: Sequence[Sample]) -> Float
 def margins(
   values: Callable[[Sequence[Sample]], Float[np.ndarray, 'samples']], pairs: Sequence[Pair], tokenizer: Tokenizer
 ) -> Float[np.ndarray, 'pairs']:
-  """By how much the chosen answer of each pair is valued above the rejected one."""
+  """Returns each pair's margin: the value of the chosen answer less that of the rejected one."""
   both = [preference_samples(pair, tokenizer) for pair in pairs]
   return values([chosen for chosen, _ in both]) - values([rejected for _, rejected in both])
 

@@ -1,10 +1,10 @@
-"""How fast weights are published, beside what the same machine does in the same run.
+"""Speed of publishing weights, beside plain copies and writes on the same machine in the same run.
 
   .venv/bin/python benchmarks/publish.py [--megabytes=400] [--rounds=8] [--server]
 
-Per dtype, gigabytes of parameters per second (medians): a memcpy into memory that exists, NumPy's own cast and write of
-the same tensors to the same folder, and `PublicationFolder.write` (cast, digest, write, rename). With --server one real
-vLLM server is started, and each publication is loaded into it: how long it was paused, and what of that was loading.
+Per dtype, gigabytes of parameters per second (medians): a memcpy into existing memory, NumPy's own cast and write of
+the same tensors to the same folder, and `PublicationFolder.write` (cast, digest, write, rename). --server starts one
+real vLLM server and loads each publication into it: how long it was paused, and how much of that was loading.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _WARM_UP = 3
 
 
 def spec_of(megabytes: int) -> ModelSpec:
-  """A Qwen2 whose float32 parameters take about so much."""
+  """Returns a Qwen2 whose float32 parameters take about this many megabytes."""
   shape = dict(hidden_size=512, intermediate_size=2048, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
   layer = 4 * (512 * (512 + 2 * 256 + 512) + 3 * 512 * 2048)
   layers = max(1, round((megabytes * 1e6 - 4 * 16_000 * 512) / layer))
@@ -48,7 +48,7 @@ def spec_of(megabytes: int) -> ModelSpec:
 
 
 def rate(nbytes: int, seconds: list[float]) -> float:
-  """GB/s of the median round after warming up."""
+  """GB/s of the median round after the warm-up."""
   return nbytes / statistics.median(seconds[_WARM_UP:]) / 1e9
 
 
@@ -59,7 +59,7 @@ def timed(work) -> tuple[float, object]:
 
 
 def measure(dtype: str, leaves: dict[str, np.ndarray], spec: ModelSpec, root: pathlib.Path, publish) -> None:
-  """Alternates the three in one sitting, so that the machine's other load meets all of them."""
+  """Alternates the three in one run, so that other load on the machine affects all of them."""
   nbytes, to = sum(leaf.nbytes for leaf in leaves.values()), dtype_of(dtype)
   copies = {name: leaf.copy() for name, leaf in leaves.items()}
   plain = root / 'plain'
@@ -98,7 +98,7 @@ def measure(dtype: str, leaves: dict[str, np.ndarray], spec: ModelSpec, root: pa
 
 
 class Loading:
-  """A real server that takes publications."""
+  """A real vLLM server that loads publications."""
 
   def __init__(self, spec: ModelSpec, dtype: str, root: pathlib.Path):
     model = root / 'model'

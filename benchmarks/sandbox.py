@@ -1,12 +1,12 @@
-"""The code sandbox: start latency, scores per second, and the mutants of HumanEval that the tests find.
+"""Benchmark of the code sandbox: start latency, scores per second, and HumanEval mutants that the tests catch.
 
   .venv/bin/python benchmarks/sandbox.py [--isolation=namespaces] [--seed=0] [--mutants=all]
 
-First, programs that print the time run one after the other: the milliseconds between the call and the program's first
-line, p50 and p99 of `--rounds`. Then the 164 solutions of HumanEval run against their tests in `--threads` sandboxes at
-once; all must pass. Then the mutants of all solutions (operator, constant, boundary, return), or of each solution the
-first `--mutants` in the order of the seed: the fraction that fails, by kind, and each that passes. With `--compare` all
-of them run once more in a plain Python without a sandbox, and those are named of which it says something else.
+First, programs that print the time run one after the other: milliseconds between the call and the program's first line,
+p50 and p99 of `--rounds`. Then the 164 solutions of HumanEval run against their tests in `--threads` sandboxes at once;
+all must pass. Then the mutants of all solutions (operator, constant, boundary, return) run, or of each solution the
+first `--mutants` in the order of the seed: the script prints the fraction that fails, by kind, and each that passes.
+With `--compare` all of them run once more in a plain Python without a sandbox, and differing results are listed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DATA = flags.DEFINE_string('data', str(HUMANEVAL), 'HumanEval.jsonl.gz.')
 
 
 def start_latencies_ms(sandboxes: Sandboxes) -> list[float]:
-  """From the call to the program's first instruction."""
+  """Measures the time from the call to the program's first instruction."""
   found = []
   for _ in range(_ROUNDS.value):
     time.sleep(_PAUSE_S.value)

@@ -1,11 +1,11 @@
-"""What slow scorers cost a step: seconds from the end of a batch's last rollout to the batch being ready.
+"""Cost of slow scorers in a step: seconds from the end of a batch's last rollout until the batch is ready.
 
   .venv/bin/python benchmarks/scoring.py [--scoring_s=0.3] [--workers=8] [--groups=8] [--group_size=8]
 
-The quickstart's GRPO stage at bound 0, from random weights, attached to two fake servers, which take a lognormal time
-longer for each completion. Each completion takes `--scoring_s` to be scored: in worker processes, by a judge that is
-awaited, and in the control only after all rollouts of the batch, one after the other. The rewards have to be the same.
-The first batch of each run, in which programs are compiled, is left out. The runs stay where `--directory` says.
+Runs the quickstart's GRPO stage at bound 0, from random weights, attached to two fake servers that add a lognormal
+delay to each completion. Scoring a completion takes `--scoring_s`: in worker processes, by an awaited judge, and, in
+the control, one after the other once all rollouts of the batch have ended. The rewards must be the same. The first
+batch of each run, which compiles programs, is left out. The runs stay in `--directory`, if given.
 """
 
 import json
@@ -33,7 +33,7 @@ _DIRECTORY = flags.DEFINE_string('directory', None, 'Where the runs are kept; by
 
 
 def measure(kind: str, folder: pathlib.Path, addresses: list[str]) -> tuple[list[float], list[float], dict]:
-  """Of each batch the exposed seconds and those of its rollouts; and what was said in all of them, by sample."""
+  """Returns each batch's exposed and rollout seconds, and (completion, reward) by sample uid."""
   run = folder / kind
   options = {'seconds': _SCORING_S.value}
   if kind == 'serial':
@@ -66,7 +66,7 @@ def measure(kind: str, folder: pathlib.Path, addresses: list[str]) -> tuple[list
 
 
 def batches(run: pathlib.Path) -> tuple[list[float], list[float]]:
-  """Of each batch the seconds from its last rollout's end to its being fetched, and those of all its rollouts."""
+  """Returns each batch's seconds from its last rollout's end to its fetch, and from its first request to that end."""
   exposed, rollouts, asked, ended = [], [], [], []
   for event in events.read(run / events.FILE):
     if event.edge == Edge.ROLLOUT:

@@ -1,4 +1,4 @@
-"""Fake servers in processes of their own, for benchmarks of the quickstart's job."""
+"""Fake servers in their own processes, for benchmarks of the quickstart's job."""
 
 import contextlib
 import pathlib
@@ -14,12 +14,12 @@ from jaxrl_llm.weights.hf import write_config
 
 ROOT = pathlib.Path(__file__).parents[1]
 VOCABULARY = 29
-"""The quickstart's letters and marks."""
+"""Vocabulary size of the quickstart: its letters and marks."""
 
 
 @contextlib.contextmanager
 def fake_servers(folder: pathlib.Path, *, median_s: float, sigma: float, count: int = 2) -> Iterator[list[str]]:
-  """Addresses of servers that sample from the quickstart's model, each completion a lognormal time slower."""
+  """Yields addresses of servers that sample from the quickstart's model and add a lognormal delay per completion."""
   policy = load_file(str(ROOT / 'configs' / 'quickstart.py'), Config).policy
   write_config(folder, tiny(policy.family, VOCABULARY, **policy.model), dtype='float32', eos_ids=[1], pad_id=0)
   sockets = [folder / f'{i}.sock' for i in range(count)]

@@ -1,4 +1,4 @@
-"""Scorers that take their time: the task's verifier, so many seconds later. For benchmarks/scoring.py."""
+"""Slow scorers for benchmarks/scoring.py: the task's verifier, with a delay in seconds."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ _VERIFIER = verifier_scorer(partial_credit=True)
 
 
 def computing(*, seconds: float) -> Scorer:
-  """Holds a worker for so long."""
+  """Blocks a worker for `seconds`."""
   return functools.partial(_computed, seconds=seconds)
 
 
@@ -22,7 +22,7 @@ def _computed(attempt: Attempt, *, seconds: float) -> Verdict:
 
 
 def waiting(*, seconds: float) -> Awaited:
-  """Waits for so long, as for a judge that answers all at once."""
+  """Awaits `seconds`, as for a judge that answers all requests concurrently."""
 
   async def judge(attempt: Attempt) -> Verdict:
     await asyncio.sleep(seconds)
@@ -32,7 +32,7 @@ def waiting(*, seconds: float) -> Awaited:
 
 
 def serial(*, seconds: float, count: int) -> Awaited:
-  """The control: begins when all `count` attempts of a batch have ended, and takes one after the other."""
+  """Control: starts when all `count` attempts of a batch have ended, and scores one after the other."""
   return Awaited(functools.partial(contextlib.nullcontext, _Serial(seconds, count)), concurrency=count)
 
 

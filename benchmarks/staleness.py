@@ -1,10 +1,10 @@
-"""What a bound buys: seconds of a step, and how long trainer and rollouts stand idle, at several bounds.
+"""Effect of the staleness bound: seconds per step, and idle time of trainer and rollouts, at several bounds.
 
   .venv/bin/python benchmarks/staleness.py [--bounds=0,1,2,4,8] [--steps=40] [--median_s=0.2] [--sigma=1.0]
 
-The quickstart's GRPO stage, from random weights, attached to two fake servers in processes of their own, which sample
-and take a lognormal time longer for each completion: at sigma 1, one in a hundred takes ten times the median or more.
-The first five steps of each run, which compile, are left out. Of what is learned it says nothing: docs/staleness.md.
+Runs the quickstart's GRPO stage, from random weights, attached to two fake servers in their own processes, which sample
+and add a lognormal delay to each completion: at sigma 1, one in a hundred takes ten times the median or more. The first
+five steps of each run, which compile, are left out. It does not measure learning; see docs/staleness.md.
 """
 
 import json
@@ -26,7 +26,7 @@ _WARM_UP = 5
 
 
 def measure(bound: int, folder: pathlib.Path, addresses: list[str]) -> list[dict]:
-  """Rows of the steps of a run, the first ones left out."""
+  """Returns the metric rows of a run's steps, without the first ones."""
   run = folder / f'run-{bound}'
   flags_of_run = {
     'rollout.engine': 'vllm',

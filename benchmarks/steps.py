@@ -1,18 +1,17 @@
-"""Training steps, logprob pass and generation beside TRL's and Tunix's, of the same weights and the same rows.
+"""Training steps, logprob pass and generation against TRL's and Tunix's, on the same weights and the same rows.
 
   bash launch/install_peers.sh
   .venv/bin/python benchmarks/steps.py [--rounds=5] [--works=grpo,dpo] [--peers=.venv-peers]
 
-Each library runs in a process of its own and does a work when told to, one after the other in alternation, so that the
-machine's other load meets all of them; whoever is not measured waits. Printed are the least wall and process CPU
-seconds of `--rounds` rounds and their ratios. Shape S (against TRL) is a Qwen2 of 6.4 million parameters, shape T
-(against Tunix) one of 8.9 million; a batch is 64 rows of 32 prompt and 64 completion tokens, or of lognormal lengths
-(mean 139, longest 512). All compute in float32 and keep all activations; each has the micro-batch that served it best.
-Before anything is measured each work is done once, and its result (the gradient's norm, the mean logprob, the number
-of completions) must be the same on both sides.
+Each library runs in its own process and does one work at a time on request, alternating, so that other load on the
+machine affects all of them; the others wait. The script prints the least wall and process CPU seconds of `--rounds`
+rounds and their ratios. Shape S (against TRL) is a Qwen2 of 6.4 million parameters, shape T (against Tunix) one of 8.9
+million; a batch is 64 rows of 32 prompt and 64 completion tokens, or of lognormal lengths (mean 139, longest 512). All
+compute in float32 and keep all activations; each has the micro-batch that served it best. Before measuring, each work
+runs once, and its result (gradient norm, mean logprob, number of completions) must be the same on both sides.
 
-What is a work: grpo: loss, gradient, clipping, AdamW. dpo: the same of 32 pairs, and the reference's logprobs.
-logprobs: of the completions. generate: 64 completions of 64 tokens, without a stop token.
+Works: grpo: loss, gradient, clipping, AdamW. dpo: the same on 32 pairs, and the reference's logprobs. logprobs: those
+of the completions. generate: 64 completions of 64 tokens, without a stop token.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _TRL_MICRO_BATCH = flags.DEFINE_integer('trl_micro_batch', 64, 'Rows of a micro-
 _TUNIX_MICRO_BATCH = flags.DEFINE_integer('tunix_micro_batch', 64, 'Rows of a micro-batch there.')
 _TINY = flags.DEFINE_bool('tiny', False, 'A shape that shows that this script works, and nothing else.')
 _WARM_UP = 2
-"""Calls after the first one and before those that count; a peer compiles until its third."""
+"""Calls between the first one and the measured ones; a peer compiles until its third."""
 
 
 class Size(NamedTuple):
@@ -57,11 +56,11 @@ class Size(NamedTuple):
   prompt_len: int
   new: int
   longest: int
-  """Tokens, prompt included, where lengths are lognormal."""
+  """Maximum number of tokens, prompt included, for lognormal lengths."""
 
 
 class Side:
-  """A process that does works by name."""
+  """A process that runs works by name."""
 
   def __init__(self, name: str, python: str, arguments: list[str], folder: pathlib.Path):
     self.name, self.log = name, folder / f'{name}.log'
@@ -91,7 +90,7 @@ class Side:
 
 
 def write_job(folder: pathlib.Path, spec: ModelSpec, size: Size) -> None:
-  """Weights and rows, as all sides read them."""
+  """Writes the weights and rows that all sides read."""
   learner = Learner(spec, token_chunk=1)
   export(folder / 'model', jax.device_get(learner.state.params), spec, tokenizer_dir=None, eos_ids=[1], pad_id=0)
   lengths = {

@@ -1,7 +1,7 @@
-"""What benchmarks of the learner share: models, random rows, and optimizer steps as a run makes them of such rows.
+"""Shared code of benchmarks of the learner: models, random rows, and optimizer steps on them as in a run.
 
-Rows are packed by the project's own packing into arrays as large as `plan_shape` plans them; reading rows from files
-is left out, and so is grain, which a machine with an accelerator may lack.
+Rows are packed with the project's own packing into arrays of the shape from `plan_shape`; reading rows from files is
+left out, and so is grain, which a machine with an accelerator may lack.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ SHAPES = {
     head_dim=32,
   ),
 }
-"""6.4 and 8.9 million parameters: 4 heads over 2, and 8 over 4; tied embeddings."""
+"""Models of 6.4 and 8.9 million parameters: 4 query heads on 2 KV heads, and 8 on 4; tied embeddings."""
 
 GRPO = GrpoConfig(loss_agg_mode='seq-mean-token-mean', rollout_is='none')
-"""The loss of the paper, which TRL and Tunix compute too."""
+"""Loss of the GRPO paper, which TRL and Tunix compute too."""
 
 
 class Row(NamedTuple):
   tokens: Int[np.ndarray, 'time']
   prompt_len: int
   label: int = 0
-  """1 chosen, -1 rejected, which follows its chosen one; 0: of no pair."""
+  """1: chosen; -1: rejected, follows its chosen row; 0: not part of a pair."""
   advantage: float = 0.0
 
 
@@ -64,7 +64,7 @@ class Batch(NamedTuple):
 
 
 def lognormal_lengths(count: int, *, longest: int = 512, seed: int = 0) -> list[int]:
-  """Response-like lengths: mean about 139 and 95th percentile about 350 where the longest is 512 tokens."""
+  """Returns response-like lengths: mean about 139 and 95th percentile about 350 if the longest is 512 tokens."""
   draws = np.random.default_rng(seed).lognormal(4.70, 0.7, count) * longest / 512
   return np.clip(draws, 2, longest).astype(int).tolist()
 
@@ -72,7 +72,7 @@ def lognormal_lengths(count: int, *, longest: int = 512, seed: int = 0) -> list[
 def random_rows(
   lengths: Sequence[int], *, prompt_len: int, vocab: int, pairs: bool = False, seed: int = 0
 ) -> list[Row]:
-  """Rows of random tokens; a prompt is at most half of its row. With `pairs` neighbours are chosen and rejected."""
+  """Returns rows of random tokens; a prompt is at most half of its row. With `pairs`, chosen and rejected alternate."""
   rng = np.random.default_rng(seed)
   return [
     Row(
@@ -86,12 +86,12 @@ def random_rows(
 
 
 def pack_rows(rows: Sequence[Row], *, chunks: int, chunk_len: int, apart: bool = False) -> Batch:
-  """One optimizer step on the default device.
+  """Packs rows into the batch of one optimizer step, on the default device.
 
   Args:
-    chunks: of a micro-batch.
-    chunk_len: tokens.
-    apart: each row has a chunk of its own, padded.
+    chunks: chunks per micro-batch.
+    chunk_len: tokens per chunk.
+    apart: gives each row its own padded chunk.
   """
   unit, lengths = 2 if rows[0].label else 1, [len(row.tokens) for row in rows]
   units = [list(range(i, i + unit)) for i in range(0, len(rows), unit)]
@@ -132,7 +132,7 @@ def one_device() -> Mesh:
 
 
 class Learner:
-  """A model of random weights and its optimizer on one device; `step` is the learner's own update."""
+  """A model and its optimizer on one device; `step` is the learner's own update."""
 
   def __init__(
     self,
@@ -145,9 +145,9 @@ class Learner:
   ):
     """
     Args:
-      loss: None: GRPO's.
-      token_chunk: positions of a chunk whose logits are computed at a time.
-      params: host arrays to begin from; None: random ones.
+      loss: None: GRPO's loss.
+      token_chunk: positions whose logits are computed at a time.
+      params: initial parameters as host arrays; None: random ones.
     """
     grpo = policy_gradient(GRPO, Setting(max_response_length=spec.max_position_embeddings))
     config = OptimizerConfig(peak_lr=1e-6, max_grad_norm=1.0, skip_grad_norm=float('inf'))
@@ -171,7 +171,7 @@ class Learner:
     )
 
   def step(self, batch: Batch) -> Report:
-    """One optimizer step, whose end it waits for."""
+    """Runs one optimizer step and waits for its end."""
     self.state, report = self._update(self.state, batch.chunks, batch.used, {})
     return jax.block_until_ready(report)
 

@@ -1,4 +1,4 @@
-"""One side of a comparison, in a process of its own: does what standard input names, and says what it cost.
+"""One side of a comparison, in its own process: runs the works named on standard input and reports their cost.
 
 Standard library and NumPy only: it runs in this project's environment and in the peers'.
 """
@@ -15,11 +15,11 @@ def serve(works):
   """Runs works by name until standard input ends.
 
   Args:
-    works: functions by name; each does all of its work before it returns, and gives a number that all sides agree on
-      when it is called for the first time.
+    works: functions by name; each completes its work before it returns, and its first call returns a number on which
+      all sides agree.
   """
   answers = os.fdopen(os.dup(1), 'w')
-  os.dup2(2, 1)  # What libraries print is not an answer.
+  os.dup2(2, 1)  # Keeps what libraries print out of the answers.
   print(json.dumps(sorted(works)), file=answers, flush=True)
   for line in sys.stdin:
     wall, cpu = time.perf_counter(), time.process_time()
@@ -29,7 +29,7 @@ def serve(works):
 
 
 def padded(path):
-  """Rows of a file as RL libraries hold them: prompts padded on the left, completions on the right.
+  """Reads a file's rows in the layout of RL libraries: prompts padded on the left, completions on the right.
 
   Returns:
     A dict of prompt_ids, prompt_mask, completion_ids, completion_mask `[rows, time]` and advantages `[rows]`.

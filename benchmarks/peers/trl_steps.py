@@ -24,7 +24,7 @@ LEARNING_RATE = 1e-6
 
 
 def tokenizer():
-  """The trainers insist on having one."""
+  """Returns a tokenizer, which the trainers require."""
   words = Tokenizer(models.WordLevel({'<pad>': 0, '<eos>': 1, 'a': 2}, unk_token='a'))
   return PreTrainedTokenizerFast(tokenizer_object=words, pad_token='<pad>', eos_token='<eos>')
 
@@ -47,7 +47,7 @@ def tensors(arrays):
 
 
 def optimizer_step(trainer, losses):
-  """As the trainers' loop does it. Returns the gradient's norm."""
+  """Runs an optimizer step as in the trainers' loop. Returns the gradient's norm."""
   for loss in losses:
     trainer.accelerator.backward(loss())
   norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), trainer.args.max_grad_norm)
@@ -103,7 +103,7 @@ def grpo_works(folder, scratch, micro_batch):
 
 
 def dpo_works(folder, scratch, micro_batch):
-  """Neighbouring rows are pairs; TRL wants the chosen ones of a batch before its rejected ones."""
+  """Returns DPO works. Neighbouring rows are pairs; TRL expects a batch's chosen rows before its rejected ones."""
   arrays = tensors(padded(f'{folder}/equal.npz'))
   tokens = torch.cat([arrays['prompt_ids'], arrays['completion_ids']], 1)
   trained = torch.cat([torch.zeros_like(arrays['prompt_ids']), torch.ones_like(arrays['completion_ids'])], 1)

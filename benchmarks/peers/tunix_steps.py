@@ -47,7 +47,7 @@ def load(folder):
 def main(folder, micro_batch):
   arrays, micro_batch = padded(f'{folder}/equal.npz'), int(micro_batch)
   count = len(arrays['advantages'])
-  # Its learner sets the temperature from the rollouts' configuration.
+  # Tunix's learner sets the temperature from the rollouts' configuration.
   algorithm = AgenticGRPOConfig(beta=0.0)
   algorithm.temperature = 1.0
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(LEARNING_RATE, b2=0.95))
@@ -71,7 +71,7 @@ def main(folder, micro_batch):
 
   def update():
     norms = [jax.block_until_ready(step(example))[2] for example in examples]
-    # With several micro-batches each has a gradient of its own, and its sum's norm is not given.
+    # With several micro-batches each has its own gradient, and the norm of the sum is not available.
     return norms[0] if parts == 1 else float('nan')
 
   serve({'grpo': update})
