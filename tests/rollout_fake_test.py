@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import pathlib
 import signal
 import subprocess
 import sys

@@ -45,6 +45,7 @@ if __name__ == '__main__':
       time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGINT)
 
+  signal.signal(signal.SIGINT, signal.default_int_handler)  # Shells start background processes without it.
   threading.Thread(target=interrupt, daemon=True).start()
   first = train(config, workdir)
   assert not first.finished and first.metrics, first
