@@ -91,7 +91,8 @@ def test_a_run_whose_only_server_is_stopped_ends_with_a_line_in_time_and_goes_on
   run = tmp_path / 'run'
   with fakes(tmp_path, count=1) as flags:
     (server,) = [child for child in psutil.Process().children() if f'--uds={tmp_path / "0.sock"}' in child.cmdline()]
-    limits = {'latency_s': 5, 'min_tokens_per_s': 20, 'start_deadline_s': 10}
+    # The stop may come in the middle of a publication too.
+    limits = {'latency_s': 5, 'min_tokens_per_s': 20, 'start_deadline_s': 10, 'transfer_deadline_s': 10}
     process = job.start(run, *flags, *(f'--config.rollout.vllm.{name}={value}' for name, value in limits.items()))
     job.wait_for_rows(run, 12 + 3, process)
     children = psutil.Process(process.pid).children(recursive=True)

@@ -15,7 +15,7 @@ from jaxrl_llm.replay.audit import audit
 
 pytestmark = pytest.mark.acceptance
 EXPLORERS = '--config.rollout.explorers={"processes":2,"groups":3,"silent_s":10}'
-LIMITS = {'latency_s': 10, 'min_tokens_per_s': 20, 'start_deadline_s': 15}
+LIMITS = {'latency_s': 10, 'min_tokens_per_s': 20, 'start_deadline_s': 15, 'transfer_deadline_s': 15}
 SERVERS = tuple(f'--config.rollout.vllm.{name}={value}' for name, value in LIMITS.items())
 
 
