@@ -40,14 +40,19 @@ if __name__ == '__main__':
 
   config, workdir = load_config(sys.argv[1], json.loads(sys.argv[3])), sys.argv[2]
 
-  def interrupt():
-    while not list(pathlib.Path(workdir, 'checkpoints').glob('*/COMMIT')):
-      time.sleep(0.05)
+  def interrupt(due):
+    while not due():
+      time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGINT)
 
+  def interrupted_train(due):
+    threading.Thread(target=interrupt, args=(due,), daemon=True).start()
+    return train(config, workdir)
+
   signal.signal(signal.SIGINT, signal.default_int_handler)  # Shells start background processes without it.
-  threading.Thread(target=interrupt, daemon=True).start()
-  first = train(config, workdir)
+  at_once = interrupted_train(lambda: any(thread.name == 'train' for thread in threading.enumerate()))
+  assert not at_once.finished, at_once
+  first = interrupted_train(lambda: list(pathlib.Path(workdir, 'checkpoints').glob('*/COMMIT')))
   assert not first.finished and first.metrics, first
   second = train(config, workdir)
   assert second.finished and len(second.metrics) > len(first.metrics)

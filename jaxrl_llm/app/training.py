@@ -18,7 +18,7 @@ import os
 import pathlib
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 
@@ -105,13 +105,16 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> TrainResult:
 def _run_in_a_thread(config: Config, path: pathlib.Path) -> int:
   """Returns the run's exit code."""
   ended: concurrent.futures.Future[int] = concurrent.futures.Future()
-  interrupts = []
+  interrupts: list[Callable[[], object]] = []
+  interrupted = threading.Event()
 
   async def work() -> None:
     loop = asyncio.get_running_loop()
 
     def on_start(stop: Stop) -> None:
       interrupts.append(lambda: loop.call_soon_threadsafe(stop, signal.SIGINT))
+      if interrupted.is_set():  # Before there was anything to call.
+        stop(signal.SIGINT)
 
     try:
       ended.set_result(await run(config, path, on_start=on_start))
@@ -123,6 +126,7 @@ def _run_in_a_thread(config: Config, path: pathlib.Path) -> int:
   try:
     return ended.result()  # wait main: the run's own waits
   except KeyboardInterrupt:
+    interrupted.set()
     for interrupt in interrupts:
       interrupt()
     return ended.result()  # wait main: the run's own waits
