@@ -344,5 +344,5 @@ def _placed(draw: random.Random, block: str) -> str:
         f'import threading\ndef attack():\n{within}\none = threading.Thread(target=attack); one.start(); one.join()'
       )
     case 'child':
-      return f'import os\nif os.fork() == 0:\n{within}\n  os._exit(0)\nos.wait()'
+      return f'import os\nchild = os.fork()\nif child == 0:\n{within}\n  os._exit(0)\nos.waitpid(child, 0)'
   return block
