@@ -1,6 +1,6 @@
 """Precision, recall and speed of the `answer` scorer on labelled pairs.
 
-.venv/bin/python benchmarks/answers.py --pairs=tests/fixtures/answers_blind_dev.jsonl
+.venv/bin/python benchmarks/answers.py --pairs=tests/support/fixtures/answers_blind_dev.jsonl
 .venv/bin/python benchmarks/answers.py --math_verify=DIR    # the directory tests/ of huggingface/Math-Verify
 
 Pairs are JSON lines {"gold", "completion", "right", "mode", "kind"}; a mode of null is chosen as in a run, from the

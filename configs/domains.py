@@ -5,7 +5,7 @@ Command:   python launch/serve.py --role=reward --model=DIR                     
            python launch/train.py --config=configs/domains.py:DIRECTORY,REWARD_ADDRESS,JUDGE_ADDRESS,JUDGE_MODEL
            DIRECTORY holds code.jsonl (question, answer, tests), math.jsonl, k12.jsonl and vision.jsonl (question,
            answer; vision: media).
-Hardware:  a laptop's CPU runs tests/domains_job_test.py, which makes such files, in a minute.
+Hardware:  a laptop's CPU runs tests/jobs/domains_test.py, which makes such files, in a minute.
 Result:    not run at size.
 """
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the environment of the libraries that tests/peers_test.py and tests/peft_test.py compare with: TRL, Tunix and
+# Makes the environment of the libraries that tests/peers/losses_test.py and tests/peers/peft_test.py compare with: TRL, Tunix and
 # PEFT, on the CPU.
 #
 #   bash launch/install_peers.sh [--target=DIR]

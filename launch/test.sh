@@ -4,10 +4,10 @@
 #   bash launch/test.sh [--tier=fast|full|acceptance] [--changed[=COMMIT]] [--workers=N] [-- PYTEST ARGUMENTS]
 #
 # fast: the tests that need no real job, kill or browser. full (the default): those tests too, and, where a python3.12
-# exists, the fast tests of the files in tests/newest.txt once more on Python 3.12 with the newest JAX. acceptance: only
+# exists, the fast tests of the files in tests/tools/newest.txt once more on Python 3.12 with the newest JAX. acceptance: only
 # the tests marked `acceptance` (hours).
 #
-# --changed: only the test files that a change may affect (tests/affected.py): uncommitted changes, and commits since
+# --changed: only the test files that a change may affect (tests/tools/affected.py): uncommitted changes, and commits since
 # COMMIT, by default since the branch left origin/main or main. --workers: how many test processes run at a time; by
 # default one per core, up to 8. Test files among the pytest arguments replace any other choice of files.
 #
@@ -178,7 +178,7 @@ run_all() {
   python=$(find_python) || exit 2
   files=()
   if [ -n "$changed" ]; then
-    affected=$("$python" tests/affected.py ${since:+"--since=$since"}) || exit 2
+    affected=$("$python" tests/tools/affected.py ${since:+"--since=$since"}) || exit 2
     [ -z "$affected" ] || mapfile -t files <<<"$affected"
     say "test files that the change affects: ${#files[@]}"
   fi
@@ -226,7 +226,7 @@ run_all() {
       marks='acceptance'
       export JAXRL_TEST_LEDGER=$PWD/runs
       plugins=(-p ledger)
-      export PYTHONPATH=tests${PYTHONPATH:+:$PYTHONPATH}
+      export PYTHONPATH=tests/tools${PYTHONPATH:+:$PYTHONPATH}
       ;;
   esac
 
@@ -259,13 +259,13 @@ run_all() {
     newest=()
     if [ -z "$chosen" ]; then
       # With --changed, only the listed files that the change affects.
-      mapfile -t newest < <(sed -n 's/^\([^# ][^ ]*\).*/\1/p' tests/newest.txt |
+      mapfile -t newest < <(sed -n 's/^\([^# ][^ ]*\).*/\1/p' tests/tools/newest.txt |
         { [ -z "$changed" ] && cat || grep -Fx -f <(printf '%s\n' "${files[@]}"); })
     fi
     if ! finish_part environment312 "Python 3.12's environment"; then
       summary+=("$name: not run: it has no environment")
     elif [ -n "$changed" ] && [ ${#newest[@]} = 0 ]; then
-      summary+=("$name: the change affects none of tests/newest.txt")
+      summary+=("$name: the change affects none of tests/tools/newest.txt")
     else
       pytest_part pytest312 "$name" .venv312/bin/python 'not full and not acceptance' "${newest[@]}" "$@"
     fi
@@ -277,7 +277,7 @@ run_all() {
     fi
   fi
 
-  .venv/bin/python tests/times.py "$logs"
+  .venv/bin/python tests/tools/times.py "$logs"
   say 'summary'
   printf '  %s\n' "${summary[@]}"
   exit $status

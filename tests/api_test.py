@@ -1,19 +1,17 @@
 """The public names: what `jaxrl_llm.api` and `jaxrl_llm` export, and that it costs nothing until it is used."""
 
 import ast
-import pathlib
 import re
 import signal
 import subprocess
 import sys
 
 import pytest
+from paths import ROOT
 
 import jaxrl_llm
 from jaxrl_llm import api
 from jaxrl_llm.app.commands import cli
-
-ROOT = pathlib.Path(__file__).parents[1]
 
 
 def test_every_public_name_is_there_with_a_docstring():

@@ -1,15 +1,14 @@
 """The benchmarks run: on shapes that measure nothing, and what they take for granted holds."""
 
 import os
-import pathlib
 import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from paths import ROOT
 
-ROOT = pathlib.Path(__file__).parents[1]
 PEERS = ROOT / '.venv-peers'
 sys.path.append(str(ROOT / 'benchmarks'))  # As Python has it for a script: what lies beside it can be imported.
 

@@ -3,11 +3,11 @@
 import contextlib
 import gc
 import os
-import pathlib
 import shutil
 import subprocess
 
 import programs
+from paths import ROOT, TESTS
 
 os.environ['XLA_FLAGS'] = ' '.join(
   (os.environ.get('XLA_FLAGS', ''), programs.CHEAP, '--xla_force_host_platform_device_count=8')
@@ -20,7 +20,7 @@ import pytest
 import times
 from jaxtyping import install_import_hook
 
-_PACKAGE = pathlib.Path(__file__).parents[1] / 'jaxrl_llm'
+_PACKAGE = ROOT / 'jaxrl_llm'
 # Only modules with array annotations: the hook costs time for each module that it rewrites.
 install_import_hook(
   [
@@ -33,21 +33,21 @@ install_import_hook(
 
 
 _LONGEST = (
-  'vllm_test.py',
-  'quickstart_test.py',
-  'vllm_owned_test.py',
-  'distributed_test.py',
-  'algorithms_job_test.py',
-  'attached_job_test.py',
-  'main_job_test.py',
-  'topology_job_test.py',
-  'learner_losses_test.py',
-  'weights_hf_test.py',
+  'jobs/vllm_test.py',
+  'jobs/quickstart_test.py',
+  'jobs/vllm_owned_test.py',
+  'jobs/distributed_test.py',
+  'jobs/algorithms_test.py',
+  'jobs/attached_test.py',
+  'jobs/main_test.py',
+  'jobs/topology_test.py',
+  'learner/losses_test.py',
+  'weights/hf_test.py',
   'benchmarks_test.py',
-  'resume_test.py',
-  'rewards_sandbox_test.py',
-  'learner_update_test.py',
-  'ops_logprobs_test.py',
+  'jobs/resume_test.py',
+  'rewards/sandbox/sandbox_test.py',
+  'learner/update_test.py',
+  'ops/logprobs_test.py',
 )
 """Files that take minutes: dealt out first, so that no worker is left alone with one at the end."""
 
@@ -68,7 +68,7 @@ def pytest_collection():
 
 def pytest_collection_modifyitems(items):
   place = {name: number for number, name in enumerate(_LONGEST)}
-  items.sort(key=lambda item: place.get(item.path.name, len(place)))
+  items.sort(key=lambda item: place.get(item.path.relative_to(TESTS).as_posix(), len(place)))
 
 
 @pytest.fixture(scope='session', autouse=True)

@@ -8,8 +8,8 @@ import pathlib
 import re
 
 import pytest
+from paths import ROOT
 
-ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / 'jaxrl_llm'
 LAYERS = [
   {'core'},

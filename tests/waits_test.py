@@ -2,13 +2,12 @@
 
 import ast
 import io
-import pathlib
 import re
 import tokenize
 
 import pytest
+from paths import ROOT
 
-ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / 'docs' / 'waits.md'
 SANDBOXED = ROOT / 'jaxrl_llm' / 'rewards' / 'sandbox' / 'inside'
 """Runs inside sandboxes, which their owner ends when a program's time is over."""

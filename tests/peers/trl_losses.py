@@ -3,7 +3,7 @@
   python trl_losses.py BATCH.npz RESULTS.npz
 
 Runs in the peers' environment (launch/install_peers.sh) and imports nothing of this project. What each case configures
-is in the dictionaries below; peers_test.py says which of our arguments are meant to give the same.
+is in the dictionaries below; peers/losses_test.py says which of our arguments are meant to give the same.
 """
 
 import os

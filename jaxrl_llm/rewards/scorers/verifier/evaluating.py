@@ -39,7 +39,7 @@ PLAIN = frozenset({
   'syllogism', 'time_intervals', 'tower_of_hanoi', 'tsumego', 'word_ladder', 'word_sequence_reversal', 'word_sorting',
   'zebra_puzzles',
 })  # fmt: skip
-"""Verifiers that do not evaluate answers, by review of their source (`tests/rewards_evaluating_test.py`)."""
+"""Verifiers that do not evaluate answers, by review of their source (`tests/rewards/scorers/evaluating_test.py`)."""
 
 LIMITS = Limits(wall_s=6.0, cpu_s=2, memory_mib=1024, processes=4, files=64, file_mib=1, tmp_mib=1, output_kib=64)
 """Resource limits of the sandbox of one answer."""

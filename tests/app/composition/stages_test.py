@@ -1,0 +1,194 @@
+"""Stages that cannot learn, or would learn something else than they seem to, are refused before anything starts."""
+
+import dataclasses
+import functools
+import sys
+
+import jax
+import pytest
+from paths import ROOT
+
+from jaxrl_llm.app.composition.prepare import preferences_file, prepare
+from jaxrl_llm.app.composition.stages import build_stages, model_spec
+from jaxrl_llm.app.schema import AlgorithmConfig, Config, CriticConfig, PairsConfig
+from jaxrl_llm.config.load import apply_overrides, load_file
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.data.streams import all_rows, sample_lengths
+from jaxrl_llm.master.exploring.selection import SelectionConfig
+from jaxrl_llm.models.families import tiny
+from jaxrl_llm.models.spec import LoraConfig
+from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
+from jaxrl_llm.rewards.sandbox.isolation import NoIsolation
+from jaxrl_llm.rewards.scorers.verifier import scorer as verifier
+from jaxrl_llm.tasks.sampler import SamplerConfig
+
+REFERENCE = {'kl_loss_coef': 0.1, 'reference': {'every': 1}}
+
+
+@functools.cache
+def config_of(name: str, **overrides: str) -> Config:
+  return apply_overrides(load_file(f'{ROOT}/configs/{name}', Config), overrides)
+
+
+def built(config: Config, lengths=None):
+  return build_stages(config, build_mesh(MeshConfig(), jax.devices()[:1]), 30, lengths or {})
+
+
+def changed(name: str, **fields) -> Config:
+  """A shipped configuration whose last stage differs."""
+  config = config_of(name)
+  return dataclasses.replace(config, stages=(*config.stages[:-1], dataclasses.replace(config.stages[-1], **fields)))
+
+
+SHIPPED = ['quickstart.py', 'ppo.py', 'opmd.py', 'mix.py', 'mix.py:grpo', 'mix.py:sft', 'dpo.py', 'dpo.py:online',
+           'dpo.py:rejection', 'reward_model.py', 'gsm8k_pairs.py:dpo,x', 'gsm8k_pairs.py:reward_model,x',
+           'grpo.py:dapo', 'lora.py', 'lora.py:base']  # fmt: skip
+
+
+@pytest.mark.parametrize('name', SHIPPED)
+def test_shipped_configurations_build(name):
+  config = config_of(name)
+  assert [stage.name for stage in built(config)] == [stage.name for stage in config.stages]
+
+
+def test_an_option_without_effect_is_a_warning(caplog):
+  built(changed('grpo.py:dapo', algorithm=AlgorithmConfig(name='dapo', options={'gamma': 0.9})))
+  (line,) = [record.getMessage() for record in caplog.records if 'has no effect' in record.getMessage()]
+  assert line.startswith('stages.') and '.algorithm: dapo.gamma: 0.9 has no effect without' in line
+
+
+def test_a_schedule_counts_the_updates_that_are_taken():
+  *_, ppo = built(config_of('ppo.py'))
+  assert (ppo.critic_updates, ppo.updates) == (260 * 4, 140 * 4)
+
+
+@pytest.mark.parametrize(
+  ('config', 'message'),
+  [
+    (changed('ppo.py', steps=120), 'critic_warmup=120 of 120 steps'),
+    (changed('quickstart.py', critic=CriticConfig(init_from='x')), 'grpo has no critic'),
+    (changed('quickstart.py', selection=SelectionConfig(kind='pairs')), 'makes nothing of pairs'),
+    (changed('quickstart.py', selection=SelectionConfig(kind='shortest_correct')), 'use sft'),
+    (changed('quickstart.py', algorithm=AlgorithmConfig(name='dpo')), 'dpo learns from pairs'),
+    (changed('quickstart.py', algorithm=AlgorithmConfig(name='mix')), 'mix learns from expert rows'),
+    (changed('quickstart.py', algorithm=AlgorithmConfig(name='reward_model')), 'learns from pairs'),
+    (changed('quickstart.py', algorithm=AlgorithmConfig(name='grpo', options=REFERENCE)), 'its own reference'),
+    (
+      changed('quickstart.py', algorithm=AlgorithmConfig(name='math:pi')),
+      "algorithm 'math:pi': wanted a pair of an options dataclass and a function",
+    ),
+    (changed('mix.py', minibatches=64), 'experts.ratio gives 32'),
+    (changed('mix.py', selection=SelectionConfig(kind='shortest_correct')), 'use sft|beside experts'),
+    (changed('dpo.py:online', minibatches=32), 'groups_per_batch gives 16'),
+    (changed('dpo.py:online', group_size=1), 'makes no pair'),
+    (changed('dpo.py', selection=SelectionConfig(kind='mixed')), 'chooses among rollouts'),
+    (
+      changed('dpo.py', algorithm=AlgorithmConfig(name='dpo', options={'reference': {'every': 1}})),
+      'a reference that stands still',
+    ),
+    (
+      dataclasses.replace(
+        changed('dpo.py', algorithm=AlgorithmConfig(name='dpo', options={'reference': {'ema': 0.9}})),
+        policy=dataclasses.replace(config_of('dpo.py').policy, param_dtype='bfloat16'),
+      ),
+      'rounds its small steps away',
+    ),
+    (
+      dataclasses.replace(
+        changed('dpo.py', algorithm=AlgorithmConfig(name='dpo', options={'reference': {'ema': 0.9}})),
+        policy=dataclasses.replace(config_of('dpo.py').policy, lora=LoraConfig()),
+      ),
+      "two adapters' factors",
+    ),
+  ],
+)
+def test_stages_that_would_not_do_what_they_say_are_refused(config, message):
+  with pytest.raises(UserError, match=message):
+    built(config)
+
+
+def test_models_of_two_kinds_are_runs_of_their_own():
+  config = config_of('dpo.py')
+  spec = tiny('llama', 30)
+  assert model_spec(config_of('reward_model.py'), spec).head == 'scalar'
+  with pytest.raises(UserError, match='different outputs'):
+    model_spec(dataclasses.replace(config, stages=(*config.stages, *config_of('reward_model.py').stages)), spec)
+  with pytest.raises(UserError, match='generates nothing'):
+    model_spec(config, dataclasses.replace(spec, head='scalar', tie_word_embeddings=False))
+
+
+SMALL = {'tasksets.train.size': '2000', 'tasksets.eval.size': '2000', 'stages.sft.demonstrations.count': '200',
+         'evaluation.held_out.tasks': '24'}  # fmt: skip
+
+
+def test_what_is_held_out_is_not_trained_on(tmp_path):
+  sizes = {'preferences.train_pairs.size': '100', 'preferences.eval_pairs.size': '50'}
+  config = config_of('dpo.py', **SMALL, **sizes)
+  assert prepare(config, tmp_path / 'apart').spec.head == 'lm'
+  stage = dataclasses.replace(config.stages[-1], preferences=PairsConfig(train='train_pairs', held_out='train_pairs'))
+  with pytest.raises(UserError, match=r'train_pairs \(training\) and train_pairs \(held out\) share \d+ prompts'):
+    prepare(dataclasses.replace(config, stages=(config.stages[0], stage)), tmp_path / 'same')
+  with pytest.raises(UserError, match="no preferences 'other'"):
+    stage = dataclasses.replace(config.stages[-1], preferences=PairsConfig(train='other'))
+    prepare(dataclasses.replace(config, stages=(config.stages[0], stage)), tmp_path / 'none')
+
+
+def test_a_run_needs_a_sandbox_where_verifiers_evaluate_and_nowhere_else(monkeypatch, tmp_path):
+  def refuse(isolation):
+    raise NoIsolation('none')
+
+  monkeypatch.setattr(verifier, 'check_isolation', refuse)
+  config = config_of('quickstart.py', **SMALL | {'evaluation.held_out.tasks': '1'})
+  prepare(config, tmp_path / 'without')
+  plain = {'options': {}, 'prompt': None, 'truth': None, 'match': None, 'size': 30}
+  tasksets = [dataclasses.replace(t, source='reasoning_gym:countdown', **plain) for t in config.tasksets]
+  with pytest.raises(UserError, match=r"'countdown' evaluates answers, which needs a sandbox.*isolation='none'"):
+    prepare(dataclasses.replace(config, tasksets=tuple(tasksets)), tmp_path / 'with')
+
+
+@pytest.mark.parametrize(('field', 'value'), [('domain', 'math'), ('origin', 'synthetic'), ('on_corrupt', 'skip')])
+def test_pairs_of_a_taskset_say_nothing_that_the_taskset_says(tmp_path, field, value):
+  config = config_of('dpo.py', **SMALL, **{f'preferences.train_pairs.{field}': value})
+  with pytest.raises(UserError, match=rf'preferences\.train_pairs\.{field}: .* remove it'):
+    prepare(config, tmp_path)
+
+
+def test_a_sampler_is_of_the_stages_tasksets_and_of_stages_that_attempt_tasks():
+  with pytest.raises(
+    UserError, match=r"stages\.grpo\.sampler\.weights: of \['other'\], and the tasksets are \['train'\]"
+  ):
+    changed('quickstart.py', sampler=SamplerConfig(weights={'other': 1.0}))
+  with pytest.raises(UserError, match=r'stages\.sft\.sampler: .* static data'):
+    config_of('quickstart.py', **{'stages.sft.sampler.order': 'sequential'})
+
+
+def test_whoever_says_what_is_correct_has_to_judge_all_of_it(tmp_path):
+  config = config_of('quickstart.py', **SMALL)
+  (verifier,) = config.rewards.scorers
+  other = dataclasses.replace(verifier, name='other', kind='verifier', domains=('code',))
+  rewards = dataclasses.replace(config.rewards, scorers=(verifier, other), correct_by='other')
+  with pytest.raises(UserError, match='correct_by'):
+    prepare(dataclasses.replace(config, rewards=rewards), tmp_path)
+
+
+def test_beside_a_configuration_lies_what_it_may_import():
+  config_of('reward_model.py')  # It imports configs/dpo.py.
+  assert str(ROOT / 'configs') in sys.path
+
+
+def test_micro_batches_are_planned_on_the_lengths_that_are_known():
+  """64 demonstrations of 14 tokens are 15 or 16 chunks of 64: 16 in two micro-batches of 8, not in two of 12."""
+  config = config_of('quickstart.py')
+  unknown, *_ = built(config)
+  known, grpo = built(config, {'sft': [14] * 100})
+  assert (unknown.shape.chunks, known.shape.chunks, grpo.shape.chunks) == (12, 8, 12)
+
+
+def test_lengths_are_those_of_what_a_stage_reads(tmp_path):
+  sizes = {'preferences.train_pairs.size': '100', 'preferences.eval_pairs.size': '50'}
+  config = config_of('dpo.py:pairs', **SMALL, **sizes)
+  lengths = prepare(config, tmp_path).lengths
+  rows = all_rows(tmp_path, preferences_file(config.stages[-1].preferences.train))
+  assert [row.label for row in rows[:4]] == [1, -1, 1, -1]
+  assert list(lengths['dpo']) == [row.length for row in rows]
+  assert len(sample_lengths(tmp_path, rows[0].source, unit=2, most=10)) <= 10

@@ -1,0 +1,100 @@
+"""Files that a power loss leaves whole, and temporary directories that a kill does not leave for good."""
+
+import asyncio
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+from aiohttp import web
+from paths import ROOT
+
+from jaxrl_llm.core import disk
+from jaxrl_llm.core.net.listener import listening
+
+HOLDER = """
+import sys, time
+from jaxrl_llm.core.disk import scratch
+with scratch(sys.argv[1]) as folder:
+  (folder / 'something').write_text('x')
+  print(folder, flush=True)
+  time.sleep(3600)
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+  monkeypatch.setattr('tempfile.tempdir', str(tmp_path))
+  return tmp_path
+
+
+def start(temporary, prefix='jaxrl-test-'):
+  env = {**os.environ, 'PYTHONPATH': str(ROOT), 'TMPDIR': str(temporary)}
+  process = subprocess.Popen([sys.executable, '-c', HOLDER, prefix], env=env, stdout=subprocess.PIPE, text=True)
+  return process, pathlib.Path(process.stdout.readline().strip())
+
+
+def end(process, signum):
+  process.send_signal(signum)
+  process.communicate()
+
+
+def test_what_is_written_is_on_the_disk_before_it_has_its_name_and_the_name_before_it_returns(tmp_path, monkeypatch):
+  path, done = tmp_path / 'attempt', []
+  fsync, replace = os.fsync, os.replace
+
+  def synced(descriptor):
+    done.append(('sync', pathlib.Path(os.readlink(f'/proc/self/fd/{descriptor}')).name))
+    fsync(descriptor)
+
+  def replaced(source, target):
+    done.append(('replace', pathlib.Path(target).name))
+    replace(source, target)
+
+  monkeypatch.setattr('os.fsync', synced)
+  monkeypatch.setattr('os.replace', replaced)
+  disk.write_durably(path, '7')
+  assert path.read_text() == '7' and [child.name for child in tmp_path.iterdir()] == ['attempt']
+  assert done == [('sync', 'attempt.tmp'), ('replace', 'attempt'), ('sync', tmp_path.name)]
+
+
+def test_a_directory_goes_with_its_block(temporary):
+  with pytest.raises(RuntimeError, match='inside'), disk.scratch('jaxrl-test-') as folder:
+    assert folder.parent == temporary and folder.stat().st_mode & 0o777 == 0o700
+    raise RuntimeError('inside')
+  assert not [*temporary.iterdir()]
+
+
+def test_what_a_killed_process_left_goes_and_what_a_live_one_uses_stays(temporary):
+  (live, used), (dead, left) = start(temporary), start(temporary)
+  try:
+    end(dead, signal.SIGKILL)
+    assert (left / 'something').exists()
+    with disk.scratch('jaxrl-test-') as folder:
+      assert {*temporary.iterdir()} == {folder, used} and (used / 'something').exists()
+  finally:
+    end(live, signal.SIGKILL)
+
+
+def test_nothing_else_is_touched(temporary):
+  unowned, link, other = temporary / 'jaxrl-test-a', temporary / 'jaxrl-test-b', temporary / 'jaxrl-other-c'
+  for folder in (unowned, other):
+    folder.mkdir()
+  (other / '.owner').touch()
+  link.symlink_to(other)
+  with disk.scratch('jaxrl-test-') as folder:
+    assert {*temporary.iterdir()} == {unowned, link, other, folder}
+
+
+def test_a_listener_removes_the_folder_of_a_killed_one(temporary):
+  process, left = start(temporary, 'jaxrl-crew-')
+  end(process, signal.SIGKILL)
+
+  async def check():
+    async with listening(web.Application(), name='crew', front=None, routes=()) as (address, _):
+      assert not left.exists() and pathlib.Path(address.removeprefix('unix:')).is_socket()
+
+  asyncio.run(check())
+  assert not [*temporary.iterdir()]

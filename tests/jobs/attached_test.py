@@ -1,0 +1,66 @@
+"""The main job on attached servers (fake ones, in processes of their own): two trainer processes, and a killed one."""
+
+import re
+
+import job
+import psutil
+import pytest
+import serving
+from attached import fakes
+
+from jaxrl_llm.replay.audit import audit
+
+pytestmark = pytest.mark.full
+
+
+def check(run):
+  steps = [row for row in job.rows(run) if 'actor/pg_loss' in row]
+  assert [row['training/global_step'] for row in steps] == list(range(13, 21))
+  assert max(row['sampling/sampling_logp_difference/max'] for row in steps) < 1e-4
+  assert {row['staleness/max'] for row in steps} == {0}
+  assert sum(row['run/engine_void'] for row in steps) == 0
+  report = audit(run / 'replay')
+  assert report.ok, report.lines
+  assert report.states['trained'] == 8 * 6 * 4
+  assert not serving.published(run).exists()
+
+
+def test_two_processes_publish_together(tmp_path):
+  """The parameters are sharded over both; only process 0 has the servers."""
+  with fakes(tmp_path) as flags:
+    job.train(tmp_path / 'run', *flags, '--config.learner.mesh.fsdp=2', processes=2)
+  check(tmp_path / 'run')
+
+
+def test_a_killed_trainer_goes_on_with_the_servers_it_left(tmp_path):
+  with fakes(tmp_path) as flags:
+    job.killed_and_resumed(tmp_path / 'run', 12 + 5, flags=flags)
+  check(tmp_path / 'run')
+
+
+def test_after_three_kills_at_a_bound_of_two_every_task_was_trained_once(tmp_path):
+  with fakes(tmp_path) as flags:
+    run = tmp_path / 'run'
+    job.kill_at_random(run, *flags, *job.ASYNCHRONOUS, '--config.stages.grpo.steps=21', kills=3, seed=1)
+  job.check_accounts(run, steps=21, processed=False)
+
+
+def test_a_run_whose_only_server_is_stopped_ends_with_a_line_in_time_and_goes_on_once_it_is_back(tmp_path):
+  run = tmp_path / 'run'
+  with fakes(tmp_path, count=1) as flags:
+    (server,) = [child for child in psutil.Process().children() if f'--uds={tmp_path / "0.sock"}' in child.cmdline()]
+    # The stop may come in the middle of a publication too.
+    limits = {'latency_s': 5, 'min_tokens_per_s': 20, 'start_deadline_s': 10, 'transfer_deadline_s': 10}
+    process = job.start(run, *flags, *(f'--config.rollout.vllm.{name}={value}' for name, value in limits.items()))
+    job.wait_for_rows(run, 12 + 3, process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    server.suspend()
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 1
+    last = said.splitlines()[-1]
+    assert re.match(r'run stopped: .*no engine left: none served for \S+=10 s; the last: engine vllm-0: ', last), last
+    assert 'Traceback' not in said
+    assert children and psutil.wait_procs(children, timeout=30)[1] == []
+    server.resume()
+    job.train(run, *flags)
+  check(run)

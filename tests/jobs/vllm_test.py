@@ -1,0 +1,406 @@
+"""Real vLLM servers: what they sample is what the trainer published, or it is not taken.
+
+One attached pair serves all tests; one server besides is started from an exported checkpoint, with speculation. Those
+that start and kill servers of their own are in tests/jobs/vllm_owned_test.py.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+
+import aiohttp
+import engine_contract
+import jax
+import job
+import namespaces
+import numpy as np
+import pytest
+import serving
+from serving import TIED, VOCAB, ask, fault, forward, request, weights
+
+from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.net.front import ROUTES, Front, FrontConfig
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.replay.audit import audit
+from jaxrl_llm.rollout.api import Sampling
+from jaxrl_llm.rollout.vllm.client import VllmClient
+from jaxrl_llm.rollout.vllm.publication import FILE
+from jaxrl_llm.weights.hf import load_params
+
+pytestmark = pytest.mark.full
+cabled = pytest.fixture(namespaces.cabled)
+A, B, C = Version(0, 0), Version(0, 1), Version(0, 2)
+
+
+@pytest.fixture(scope='module')
+def pair(tmp_path_factory):
+  """Two servers of the tied model, as launch/serve.py keeps them up, whose worker can be made to fail."""
+  folder = tmp_path_factory.mktemp('pair')
+  process = serving.serve(TIED, folder, '--servers=2', f'--worker_file={serving.FAULTY["faulty_worker"]}')
+  try:
+    yield [serving.Address(address) for address in serving.wait_for_addresses(folder, process)]
+  finally:
+    process.terminate()
+    out, _ = process.communicate(timeout=60)
+  assert process.returncode == 0, out[-3000:]
+  assert "--config.rollout.vllm.addresses='[" in out
+
+
+@pytest.fixture(scope='module')
+def params():
+  return {seed: TIED.init(jax.random.key(seed)) for seed in (1, 2, 3)}
+
+
+def test_logprobs_are_those_of_our_own_forward_at_every_version_and_temperature(pair, params, tmp_path):
+  async def main():
+    async with serving.attached(TIED, pair, tmp_path, dispatch='uniform') as fleet:
+      for step, seed in enumerate((1, 2, 1)):
+        version = Version(0, step)
+        await fleet.load(weights(TIED, seed, version))
+        for server in pair:
+          tokens = serving.long_prompt(step)
+          found = await serving.prompt_logprobs(server, tokens)
+          np.testing.assert_allclose(found, forward(TIED, params[seed], tokens), atol=1e-5, rtol=1e-5)
+        for temperature in (0.0, 0.7, 1.0):
+          samples = 1 if temperature == 0 else 6
+          asked = request(step, samples=samples, sampling=Sampling(temperature=temperature), stop_ids=(1,))
+          engines = set()
+          for completion in await ask(fleet, asked):
+            assert {s.version for s in completion.segments} == {version}
+            engines |= {s.engine for s in completion.segments}
+            tokens = [*asked.prompt, *completion.tokens]
+            wanted = forward(TIED, params[seed], tokens, temperature=temperature or 1.0)[len(asked.prompt) :]
+            np.testing.assert_allclose(completion.logprobs, wanted, atol=1e-5, rtol=1e-5)
+          assert temperature == 0 or engines == {'vllm-0', 'vllm-1'}, 'a group is spread over the servers'
+      assert abs(fleet.replicas[0].assigned - fleet.replicas[1].assigned) <= 1
+
+  asyncio.run(main())
+
+
+def test_a_forgotten_cache_is_not_read_by_the_next_version(pair, params, tmp_path):
+  """Greedy tokens after a publish are those of the new weights, for a prompt whose blocks the old ones had cached."""
+
+  async def main():
+    async with serving.attached(TIED, pair[:1], tmp_path) as fleet:
+      asked = request(7, length=300, sampling=Sampling(temperature=0.0), max_tokens=16)
+      for step, seed in enumerate((1, 2)):
+        await fleet.load(weights(TIED, seed, Version(0, step)))
+        for _ in range(2):  # The second reads what the first cached.
+          (completion,) = await ask(fleet, asked)
+          tokens = list(asked.prompt)
+          for token, logprob in zip(completion.tokens, completion.logprobs, strict=True):
+            tokens.append(int(token))
+            assert abs(forward(TIED, params[seed], tokens)[-1] - logprob) < 1e-4
+
+  asyncio.run(main())
+
+
+def spoil(path, kind):
+  data = path.read_bytes()
+  if kind == 'a corrupted byte':
+    path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+  elif kind == 'a truncated file':
+    path.write_bytes(data[: 2 * len(data) // 3])
+  elif kind == 'a tensor missing':
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(path)
+    del tensors['model.norm.weight']
+    save_file(tensors, path, metadata={'format': 'pt'})
+  elif kind == 'a missing file':
+    path.unlink()
+
+
+def test_a_bad_file_is_refused_before_anything_is_written(pair, params, tmp_path):
+  async def main():
+    async with serving.attached(TIED, pair, tmp_path) as fleet:
+      await fleet.load(weights(TIED, 1, A))
+      before = [await serving.loaded(server) for server in pair]
+      write = fleet._folder.write
+      asked = request(1, sampling=Sampling(temperature=0.0))
+      for kind in ('a corrupted byte', 'a truncated file', 'a tensor missing', 'a missing file'):
+
+        def spoiled(version, leaves, kind=kind):
+          publication = write(version, leaves)
+          spoil(publication.directory / FILE, kind)
+          return publication
+
+        fleet._folder.write = spoiled
+        with pytest.raises(RunError, match=r'0\.1 was not published, 0\.0 goes on'):
+          await fleet.load(weights(TIED, 2, B))
+        fleet._folder.write = write
+        assert [await serving.loaded(server) for server in pair] == before, f'{kind}: nothing half-written'
+        assert fleet.version == A
+        (completion,) = await ask(fleet, asked)
+        assert [s.version for s in completion.segments] == [A]
+      await fleet.load(weights(TIED, 2, C))
+      (completion,) = await ask(fleet, asked)
+      wanted = forward(TIED, params[2], [*asked.prompt, *completion.tokens])[len(asked.prompt) :]
+      np.testing.assert_allclose(completion.logprobs, wanted, atol=1e-5, rtol=1e-5)
+
+  asyncio.run(main())
+
+
+def test_a_worker_that_keeps_one_old_tensor_is_caught_by_the_digest_of_what_is_loaded(pair, params, tmp_path):
+  """The weights move by 1e-6: no logprob can tell, and vLLM says nothing."""
+  moved = jax.tree.map(lambda x: x + 1e-6, params[1])
+
+  async def main():
+    async with serving.attached(TIED, pair, tmp_path) as fleet:
+      await fleet.load(serving.weights_of(TIED, params[1], A))
+      name = 'model.layers.1.self_attn.k_proj.weight'
+      old = (await serving.loaded(pair[0]))[name]
+      await fault(pair[0].address, 'keep', name)
+      seen = []
+      repair = fleet._repair
+      fleet._repair = lambda replica, reason: (seen.append(reason), repair(replica, reason))
+      await fleet.load(serving.weights_of(TIED, moved, B))
+      assert len(seen) == 1 and '1 of' in seen[0] and name in seen[0] and 'vllm-0' in seen[0]
+      completions = await ask(fleet, request(1, samples=8))
+      assert {s.version for c in completions for s in c.segments} == {B}
+      while fleet.replicas[0].version != B:  # Brought there again, and now proven.
+        await asyncio.sleep(0.02)
+      assert (await serving.loaded(pair[0]))[name] != old
+      assert await serving.loaded(pair[0]) == await serving.loaded(pair[1])
+
+  asyncio.run(main())
+
+
+def test_weights_that_are_not_the_trainers_fail_the_probe(pair, tmp_path):
+  """What no digest can show: files that are faithfully those of another model than the trainer computes with."""
+
+  async def main():
+    async with serving.attached(TIED, pair, tmp_path, max_restarts=0) as fleet:
+      await fleet.load(weights(TIED, 1, A))
+      other = weights(TIED, 2, B)
+      with pytest.raises(RunError, match='probe'):
+        await fleet.load(type(other)(version=B, leaves=weights(TIED, 3, B).leaves, probe=other.probe))
+
+  asyncio.run(main())
+
+
+def test_a_completion_under_way_goes_on_under_the_next_version(pair, params, tmp_path):
+  async def main():
+    async with serving.attached(TIED, pair[:1], tmp_path) as fleet:
+      await fleet.load(weights(TIED, 1, A))
+      asked = request(5, max_tokens=380)
+      await fault(pair[0].address, 'slow', 0.2)  # A minute and more, were it not lifted: it is under way when B comes.
+      task = asyncio.create_task(ask(fleet, asked))
+      await generating(pair[0])
+      await fleet.load(weights(TIED, 2, B))
+      await fault(pair[0].address, 'slow', 0.0)
+      (completion,) = await task
+      versions = [s.version for s in completion.segments]
+      assert versions == [A, B]
+      cut = completion.segments[0].end
+      tokens = [*asked.prompt, *completion.tokens]
+      start = len(asked.prompt)
+      np.testing.assert_allclose(
+        completion.logprobs[:cut], forward(TIED, params[1], tokens)[start : start + cut], atol=1e-4
+      )
+      (
+        np.testing.assert_allclose(
+          completion.logprobs[cut:], forward(TIED, params[2], tokens)[start + cut :], atol=1e-4
+        ),
+        'as if the new weights had read all of it',
+      )
+
+  asyncio.run(main())
+
+
+def test_after_a_run_servers_hold_what_it_exported_and_a_fresh_one_with_speculation_agrees(pair, tmp_path):
+  """The servers that a run published to, against a fresh one that loaded the run's export and speculates."""
+  run = tmp_path / 'run'
+  job.train(run, *serving.attached_job(pair))
+  assert sum(row.get('run/engine_void', 0) for row in job.rows(run)) == 0
+  steps = [row for row in job.rows(run) if 'actor/pg_loss' in row]
+  assert max(row['sampling/sampling_logp_difference/max'] for row in steps) < 1e-4
+  assert max(row['rollout_corr/k3_kl'] for row in steps) < 1e-8
+  assert {row['perf/compilations'] for row in steps[2:]} == {0}
+  speculation = {'method': 'ngram', 'num_speculative_tokens': 4, 'prompt_lookup_max': 4, 'prompt_lookup_min': 2}
+  (fresh,) = serving.servers_of(TIED, run / 'hf', count=1, load='auto', speculative_config=speculation)
+
+  async def main():
+    await serving.started([fresh])
+    assert await serving.loaded(pair[0]) == await serving.loaded(pair[1]) == await serving.loaded(fresh)
+    for number in range(3):
+      tokens = serving.long_prompt(number)
+      found, wanted = await serving.prompt_logprobs(pair[0], tokens), await serving.prompt_logprobs(fresh, tokens)
+      np.testing.assert_allclose(found, wanted, atol=1e-5)
+    plain, drafting = VllmClient(pair[0].address), VllmClient(fresh.address)
+    before = await drafts(drafting)
+    for number in range(4):
+      asked = request(number, length=200, max_tokens=150, sampling=Sampling(temperature=0.0))
+      one, other = [await client.call('POST', '/inference/v1/generate', greedy(asked)) for client in (plain, drafting)]
+      assert one['choices'][0]['token_ids'] == other['choices'][0]['token_ids']
+    assert await drafts(drafting) > before + 20, 'drafts were accepted'
+    await plain.close()
+    await drafting.close()
+    await sampled_with_drafts_is_off(fresh, load_params(run / 'hf', TIED.spec))
+
+  try:
+    asyncio.run(main())
+  finally:
+    asyncio.run(fresh.stop())
+
+
+@pytest.mark.parametrize('kills', [1, *(pytest.param(n, marks=pytest.mark.acceptance) for n in (3, 20))])
+def test_after_each_kill_of_the_trainer_every_sample_is_accounted_for(pair, tmp_path, kills):
+  """Attached servers, two updates of staleness, filters and replay; killed at random moments."""
+  run, steps = tmp_path / 'run', 5 * kills
+  flags = (*serving.attached_job(pair), *job.ASYNCHRONOUS, *job.PROCESSED, f'--config.stages.grpo.steps={steps}')
+  job.kill_at_random(run, *flags, kills=kills, seed=kills, after=15 if kills == 1 else 0)
+  job.check_accounts(run, steps=steps, processed=True)
+
+
+@pytest.mark.acceptance
+def test_after_twenty_kills_without_filters_every_task_was_trained_once(pair, tmp_path):
+  run = tmp_path / 'run'
+  flags = (*serving.attached_job(pair), *job.ASYNCHRONOUS, '--config.stages.grpo.steps=100')
+  job.kill_at_random(run, *flags, kills=20, seed=0)
+  job.check_accounts(run, steps=100, processed=False)
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize(('flag', 'lag'), [('bound=1', 1), ('bound=4', 4), ('rollout_only=true', 0)])
+def test_each_mode_runs_on_real_servers(pair, tmp_path, flag, lag):
+  run = tmp_path / 'run'
+  job.train(run, *serving.attached_job(pair), f'--config.stages.grpo.{flag}', '--config.stages.grpo.steps=6')
+  steps = [row for row in job.rows(run) if 'staleness/max' in row]
+  assert len(steps) == 6 and max(row['staleness/max'] for row in steps) <= lag
+  report = audit(run / 'replay')
+  state = 'admitted' if flag.startswith('rollout_only') else 'trained'
+  assert report.ok and report.states[state] == report.issued == 6 * 6 * 4, report.lines
+  fresh = [row for row in steps if row['staleness/max'] == 0 and 'actor/pg_loss' in row]
+  assert all(row['sampling/sampling_logp_difference/max'] < 1e-4 for row in fresh)
+
+
+async def generating(server):
+  """Returns once the server has given tokens of a request that is not over yet."""
+  client = VllmClient(server.address)
+  before = await counter(client, 'vllm:generation_tokens_total')
+  while await counter(client, 'vllm:generation_tokens_total') < before + 5:
+    await asyncio.sleep(0.02)
+  await client.close()
+
+
+def greedy(asked):
+  params = {'max_tokens': asked.max_tokens, 'temperature': 0.0, 'logprobs': 0, 'ignore_eos': True, 'detokenize': False}
+  return {'token_ids': list(asked.prompt), 'sampling_params': params}
+
+
+async def counter(client, name):
+  """What the server's metrics say it has counted so far."""
+  async with client._opened().get('http://server/metrics') as response:
+    text = await response.text()
+  return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+
+async def drafts(client):
+  """Tokens of drafts that were accepted so far."""
+  return await counter(client, 'vllm:spec_decode_num_accepted_tokens_total')
+
+
+async def sampled_with_drafts_is_off(server, params):
+  """Why speculation is refused above temperature 0: when this fails, vLLM has mended it, and the refusal can go."""
+  client = VllmClient(server.address)
+  before, worst = await drafts(client), 0.0
+  for seed in range(16):
+    asked = request(seed, length=100, max_tokens=100)
+    body = greedy(asked)
+    body['sampling_params'] |= {'temperature': 1.0, 'seed': seed}
+    (choice,) = (await client.call('POST', '/inference/v1/generate', body))['choices']
+    logprobs = np.array([row['logprob'] for row in choice['logprobs']['content']])
+    wanted = forward(TIED, params, [*asked.prompt, *choice['token_ids']])[len(asked.prompt) :]
+    worst = max(worst, np.abs(logprobs - wanted).max())
+  assert await drafts(client) > before, 'drafts were accepted at temperature 1'
+  assert worst > 0.1
+  await client.close()
+
+
+def test_sampled_requests_are_refused_where_servers_speculate(pair, tmp_path):
+  async def main():
+    config = {'args': {'speculative_config': {'method': 'ngram'}}}
+    async with serving.attached(TIED, pair, tmp_path, **config) as fleet:
+      await fleet.load(weights(TIED, 1, A))
+      await ask(fleet, request(1, sampling=Sampling(temperature=0.0)))
+      with pytest.raises(UserError, match='only greedy requests'):
+        await ask(fleet, request(1))
+
+  asyncio.run(main())
+
+
+def test_servers_of_another_model_or_too_short_are_refused(pair, tmp_path):
+  async def main(model, words, **fields):
+    with pytest.raises(UserError, match=words):
+      async with serving.attached(model, pair, tmp_path, **fields):
+        pass
+
+  asyncio.run(
+    main(
+      serving.model_of('qwen2', tied=True, vocab=VOCAB - 1), r'embed_tokens.weight is \(29, 64\).*another vocabulary'
+    )
+  )
+  asyncio.run(main(serving.model_of('qwen2', tied=False), 'serves another model than the policy.*lm_head.weight'))
+  asyncio.run(main(TIED, 'float32, published is bfloat16.*rollout.vllm.dtype', dtype='bfloat16'))
+
+
+def test_a_fleet_of_real_servers_keeps_the_contract(pair, tmp_path):
+  async def main():
+    async with serving.attached(TIED, pair, tmp_path) as fleet:
+      await engine_contract.hold(fleet, TIED, atol=1e-5)
+      await engine_contract.hold_closed(fleet)
+
+  asyncio.run(main())
+
+
+def front_in_namespace(address, folder):
+  """A front on the cable before a real server; ends with its input."""
+
+  async def main():
+    token = os.path.join(folder, 'token')
+    config = FrontConfig(host=namespaces.SERVING, allow_plaintext=True, token_file=token)
+    async with Front(config, upstream=address) as front:
+      print(front.address, flush=True)
+      await asyncio.to_thread(sys.stdin.read)
+
+  asyncio.run(main())
+
+
+def call_from_namespace(address, token):
+  """Statuses of a call to each route, and of a few that no front lets through."""
+
+  async def main():
+    headers = {'Authorization': f'Bearer {token}'} if token else {}
+    async with aiohttp.ClientSession(address, headers=headers) as session:
+      for method, path in (*ROUTES, ('POST', '/sleep'), ('GET', '/docs')):
+        async with session.request(method, path, json={} if method == 'POST' else None) as response:
+          print(path, response.status)
+
+  asyncio.run(main())
+
+
+def test_from_another_address_nothing_answers_without_the_token(pair, cabled, tmp_path):
+  """A real server behind a front, called from another network namespace: on every path, the unguarded ones too."""
+  (tmp_path / 'token').write_text('a-token-of-this-test\n')
+  (tmp_path / 'token').chmod(0o600)
+  pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'text': True, 'env': cabled.environment()}
+  front = subprocess.Popen(cabled.run(0, 'vllm_test', 'front_in_namespace', pair[0].address, str(tmp_path)), **pipes)
+  try:
+    address = front.stdout.readline().strip()
+
+    def call(token):
+      command = cabled.run(1, 'vllm_test', 'call_from_namespace', address, token)
+      out = subprocess.run(command, env=pipes['env'], capture_output=True, text=True, check=True, timeout=120).stdout
+      return dict(line.split() for line in out.splitlines())
+
+    for token in ('', 'another-token-than-its'):
+      statuses = call(token)
+      assert {'/collective_rpc', '/pause', '/resume', '/update_weights'} <= set(statuses)
+      assert set(statuses.values()) == {'401'}
+    statuses = call('a-token-of-this-test')
+    assert statuses['/health'] == statuses['/is_paused'] == statuses['/v1/models'] == '200'
+    assert statuses['/sleep'] == statuses['/docs'] == '403'
+  finally:
+    front.communicate(timeout=60)

@@ -1,0 +1,539 @@
+"""What runs inside vLLM's workers, against modules with the attributes of vLLM's layers, and against those layers."""
+
+import ast
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import types
+
+import ml_dtypes
+import numpy as np
+import pytest
+from paths import ROOT
+
+from jaxrl_llm.rollout.vllm import publication
+
+PATH = ROOT / 'jaxrl_llm' / 'rollout' / 'vllm' / 'worker.py'
+PYTHON = pathlib.Path(os.environ.get('JAXRL_LLM_VLLM_ENVIRONMENT', ROOT / '.venv-vllm')) / 'bin' / 'python'
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _pytorch():
+  """Imported for this file's tests only: collecting them needs neither it nor the worker."""
+  global torch, worker
+  torch = pytest.importorskip('torch')
+  worker = load_by_path()
+
+
+def load_by_path():
+  spec = importlib.util.spec_from_file_location('jaxrl_llm_worker', PATH)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+HIDDEN, HEAD, HEADS, MLP, VOCAB, PADDING = 8, 2, 4, 12, 100, 64
+LAYERS = 2
+UNTOUCHED = 7.0
+"""In every parameter before a load."""
+
+
+def layer_of(weight, bias=None, **attributes):
+  """Parameters with vLLM's attributes beside them."""
+  made = torch.nn.Module()
+  for name, shape in (('weight', weight), ('bias', bias)):
+    if shape is not None:
+      made.register_parameter(name, torch.nn.Parameter(torch.full(shape, UNTOUCHED), requires_grad=False))
+  for name, value in attributes.items():
+    setattr(made, name, value)
+  return made
+
+
+def column(rank, size, inputs, outputs, **more):
+  own = outputs // size
+  return layer_of(
+    (own, inputs),
+    (own,),
+    tp_rank=rank,
+    tp_size=size,
+    input_size=inputs,
+    input_size_per_partition=inputs,
+    output_size=outputs,
+    output_size_per_partition=own,
+    **more,
+  )
+
+
+def row(rank, size, inputs, outputs):
+  return layer_of(
+    (outputs, inputs // size),
+    (outputs,),
+    tp_rank=rank,
+    tp_size=size,
+    input_size=inputs,
+    input_size_per_partition=inputs // size,
+    output_size=outputs,
+    output_size_per_partition=outputs,
+  )
+
+
+def qkv(rank, size, kv_heads):
+  """Sizes count a head of keys as often as it is held."""
+  copies = max(1, size // kv_heads)
+  sizes = [HEADS * HEAD, kv_heads * copies * HEAD, kv_heads * copies * HEAD]
+  return column(rank, size, HIDDEN, sum(sizes), output_sizes=sizes, num_kv_head_replicas=copies)
+
+
+def vocabulary(rank, size, words):
+  padded = -(-words // PADDING) * PADDING
+  own = padded // size
+  start, end = (min(n, words) for n in (rank * own, (rank + 1) * own))
+  return layer_of(
+    (own, HIDDEN),
+    tp_rank=rank,
+    tp_size=size,
+    input_size=HIDDEN,
+    input_size_per_partition=HIDDEN,
+    output_size=padded,
+    output_size_per_partition=own,
+    org_vocab_size=words,
+    shard_indices=types.SimpleNamespace(org_vocab_start_index=start, org_vocab_end_index=end),
+  )
+
+
+def names(**children):
+  module = torch.nn.Module()
+  for name, child in children.items():
+    module.add_module(name, child)
+  return module
+
+
+def model_of(rank=0, size=1, *, kv_heads=2, words=VOCAB, tied=False):
+  """A decoder as vLLM builds it: fused projections, a padded vocabulary, and one plain column-parallel layer."""
+
+  def layer():
+    attention = names(
+      qkv_proj=qkv(rank, size, kv_heads), o_proj=row(rank, size, HEADS * HEAD, HIDDEN), q_norm=layer_of((HEAD,))
+    )
+    merged = column(rank, size, HIDDEN, 2 * MLP, output_sizes=[MLP, MLP])
+    mlp = names(gate_up_proj=merged, down_proj=row(rank, size, MLP, HIDDEN))
+    return names(self_attn=attention, mlp=mlp, input_layernorm=layer_of((HIDDEN,)))
+
+  embedding = vocabulary(rank, size, words)
+  body = names(
+    embed_tokens=embedding, layers=torch.nn.ModuleList(layer() for _ in range(LAYERS)), norm=layer_of((HIDDEN,))
+  )
+  model = names(
+    model=body, lm_head=embedding if tied else vocabulary(rank, size, words), score=column(rank, size, HIDDEN, 16)
+  )
+  model.packed_modules_mapping = {'qkv_proj': ['q_proj', 'k_proj', 'v_proj'], 'gate_up_proj': ['gate_proj', 'up_proj']}
+  return model
+
+
+def whole_of(*, kv_heads=2, words=VOCAB, tied=False):
+  """The tensors of such a model as a checkpoint has them."""
+  shapes = {'model.embed_tokens.weight': (words, HIDDEN)}
+  for i in range(LAYERS):
+    attention, mlp = f'model.layers.{i}.self_attn', f'model.layers.{i}.mlp'
+    shapes[f'model.layers.{i}.input_layernorm.weight'] = (HIDDEN,)
+    shapes[f'{attention}.q_norm.weight'] = (HEAD,)
+    for part, (outputs, inputs) in {
+      f'{attention}.q_proj': (HEADS * HEAD, HIDDEN),
+      f'{attention}.k_proj': (kv_heads * HEAD, HIDDEN),
+      f'{attention}.v_proj': (kv_heads * HEAD, HIDDEN),
+      f'{attention}.o_proj': (HIDDEN, HEADS * HEAD),
+      f'{mlp}.gate_proj': (MLP, HIDDEN),
+      f'{mlp}.up_proj': (MLP, HIDDEN),
+      f'{mlp}.down_proj': (HIDDEN, MLP),
+    }.items():
+      shapes |= {f'{part}.weight': (outputs, inputs), f'{part}.bias': (outputs,)}
+  shapes |= {'model.norm.weight': (HIDDEN,), 'score.weight': (16, HIDDEN), 'score.bias': (16,)}
+  if not tied:
+    shapes['lm_head.weight'] = (words, HIDDEN)
+  generator = torch.Generator().manual_seed(3)
+  return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def snapshot(model):
+  return {name: parameter.clone() for name, parameter in model.named_parameters()}
+
+
+def assert_same(found, wanted):
+  assert found.keys() == wanted.keys()
+  for name, tensor in wanted.items():
+    assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize('tied', [True, False])
+def test_a_whole_model_goes_by_its_checkpoints_names_and_shapes(tied):
+  model, whole = model_of(tied=tied), whole_of(tied=tied)
+  views = worker.hf_views(model)
+  assert {name: tuple(view.tensor.shape) for name, view in views.items()} == {
+    name: tuple(tensor.shape) for name, tensor in whole.items()
+  }
+  assert ('lm_head.weight' in views) is not tied
+  assert all(view.dim is None for view in views.values())
+
+
+def wrapped(model):
+  """As vLLM wraps what can have an adapter, where a server takes adapters."""
+  for module in list(model.modules()):
+    for name, child in list(module.named_children()):
+      if name.endswith('_proj') or name == 'embed_tokens':
+        module.add_module(name, names(base_layer=child))
+  return model
+
+
+@pytest.mark.parametrize('size', [1, 2])
+def test_what_adapters_stand_on_goes_by_its_own_name(size):
+  for rank in range(size):
+    plain, model = worker.hf_views(model_of(rank, size)), wrapped(model_of(rank, size))
+    views = worker.hf_views(model)
+    assert {name: view._replace(tensor=None) for name, view in views.items()} == {
+      name: view._replace(tensor=None) for name, view in plain.items()
+    }
+    worker.load(views, whole_of())
+    worker.load(plain, whole_of())
+    assert_same({n: v.tensor for n, v in worker.hf_views(model).items()}, {n: v.tensor for n, v in plain.items()})
+
+
+@pytest.mark.parametrize(
+  ('config', 'allowed', 'rank'), [(None, '1', 0), (8, None, 0), (8, '0', 0), (8, 'True', 8), (8, '1', 8)]
+)
+def test_a_worker_tells_which_adapters_it_takes(monkeypatch, config, allowed, rank):
+  monkeypatch.delenv('VLLM_ALLOW_RUNTIME_LORA_UPDATING', raising=False)
+  if allowed is not None:
+    monkeypatch.setenv('VLLM_ALLOW_RUNTIME_LORA_UPDATING', allowed)
+  self = told(model_of())
+  self.vllm_config.lora_config = config and types.SimpleNamespace(max_lora_rank=config)
+  assert self.jaxrl_weights()['adapter_rank'] == rank
+
+
+def test_fused_projections_hold_their_parts_one_after_the_other():
+  model, whole = model_of(), whole_of()
+  worker.load(worker.hf_views(model), whole)
+  for leaf in ('weight', 'bias'):
+    fused = model.get_parameter(f'model.layers.1.self_attn.qkv_proj.{leaf}')
+    parts = [whole[f'model.layers.1.self_attn.{part}_proj.{leaf}'] for part in 'qkv']
+    assert torch.equal(fused, torch.cat(parts))
+    fused = model.get_parameter(f'model.layers.1.mlp.gate_up_proj.{leaf}')
+    assert torch.equal(fused, torch.cat([whole[f'model.layers.1.mlp.{part}_proj.{leaf}'] for part in ('gate', 'up')]))
+
+
+def test_rows_that_pad_the_vocabulary_are_not_the_checkpoints():
+  model, whole = model_of(), whole_of()
+  worker.load(worker.hf_views(model), whole)
+  for name in ('model.embed_tokens.weight', 'lm_head.weight'):
+    table = model.get_parameter(name)
+    assert table.shape[0] == 128 and torch.equal(table[:VOCAB], whole[name]) and (table[VOCAB:] == UNTOUCHED).all()
+
+
+def own_heads(tensor, heads):
+  """These heads' rows of a projection."""
+  return torch.cat([tensor[head * HEAD : (head + 1) * HEAD] for head in heads])
+
+
+def cut(whole, rank, size, kv_heads, words):
+  """What a rank holds, by vLLM's own names: its heads, their keys and values, its share of everything else."""
+  queries = range(rank * HEADS // size, (rank + 1) * HEADS // size)
+  keys = sorted({query // (HEADS // kv_heads) for query in queries})
+
+  def share(tensor, axis=0):
+    return tensor.chunk(size, axis)[rank]
+
+  def table(tensor):
+    padded = torch.full((-(-words // PADDING) * PADDING, HIDDEN), UNTOUCHED)
+    padded[:words] = tensor
+    return share(padded)
+
+  held = {name: table(whole[name]) for name in ('model.embed_tokens.weight', 'lm_head.weight')}
+  for name in ('model.norm.weight', 'score.weight', 'score.bias'):
+    held[name] = share(whole[name]) if name.startswith('score') else whole[name]
+  for i in range(LAYERS):
+    attention, mlp = f'model.layers.{i}.self_attn', f'model.layers.{i}.mlp'
+    for name in (f'model.layers.{i}.input_layernorm.weight', f'{attention}.q_norm.weight'):
+      held[name] = whole[name]
+    for leaf in ('weight', 'bias'):
+      q, k, v = (whole[f'{attention}.{part}_proj.{leaf}'] for part in 'qkv')
+      parts = own_heads(q, queries), own_heads(k, keys), own_heads(v, keys)
+      held[f'{attention}.qkv_proj.{leaf}'] = torch.cat(parts)
+      held[f'{mlp}.gate_up_proj.{leaf}'] = torch.cat([share(whole[f'{mlp}.{p}_proj.{leaf}']) for p in ('gate', 'up')])
+    for name in (f'{attention}.o_proj', f'{mlp}.down_proj'):
+      held |= {f'{name}.weight': share(whole[f'{name}.weight'], 1), f'{name}.bias': whole[f'{name}.bias']}
+  return held
+
+
+@pytest.mark.parametrize('words', [VOCAB, 30, 128])  # 30: ranks whose share of the vocabulary is all padding.
+@pytest.mark.parametrize(('size', 'kv_heads'), [(2, 4), (2, 2), (4, 4), (4, 2), (4, 1), (2, 1)])
+def test_each_rank_holds_its_slice_of_every_layer(size, kv_heads, words):
+  whole = whole_of(kv_heads=kv_heads, words=words)
+  for rank in range(size):
+    model = model_of(rank, size, kv_heads=kv_heads, words=words)
+    views = worker.hf_views(model)
+    assert views.keys() == whole.keys()
+    assert {name: view.whole for name, view in views.items()} == {n: tuple(t.shape) for n, t in whole.items()}
+    worker.load(views, whole)
+    assert_same(snapshot(model), cut(whole, rank, size, kv_heads, words))
+
+
+def told(model):
+  """The extension's commands, on a worker that has the model."""
+  self = worker.Worker()
+  self.model_runner = types.SimpleNamespace(model=model)
+  self.vllm_config = types.SimpleNamespace(
+    model_config=types.SimpleNamespace(logprobs_mode='processed_logprobs'), speculative_config=None
+  )
+  return self
+
+
+def test_what_a_rank_tells_of_its_slices_is_where_its_digests_come_from():
+  whole = whole_of(kv_heads=1)
+  for rank in range(4):
+    model = model_of(rank, 4, kv_heads=1)
+    worker.load(worker.hf_views(model), whole)
+    answer = json.loads(json.dumps(told(model).jaxrl_weights()))
+    assert (answer['device'], answer['speculative'], answer['logprobs_mode']) == ('cpu', False, 'processed_logprobs')
+    wanted = {}
+    for name, held in answer['tensors'].items():
+      part = whole[name].numpy()
+      if held['slice'] is not None:
+        axis, start = held['slice']
+        part = part.take(range(start, start + held['shape'][axis]), axis)
+      assert (list(part.shape), part.dtype.name) == (held['shape'], held['dtype'])
+      wanted[name] = publication.digest(part)
+    assert told(model).jaxrl_digests() == wanted
+  assert answer['tensors']['model.layers.0.self_attn.k_proj.weight']['slice'] == [0, 0]
+  assert answer['tensors']['model.layers.0.self_attn.q_proj.weight']['slice'] == [0, 6]
+  assert answer['tensors']['model.layers.0.mlp.down_proj.weight']['slice'] == [1, 9]
+
+
+def test_digests_are_of_what_is_live():
+  model, whole = model_of(), whole_of()
+  worker.load(worker.hf_views(model), whole)
+  before = told(model).jaxrl_digests()
+  model.get_parameter('model.layers.0.self_attn.qkv_proj.weight')[-1, -1] += 1
+  after = told(model).jaxrl_digests()
+  assert {name for name in before if before[name] != after[name]} == {'model.layers.0.self_attn.v_proj.weight'}
+
+
+def test_a_parameter_that_was_packed_away_is_refused():
+  model = model_of()
+  model.model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+  with pytest.raises(RuntimeError, match=r'model\.layers\.1\.mlp\.down_proj\.weight is empty'):
+    worker.hf_views(model)
+
+
+def test_parts_that_do_not_make_up_their_parameter_are_refused():
+  model = model_of()
+  model.model.layers[0].mlp.gate_up_proj.output_sizes = [MLP, MLP + 2]
+  with pytest.raises(RuntimeError, match=r"24 rows, its parts \['gate_proj', 'up_proj'\] have \[12, 14\]"):
+    worker.hf_views(model)
+
+
+MISFITS = {
+  'one more row': lambda tensor: torch.cat([tensor, tensor[:1]]),
+  'one row less': lambda tensor: tensor[:-1],
+  'one more axis': lambda tensor: tensor[None],
+  'another dtype': lambda tensor: tensor.bfloat16(),
+  'twice as long': lambda tensor: torch.cat([tensor, tensor]),
+}
+
+
+@pytest.mark.parametrize('kind', MISFITS)
+@pytest.mark.parametrize(('rank', 'size'), [(0, 1), (0, 4), (3, 4)])
+def test_nothing_is_written_when_one_tensor_does_not_fit(rank, size, kind):
+  model, whole = model_of(rank, size), whole_of()
+  views, before = worker.hf_views(model), snapshot(model)
+  for name in whole:
+    bad = {**whole, name: MISFITS[kind](whole[name])}
+    with pytest.raises(ValueError, match=rf'{name}: published as .*, the model has .*torch\.float32'):
+      worker.load(views, bad)
+  assert_same(snapshot(model), before)
+  worker.load(views, whole)
+  assert_same(snapshot(model), cut(whole, rank, size, 2, VOCAB))
+
+
+def test_other_columns_of_a_row_parallel_layer_do_not_fit():
+  views, whole = worker.hf_views(model_of(1, 2)), whole_of()
+  name = 'model.layers.0.mlp.down_proj.weight'
+  for columns in (MLP - 1, MLP + 1, 2 * MLP, MLP // 2):
+    with pytest.raises(ValueError, match=rf'{name}: published as \(8, {columns}\) .* the model has \(8, 12\)'):
+      worker.load(views, {**whole, name: torch.zeros(HIDDEN, columns)})
+
+
+def test_a_slice_of_unknown_length_fits_what_reaches_its_end():
+  view = worker.View(torch.zeros(3, 2), 1, 4)
+  assert [columns for columns in range(9) if view.fits(torch.zeros(3, columns))] == [6, 7, 8]
+  assert not view.fits(torch.zeros(2, 6)) and view.whole == (3, None)
+
+
+def test_nothing_is_written_when_names_differ():
+  model, whole = model_of(), whole_of()
+  views, before = worker.hf_views(model), snapshot(model)
+  for name in whole:
+    with pytest.raises(ValueError, match=rf"tensors missing \['{name}'\], unknown \[\]"):
+      worker.load(views, {other: tensor for other, tensor in whole.items() if other != name})
+  with pytest.raises(ValueError, match=r"tensors missing \[\], unknown \['model.more'\]"):
+    worker.load(views, {**whole, 'model.more': torch.zeros(1)})
+  with pytest.raises(ValueError, match='tensors missing'):
+    worker.load(views, {})
+  assert_same(snapshot(model), before)
+
+
+def as_numpy(tensor):
+  if tensor.dtype == torch.bfloat16:
+    return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+  return tensor.numpy()
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
+def test_digests_are_the_trainers(dtype):
+  tensor = torch.randn(6, 10, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
+  tensor[0, :4] = torch.tensor([float('nan'), float('inf'), -0.0, 1e-40])
+  parts = [tensor, tensor.T, tensor[:, 2:5], tensor[2:4], tensor[:0], tensor[0], tensor[:, 0]]
+  found = [worker.digest(part) for part in parts]
+  assert found == [publication.digest(np.array(as_numpy(part))) for part in parts]
+  assert len(set(found)) == len(parts)
+  assert worker.digest(torch.nn.Parameter(tensor)) == found[0]
+
+
+def announce(folder, tensors, file='weights.safetensors'):
+  """Writes a file; what is announced of it."""
+  from safetensors.torch import save_file
+
+  save_file(tensors, folder / file)
+  return {file: {name: worker.digest(tensor) for name, tensor in tensors.items()}}
+
+
+def small(dtype='float32'):
+  dtype = getattr(torch, dtype)
+  return {'a': torch.arange(6).reshape(2, 3).to(dtype), 'b': torch.ones(4, dtype=dtype), 'c': torch.zeros(1)}
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_what_was_announced_is_read(tmp_path, dtype):
+  tensors = small(dtype)
+  files = announce(tmp_path, {'a': tensors['a']}, 'one') | announce(tmp_path, {n: tensors[n] for n in 'bc'}, 'two')
+  assert_same(worker.read_checked(files, str(tmp_path)), tensors)
+  assert worker.read_checked({}, str(tmp_path)) == {}
+
+
+def test_what_was_not_announced_is_refused(tmp_path):
+  path = tmp_path / 'weights.safetensors'
+  files = announce(tmp_path, small())
+  whole = path.read_bytes()
+  for size in (len(whole) - 1, len(whole) // 2, 9, 7, 0):
+    path.write_bytes(whole[:size])
+    with pytest.raises(ValueError, match=r'weights\.safetensors: cannot be read: '):
+      worker.read_checked(files, str(tmp_path))
+  data = 8 + int.from_bytes(whole[:8], 'little')
+  for place in range(data, len(whole)):
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    with pytest.raises(ValueError, match=r': [abc] has digest [0-9a-f]{32} as read, announced was '):
+      worker.read_checked(files, str(tmp_path))
+  announce(tmp_path, {name: tensor for name, tensor in small().items() if name != 'b'})
+  with pytest.raises(ValueError, match=r"tensors missing \['b'\], unknown \[\]"):
+    worker.read_checked(files, str(tmp_path))
+  announce(tmp_path, {**small(), 'd': torch.ones(1)})
+  with pytest.raises(ValueError, match=r"tensors missing \[\], unknown \['d'\]"):
+    worker.read_checked(files, str(tmp_path))
+  path.unlink()
+  with pytest.raises(ValueError, match='cannot be read: No such file'):
+    worker.read_checked(files, str(tmp_path))
+  path.write_bytes(whole)
+  assert_same(worker.read_checked(files, str(tmp_path)), small())
+
+
+def test_it_imports_nothing_of_ours():
+  imported = set()
+  for node in ast.walk(ast.parse(PATH.read_text())):
+    if isinstance(node, ast.Import):
+      imported |= {alias.name.split('.')[0] for alias in node.names}
+    elif isinstance(node, ast.ImportFrom):
+      assert node.level == 0
+      imported.add(node.module.split('.')[0])
+  assert 'vllm' in imported and 'jaxrl_llm' not in imported
+
+
+REAL_LAYERS = """
+import importlib.util, sys
+
+import torch
+import vllm.model_executor.parameter as parameters
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers import linear, vocab_parallel_embedding as vocabulary
+
+spec = importlib.util.spec_from_file_location('jaxrl_llm_worker', sys.argv[1])
+worker = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(worker)
+
+HIDDEN, HEAD, HEADS, MLP = 8, 2, 4, 12
+
+
+def at(rank, size):
+  # Layers ask for their place when they are made: no group of processes is needed to make those of any rank.
+  for module in (linear, vocabulary, parameters):
+    module.get_tensor_model_parallel_rank = lambda: rank
+    module.get_tensor_model_parallel_world_size = lambda: size
+
+
+def model_of(kv_heads, words):
+  model = torch.nn.Module()
+  model.packed_modules_mapping = {'qkv_proj': ['q_proj', 'k_proj', 'v_proj'], 'gate_up_proj': ['gate_proj', 'up_proj']}
+  model.embed_tokens = vocabulary.VocabParallelEmbedding(words, HIDDEN)
+  model.lm_head = vocabulary.ParallelLMHead(words, HIDDEN)
+  model.tied = vocabulary.ParallelLMHead(words, HIDDEN).tie_weights(model.embed_tokens)
+  model.qkv_proj = linear.QKVParallelLinear(HIDDEN, HEAD, HEADS, kv_heads, bias=True)
+  model.gate_up_proj = linear.MergedColumnParallelLinear(HIDDEN, [MLP, MLP], bias=True)
+  model.down_proj = linear.RowParallelLinear(MLP, HIDDEN, bias=True)
+  model.column = linear.ColumnParallelLinear(HIDDEN, 16, bias=True)
+  model.replicated = linear.ReplicatedLinear(HIDDEN, 4, bias=True)
+  for parameter in model.parameters():
+    parameter.data.fill_(7.0)
+  for table in (model.embed_tokens, model.lm_head):  # Their loaders zero what pads the vocabulary; ours leaves it.
+    table.weight.data.zero_()
+  return model
+
+
+def shapes(kv_heads, words):
+  rows = {'q_proj': HEADS * HEAD, 'k_proj': kv_heads * HEAD, 'v_proj': kv_heads * HEAD}
+  rows |= {'gate_proj': MLP, 'up_proj': MLP, 'column': 16, 'replicated': 4}
+  found = {f'{name}.weight': (n, HIDDEN) for name, n in rows.items()}
+  found |= {f'{name}.bias': (n,) for name, n in rows.items()}
+  found |= {'down_proj.weight': (HIDDEN, MLP), 'down_proj.bias': (HIDDEN,)}
+  return found | {'embed_tokens.weight': (words, HIDDEN), 'lm_head.weight': (words, HIDDEN)}
+
+
+SHARDS = {'q_proj': ('qkv_proj', 'q'), 'k_proj': ('qkv_proj', 'k'), 'v_proj': ('qkv_proj', 'v')}
+SHARDS |= {'gate_proj': ('gate_up_proj', 0), 'up_proj': ('gate_up_proj', 1)}
+
+compared = 0
+with set_current_vllm_config(VllmConfig()):
+  for size, kv_heads in ((1, 2), (2, 4), (2, 2), (2, 1), (4, 2), (4, 1)):
+    for words in (30, 100):
+      whole = {name: torch.randn(shape) for name, shape in shapes(kv_heads, words).items()}
+      for rank in range(size):
+        at(rank, size)
+        theirs, ours = model_of(kv_heads, words), model_of(kv_heads, words)
+        for name, tensor in whole.items():
+          layer, leaf = name.split('.')
+          fused = SHARDS.get(layer)
+          parameter = theirs.get_parameter(f'{fused[0] if fused else layer}.{leaf}')
+          parameter.weight_loader(parameter, tensor, *(fused[1:] if fused else ()))
+        worker.load(worker.hf_views(ours), whole)
+        for (name, wanted), (same, found) in zip(theirs.named_parameters(), ours.named_parameters(), strict=True):
+          assert name == same and torch.equal(found, wanted), (size, kv_heads, words, rank, name)
+          compared += 1
+print('compared', compared)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not PYTHON.exists(), reason='vLLM is not installed in its environment')
+def test_what_is_loaded_is_what_vllms_own_loaders_load():
+  ran = subprocess.run([PYTHON, '-c', REAL_LAYERS, PATH], capture_output=True, text=True, timeout=600)
+  assert ran.returncode == 0, ran.stderr[-3000:]
+  # 12 parameters, 2 vocabularies, 15 ranks of six sizes.
+  assert ran.stdout.split()[-2:] == ['compared', str(12 * 2 * 15)], ran.stdout

@@ -1,0 +1,65 @@
+"""Fronts for tests: their token, their configuration, a server behind them."""
+
+import asyncio
+import contextlib
+
+from aiohttp import web
+
+from jaxrl_llm.core.net.front import FrontConfig
+
+TOKEN = 'token-of-this-test-0123456789'
+
+
+class Upstream:
+  """The server behind: a Unix socket and a loopback port; tells what it saw."""
+
+  def __init__(self, answer=None):
+    self.seen = []
+    self._answer = answer or self._report
+    self.cancelled = asyncio.Event()
+
+  async def _handle(self, request):
+    self.seen.append((request.method, request.raw_path, request.headers))
+    try:
+      return await self._answer(request)
+    except asyncio.CancelledError:
+      self.cancelled.set()
+      raise
+
+  async def _report(self, request):
+    body = await request.content.read()
+    told = {'path': request.raw_path, 'body': body.decode('latin1'), 'type': request.headers.get('Content-Type')}
+    return web.json_response(told)
+
+  @contextlib.asynccontextmanager
+  async def running(self, folder):
+    runner = web.ServerRunner(web.Server(self._handle, handler_cancellation=True), shutdown_timeout=0.1)
+    await runner.setup()
+    unix, site = str(folder / 'upstream.sock'), web.TCPSite(runner, '127.0.0.1', 0)
+    # As many as vLLM's server lets wait.
+    await web.UnixSite(runner, unix, backlog=2048).start()
+    await site.start()
+    self.addresses = {'unix': f'unix:{unix}', 'loopback': f'http://127.0.0.1:{site.port}'}
+    try:
+      yield self
+    finally:
+      await runner.cleanup()
+
+
+def token_file(folder, text=TOKEN + '\n', mode=0o600, name='token'):
+  path = folder / name
+  path.write_text(text)
+  path.chmod(mode)
+  return str(path)
+
+
+def config(folder, **fields):
+  return FrontConfig(**{'token_file': token_file(folder), **fields})
+
+
+def request_bytes(method='GET', path='/health', *lines, body=b''):
+  length = [f'Content-Length: {len(body)}'] if body else []
+  return '\r\n'.join([f'{method} {path} HTTP/1.1', 'Host: x', *lines, *length, '', '']).encode('latin1') + body
+
+
+AUTHORISED = f'Authorization: Bearer {TOKEN}'

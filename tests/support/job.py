@@ -1,0 +1,330 @@
+"""Starts the real training program as a person would, and reads what it left behind."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import fcntl
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+import programs
+import times
+import warm
+from paths import ROOT
+
+SMALL = (
+  '--config.policy.model={"hidden_size":64,"intermediate_size":96,"num_hidden_layers":2,'
+  '"num_attention_heads":2,"num_key_value_heads":1,"head_dim":32}',
+  '--config.tasksets.train.size=4000',
+  '--config.tasksets.eval.size=4000',
+  '--config.evaluation.held_out.tasks=24',
+  '--config.rollout.embedded.slots=24',
+  '--config.checkpoint.every_steps=3',
+  # So that rewards differ inside groups from the first step on.
+  '--config.rewards.scorers.0.options={"partial_credit":true}',
+)
+"""What all shipped configurations share: same code, smaller numbers."""
+QUICK = (
+  '--config=configs/quickstart.py',
+  *SMALL,
+  '--config.stages.sft.demonstrations.count=400',
+  '--config.stages.sft.steps=12',
+  '--config.stages.grpo.steps=8',
+  '--config.stages.grpo.groups_per_batch=6',
+  '--config.stages.grpo.group_size=4',
+  '--config.stages.grpo.evaluate_every=4',
+)
+"""The quickstart's job in seconds."""
+UNTIMED = ('timing_s/', 'timing_per_token_ms/', 'perf/')
+"""Metrics that may differ between two equal runs."""
+SESSION = 'JAXRL_TEST_SESSION'
+"""Environment variable with the directory that all workers of a test session share."""
+
+
+def small(config: str, *flags: str, steps: int = 6) -> tuple[str, ...]:
+  """A shipped configuration in seconds: a stage of demonstrations, then `steps` batches of 6 groups of 4."""
+  return (
+    f'--config=configs/{config}',
+    *SMALL,
+    '--config.stages.0.demonstrations.count=400',
+    '--config.stages.0.steps=12',
+    f'--config.stages.1.steps={steps}',
+    '--config.stages.1.groups_per_batch=6',
+    '--config.stages.1.group_size=4',
+    *flags,
+  )
+
+
+PPO = small(
+  'ppo.py',
+  '--config.stages.1.minibatches=2',
+  '--config.stages.1.epochs=2',
+  # A critic that warms up, a reference that is refreshed, a coefficient that is adapted: all of it is kept.
+  '--config.stages.1.algorithm.options='
+  + json.dumps(
+    {'critic_warmup': 2, 'kl_reward_coef': 0.05, 'kl_target': 1e-4, 'kl_horizon': 100.0, 'reference': {'every': 4}}
+  ),
+  steps=9,
+)
+
+
+def session() -> pathlib.Path:
+  return pathlib.Path(os.environ[SESSION])
+
+
+def environment(**extra: str) -> dict[str, str]:
+  """One device, cheap programs, and XLA's pool pinned, as the launch scripts do."""
+  fixed = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': programs.CHEAP, 'NPROC': '2', 'PYTHONPATH': str(ROOT)}
+  return {**os.environ, **fixed, **extra}
+
+
+def command(workdir: pathlib.Path, *flags: str, config: tuple[str, ...] = QUICK, processes: int = 1) -> list[str]:
+  programs = f'--config.compilation_cache={session() / "programs"}'
+  train = [sys.executable, 'launch/train.py', *config, programs, f'--workdir={workdir}', *flags]
+  if processes == 1:
+    return train
+  return [sys.executable, 'launch/cluster/local.py', f'--processes={processes}', '--', *train]
+
+
+def own_programs(workdir: pathlib.Path) -> str:
+  """A flag for a job that compiles everything itself, which leaves time to kill it half-way."""
+  return f'--config.compilation_cache={workdir.parent / "programs"}'
+
+
+def start(
+  workdir: pathlib.Path, *flags: str, environ: Mapping[str, str] | None = None, **options
+) -> subprocess.Popen | warm.Process:
+  """Starts a job without importing (`warm`), or one that compiles otherwise, or the supervisor of several processes."""
+  train, env = command(workdir, *flags, **options), environment() if environ is None else environ
+  if options.get('processes', 1) == 1 and env['XLA_FLAGS'] == programs.CHEAP:
+    return warm.start(train[1:], cwd=ROOT, env=env)
+  pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+  return subprocess.Popen(train, cwd=ROOT, env=env, start_new_session=True, **pipes)
+
+
+def train(
+  workdir: pathlib.Path, *flags: str, expect: int = 0, timeout_s: float = 600, **options
+) -> subprocess.CompletedProcess:
+  """Runs a job to its end; raises with its output when the exit code is not `expect`."""
+  return _finish(start(workdir, *flags, **options), expect, timeout_s=timeout_s)
+
+
+def call(
+  script: str, *arguments: object, expect: int = 0, timeout_s: float = 600, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess:
+  """Runs a script of this repository to its end; raises with its output when the exit code is not `expect`."""
+  env = environment() if environ is None else environ
+  return _finish(warm.start([script, *map(str, arguments)], cwd=ROOT, env=env), expect, timeout_s=timeout_s)
+
+
+def _finish(process: subprocess.Popen | warm.Process, expect: int, *, timeout_s: float) -> subprocess.CompletedProcess:
+  try:
+    with times.phase('job'):
+      out, err = process.communicate(timeout=timeout_s)
+  except subprocess.TimeoutExpired:
+    kill(process)
+    raise
+  if process.returncode != expect:
+    raise AssertionError(f'exit code {process.returncode}, wanted {expect}\n--- stdout\n{out}\n--- stderr\n{err}')
+  return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def shared(name: str, build: Callable[[pathlib.Path], object]) -> pathlib.Path:
+  """A directory that the first worker to ask builds for the whole test session; afterwards it is read-only.
+
+  Args:
+    build: makes the directory that it is given. Where it fails, the next worker to ask builds again.
+  """
+  folder = session() / 'shared'
+  folder.mkdir(exist_ok=True)
+  with open(folder / f'{name}.lock', 'w') as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    done = folder / f'{name}.done'
+    if not done.exists():
+      shutil.rmtree(folder / name, ignore_errors=True)
+      build(folder / name)
+      done.touch()
+  return folder / name
+
+
+def finished(name: str, *flags: str, **options) -> pathlib.Path:
+  """The directory of a finished run, trained once in a session; its standard output is in a file beside it."""
+
+  def build(workdir: pathlib.Path) -> None:
+    workdir.with_suffix('.stdout').write_text(train(workdir, *flags, **options).stdout)
+
+  return shared(name, build)
+
+
+def printed(workdir: pathlib.Path) -> str:
+  """The standard output of a `finished` run."""
+  return workdir.with_suffix('.stdout').read_text()
+
+
+def quick_run() -> pathlib.Path:
+  """QUICK, run to its end."""
+  return finished('quick')
+
+
+def ppo_run() -> pathlib.Path:
+  """PPO, run to its end."""
+  return finished('ppo', config=PPO)
+
+
+def killed_ppo_run() -> pathlib.Path:
+  """PPO, killed inside the warm-up and after a refresh of the reference, and run to its end."""
+  return shared('killed_ppo', lambda workdir: killed_and_resumed(workdir, 16, 21, config=PPO))
+
+
+def killed_and_resumed(workdir: pathlib.Path, *counts: int, flags: tuple[str, ...] = (), **options) -> pathlib.Path:
+  """Kills a run when metrics.jsonl has each of these numbers of rows, and then lets it end."""
+  for count in counts:
+    process = start(workdir, *flags, **options)
+    wait_for_rows(workdir, count, process)
+    kill(process)
+  train(workdir, *flags, **options)
+  return workdir
+
+
+def copy(workdir: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+  """Copies a shared run to a directory that may be changed."""
+  return shutil.copytree(workdir, target)
+
+
+def rows(workdir: pathlib.Path) -> list[dict]:
+  file = workdir / 'metrics.jsonl'
+  if not file.exists():
+    return []
+  return [json.loads(line) for line in file.read_text().splitlines() if line.endswith('}')]
+
+
+def accuracies(workdir: pathlib.Path, taskset: str = 'eval') -> list[tuple[str, int, float]]:
+  """(stage, step, greedy accuracy) of each evaluation."""
+  key = f'val-core/{taskset}/acc/greedy'
+  return [(r['stage'], r['training/global_step'], r[key]) for r in rows(workdir) if key in r]
+
+
+def wait_for_rows(
+  workdir: pathlib.Path, count: int, process: subprocess.Popen | warm.Process, *, timeout_s: float = 300
+) -> None:
+  """Returns when metrics.jsonl has `count` rows; raises when the process ends before."""
+  deadline = time.monotonic() + timeout_s
+  with times.phase('job'):
+    while len(rows(workdir)) < count:
+      if process.poll() is not None:
+        raise AssertionError(f'ended with {process.returncode} before {count} rows:\n{process.communicate()[1]}')
+      if time.monotonic() > deadline:
+        raise AssertionError(f'{len(rows(workdir))} rows of {count} after {timeout_s} s')
+      time.sleep(0.01)
+
+
+def kill(process: subprocess.Popen | warm.Process) -> None:
+  """SIGKILL to the program and all that it started; it may have ended already."""
+  with contextlib.suppress(ProcessLookupError):
+    os.killpg(process.pid, signal.SIGKILL)
+  process.communicate()
+
+
+def untimed(workdir: pathlib.Path) -> list[dict]:
+  return [{k: v for k, v in row.items() if not k.startswith(UNTIMED)} for row in rows(workdir)]
+
+
+def files(directory: pathlib.Path) -> dict[str, bytes]:
+  return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob('*')) if p.is_file()}
+
+
+def assert_equal_runs(found: pathlib.Path, wanted: pathlib.Path) -> None:
+  """Bit for bit: parameters, optimizer state, rollouts, evaluations, every metric that is not a time."""
+  assert untimed(found) == untimed(wanted)
+  for part in ('rollouts', 'evals', 'hf'):
+    assert files(found / part) == files(wanted / part), part
+  assert newest_arrays(found) == newest_arrays(wanted)
+
+
+def commits(workdir: pathlib.Path) -> list[int]:
+  """Steps that are committed, ascending."""
+  return sorted(int(path.parent.name) for path in (workdir / 'checkpoints').glob('*/COMMIT'))
+
+
+def newest_arrays(workdir: pathlib.Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+  """Every array of the newest commit (parameters and optimizer), as (dtype, shape, bytes) by path."""
+  import jax
+  import numpy as np
+  import orbax.checkpoint as ocp
+
+  arrays = (workdir / 'checkpoints' / str(commits(workdir)[-1]) / 'arrays').absolute()
+  with ocp.PyTreeCheckpointer() as checkpointer:
+    shapes = checkpointer.metadata(arrays).item_metadata.tree
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
+    tree = checkpointer.restore(arrays, restore_args=as_numpy)
+  leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+  return {
+    jax.tree_util.keystr(path): (str(leaf.dtype), leaf.shape, np.asarray(leaf).tobytes()) for path, leaf in leaves
+  }
+
+
+def kill_at_random(workdir: pathlib.Path, *flags: str, kills: int, seed: int, after: int = 0, **options) -> None:
+  """Starts a run, kills it at a random moment and checks its accounts, `kills` times; then lets it end.
+
+  Args:
+    after: rows before the first kill; a run of QUICK has 14 when its rollouts begin.
+  """
+  from jaxrl_llm.replay.audit import audit
+
+  rng = random.Random(seed)
+  for _ in range(kills):
+    process = start(workdir, *flags, **options)
+    wait_for_rows(workdir, max(after, len(rows(workdir))) + rng.randrange(1, 4), process)
+    time.sleep(rng.random() * 0.2)
+    kill(process)
+    report = audit(workdir / 'replay')
+    assert report.ok, report.lines
+  train(workdir, *flags, **options)
+
+
+def plans(workdir: pathlib.Path, stage: str) -> list[dict]:
+  """The stage's plans as the store has them, in order."""
+  with contextlib.closing(sqlite3.connect(workdir / 'replay' / 'index.sqlite')) as db:
+    found = [json.loads(text) for (text,) in db.execute('SELECT json FROM plans ORDER BY step')]
+  return [plan for plan in found if plan['stage'] == stage]
+
+
+ASYNCHRONOUS = ('--config.stages.grpo.bound=2', '--config.stages.grpo.publish_every=2')
+PROCESSED = (
+  '--config.stages.grpo.processors=[{"name":"mask_truncated"},{"name":"reward_std"}]',
+  '--config.stages.grpo.past={"groups":6,"max_uses":3,"draw":{"order":"priority"}}',
+)
+"""Filters and replay."""
+
+
+def check_accounts(workdir: pathlib.Path, *, steps: int, processed: bool) -> None:
+  """Checks an ASYNCHRONOUS run of 6 new groups of 4 a batch; `processed`: the run was PROCESSED too."""
+  from jaxrl_llm.replay.audit import audit
+
+  report, grpo = audit(workdir / 'replay'), plans(workdir, 'grpo')
+  assert report.ok and report.live == (), report.lines
+  assert len(grpo) == steps
+  uses = collections.Counter(group for plan in grpo for group in {row['group'] for row in plan['rows']})
+  tasks = collections.Counter(group.split('/')[1] for group in uses)
+  assert set(tasks.values()) == {1}, 'no pass over the tasks is over: each was drawn once'
+  assert len(uses) == 6 * steps, 'six new groups a batch'
+  assert all(
+    plan['step'] - row['version_step'] <= 2 for plan in grpo for row in plan['rows'] if uses[row['group']] == 1
+  )
+  steps_of = [row for row in rows(workdir) if 'staleness/max' in row]
+  if processed:
+    assert 2 <= max(uses.values()) <= 3 and any('dropped(reward std)' in reason for reason in report.reasons)
+    assert sum(row['run/past_groups'] for row in steps_of) == sum(uses.values()) - len(uses)
+  else:
+    assert set(uses.values()) == {1}
+    assert report.states['trained'] == steps * 6 * 4 and max(row['staleness/max'] for row in steps_of) == 2

@@ -1,0 +1,56 @@
+"""Two network namespaces with a cable between them: for a test that calls from another address."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from paths import ROOT
+
+SERVING, CALLING = '10.203.77.1', '10.203.77.2'
+"""Used only between the two ends of the test's own cable."""
+
+
+class Cabled:
+  def __init__(self, names: list[str]):
+    self._names = names
+
+  def run(self, end: int, module: str, function: str, *args) -> list[str]:
+    """Command that calls a test module's function in one of the namespaces; wants `environment()`."""
+    code = f'import {module} as t; t.{function}(*{args!r})'
+    return ['ip', 'netns', 'exec', self._names[end], sys.executable, '-c', code]
+
+  @staticmethod
+  def environment() -> dict[str, str]:
+    return {**os.environ, 'PYTHONPATH': f'{ROOT}{os.pathsep}{ROOT / "tests"}'}
+
+
+def cabled():
+  """A fixture's body: a serving and a calling end, or a skip where none can be made."""
+  if os.geteuid() != 0:
+    pytest.skip('network namespaces need root')
+  if shutil.which('ip') is None:
+    pytest.skip('the ip command (iproute2) is missing')
+  names = [f'test-{os.getpid()}-{end}' for end in ('serve', 'call')]
+  try:
+    try:
+      for name in names:
+        _ip('netns', 'add', name)
+      _ip('-n', names[0], 'link', 'add', 'cable', 'type', 'veth', 'peer', 'name', 'cable', 'netns', names[1])
+    except subprocess.CalledProcessError as error:
+      pytest.skip(f'this machine lets root make no network namespace: {error.stderr.strip()}')
+    for name, address in zip(names, (SERVING, CALLING), strict=True):
+      _ip('-n', name, 'addr', 'add', f'{address}/30', 'dev', 'cable')
+      _ip('-n', name, 'link', 'set', 'cable', 'up')
+      _ip('-n', name, 'link', 'set', 'lo', 'up')
+    yield Cabled(names)
+  finally:
+    for name in names:
+      subprocess.run(['ip', 'netns', 'delete', name], capture_output=True, timeout=30)
+
+
+def _ip(*args: str) -> None:
+  subprocess.run(['ip', *args], check=True, capture_output=True, text=True, timeout=30)

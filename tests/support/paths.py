@@ -1,0 +1,10 @@
+"""Directories of the repository."""
+
+import pathlib
+
+SUPPORT = pathlib.Path(__file__).resolve().parent
+TESTS = SUPPORT.parent
+ROOT = TESTS.parent
+FIXTURES = SUPPORT / 'fixtures'
+PEERS_PYTHON = ROOT / '.venv-peers' / 'bin' / 'python'
+"""The interpreter that has TRL, peft and Tunix (launch/install_peers.sh)."""

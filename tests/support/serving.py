@@ -1,0 +1,325 @@
+"""Real vLLM servers for tests: their models, their processes, fleets over them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import job
+import numpy as np
+import psutil
+import times
+from paths import FIXTURES, ROOT
+
+from jaxrl_llm.app.composition.engines import PUBLISHED
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.models.api import build_model
+from jaxrl_llm.models.families import tiny
+from jaxrl_llm.models.spec import ModelOptions
+from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
+from jaxrl_llm.rollout.api import Request, Weights
+from jaxrl_llm.rollout.probe import Prober
+from jaxrl_llm.rollout.vllm.client import VllmClient
+from jaxrl_llm.rollout.vllm.fleet import Fleet
+from jaxrl_llm.rollout.vllm.publication import AdapterFolder, PublicationFolder
+from jaxrl_llm.rollout.vllm.replica import Replica
+from jaxrl_llm.rollout.vllm.server import Server, VllmConfig, server_commands
+from jaxrl_llm.weights.hf import write_config
+
+ENVIRONMENT = os.environ.get('JAXRL_LLM_VLLM_ENVIRONMENT', str(ROOT / '.venv-vllm'))
+VOCAB = 29
+"""As the quickstart's tokenizer has it, so that its job can run on a test's servers."""
+LENGTH = 400
+"""Tokens of the longest sequence: several blocks of vLLM's cache, which are 128 tokens long on CPUs."""
+FAULTY = {'faulty_worker': FIXTURES / 'faulty_worker.py'}
+SHAPE = dict(
+  hidden_size=64,
+  intermediate_size=96,
+  num_hidden_layers=2,
+  num_attention_heads=2,
+  num_key_value_heads=1,
+  head_dim=32,
+  max_position_embeddings=512,
+  # Sharp distributions, which tell weights apart.
+  initializer_range=0.2,
+)
+
+
+def model_of(family: str, *, tied: bool, vocab: int = VOCAB):
+  return build_model(tiny(family, vocab, **SHAPE, tie_word_embeddings=tied), ModelOptions())
+
+
+TIED = model_of('qwen2', tied=True)
+
+
+def servers_of(
+  model,
+  folder: pathlib.Path,
+  *,
+  count: int,
+  faulty: bool = False,
+  load='dummy',
+  dtype='float32',
+  adapter_rank=0,
+  **args,
+):
+  """Servers, not started, of a model whose config.json is written into `folder` (or is there, with weights)."""
+  folder.mkdir(exist_ok=True)
+  if load == 'dummy':
+    write_config(folder, model.spec, dtype=dtype, eos_ids=[1], pad_id=0)
+  commands = server_commands(
+    VllmConfig(environment=ENVIRONMENT, servers=count, args=args),
+    folder,
+    dtype=dtype,
+    max_model_len=LENGTH,
+    load_format=load,
+    adapter_rank=adapter_rank,
+    worker_files=FAULTY if faulty else None,
+    worker_class='faulty_worker.Worker' if faulty else 'jaxrl_llm_worker.Worker',
+  )
+  return [Server(c, name=f'vllm-{i}', log=folder / f'vllm-{i}.log') for i, c in enumerate(commands)]
+
+
+@contextlib.asynccontextmanager
+async def attached(model, servers, folder: pathlib.Path, *, dtype: str = 'float32', **config):
+  """A started fleet over running servers, which outlive it."""
+  addresses = [server if isinstance(server, str) else server.address for server in servers]
+  replicas = [
+    Replica(f'vllm-{i}', client=VllmClient(address, name=f'vllm-{i}'), server=None)
+    for i, address in enumerate(addresses)
+  ]
+  async with fleet_of(model, replicas, folder, dtype=dtype, **config) as fleet:
+    yield fleet
+
+
+@contextlib.asynccontextmanager
+async def fleet_of(model, replicas, folder: pathlib.Path, *, dtype='float32', seed: int = 3, lora=None, **config):
+  """Args: lora: of adapters, as which versions are published; None: whole weights."""
+  kind = PublicationFolder if lora is None else functools.partial(AdapterFolder, lora=lora)
+  fleet = Fleet(
+    replicas,
+    VllmConfig(environment=ENVIRONMENT, **config),
+    spec=model.spec,
+    folder=kind(folder / 'published', model.spec, dtype=dtype),
+    adapter_rank=0 if lora is None else lora.rank,
+    dtype=dtype,
+    max_length=LENGTH,
+    seed=seed,
+    run=asyncio.to_thread,
+  )
+  try:
+    await fleet.start()
+    yield fleet
+  finally:
+    await fleet.close()
+
+
+def weights(model, seed: int, version: Version) -> Weights:
+  """Random weights with their probe."""
+  return weights_of(model, params_of(model, seed), version)
+
+
+def params_of(model, seed: int):
+  return model.init(jax.random.key(seed))
+
+
+@functools.cache
+def _prober(spec) -> Prober:
+  mesh = build_mesh(MeshConfig(), jax.devices()[:1])
+  return Prober(build_model(spec, ModelOptions()), mesh, max_length=LENGTH)
+
+
+def weights_of(model, params, version: Version) -> Weights:
+  params = jax.tree.map(jnp.asarray, params)
+  return Weights(version=version, leaves=Weights.of(params, version).leaves, probe=_prober(model.spec).probe(params))
+
+
+def request(number: int, *, length: int = 5, **fields) -> Request:
+  prompt = tuple(np.random.default_rng(number).integers(2, VOCAB, length).tolist())
+  return Request(**{'uid': f'r{number}', 'prompt': prompt, 'max_tokens': 24, 'key': (number, 9), **fields})
+
+
+async def ask(engine, asked: Request) -> list:
+  """The completions in the order of sample index."""
+  found = {index: completion async for index, completion in engine.generate(asked)}
+  return [found[i] for i in range(asked.samples)]
+
+
+@functools.cache
+def _logits(spec):
+  """In float64, compiled once for each model, for sequences of LENGTH."""
+  model = build_model(spec, ModelOptions(dtype='float64', param_dtype='float64'))
+
+  def logits(params, tokens, count):
+    positions = jnp.arange(LENGTH)[None]
+    hidden = model.apply(params, tokens[None], positions, (positions < count).astype(jnp.int32))
+    return hidden[0] @ model.head_kernel(params).T
+
+  return jax.jit(logits)
+
+
+def forward(model, params, tokens, *, temperature: float = 1.0) -> np.ndarray:
+  """Logprobs of each token given those before it, by our own model; 0 for the first.
+
+  In float64: in float32 it is off by up to 1e-5 itself, as much as engines may be.
+  """
+  tokens, count = np.asarray(tokens, np.int32), len(tokens)
+  padded = np.pad(tokens, (0, LENGTH - count))
+  with jax.enable_x64(True):
+    exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    logits = np.asarray(_logits(model.spec)(exact, padded, count))[:count] / temperature
+  logits -= logits.max(-1, keepdims=True)
+  logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+  return np.r_[0.0, logprobs[np.arange(count - 1), tokens[1:]]]
+
+
+async def fault(address: str, name: str, value) -> None:
+  client = VllmClient(address)
+  await client.call('POST', '/collective_rpc', {'method': 'jaxrl_fault', 'args': [name, value]})
+  await client.close()
+
+
+def descendants(pid: int) -> dict[int, str]:
+  """Command lines of all that a process started, by pid."""
+  children: dict[int, list[int]] = {}
+  for status in pathlib.Path('/proc').glob('[0-9]*/stat'):
+    with contextlib.suppress(OSError):
+      fields = status.read_text().rpartition(')')[2].split()
+      children.setdefault(int(fields[1]), []).append(int(status.parent.name))
+  found: dict[int, str] = {}
+  left = [pid]
+  while left:
+    for child in children.get(left.pop(), []):
+      with contextlib.suppress(OSError):
+        found[child] = pathlib.Path(f'/proc/{child}/cmdline').read_bytes().replace(b'\0', b' ').decode()
+        left.append(child)
+  return found
+
+
+def children_of(pid: int) -> list[psutil.Process]:
+  """Those of a process that is about to start some."""
+  deadline = time.monotonic() + 60
+  while not (children := psutil.Process(pid).children()) and time.monotonic() < deadline:
+    time.sleep(0.01)
+  return children
+
+
+def kill(pid: int) -> None:
+  os.kill(pid, signal.SIGKILL)
+
+
+def shared_memory(tree: dict[int, str]) -> set[str]:
+  """Files of /dev/shm that processes have mapped."""
+  found = set()
+  for pid in tree:
+    with contextlib.suppress(OSError):
+      lines = pathlib.Path(f'/proc/{pid}/maps').read_text().splitlines()
+      found |= {line.split(maxsplit=5)[5] for line in lines if '/dev/shm/' in line and '(deleted)' not in line}
+  return found
+
+
+def published(workdir: pathlib.Path) -> pathlib.Path:
+  """Where a run publishes."""
+  return pathlib.Path((workdir / PUBLISHED).read_text())
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+  """A server that somebody else keeps up."""
+
+  address: str
+
+
+def serve(model, folder: pathlib.Path, *flags: str) -> subprocess.Popen:
+  """launch/serve.py on a model's config.json; its addresses come into a file when all serve."""
+  (folder / 'model').mkdir()
+  write_config(folder / 'model', model.spec, dtype='float32', eos_ids=[1], pad_id=0)
+  own = (f'--model={folder / "model"}', f'--environment={ENVIRONMENT}', '--dtype=float32', f'--max_model_len={LENGTH}')
+  files = (f'--logs={folder / "logs"}', f'--addresses_file={folder / "addresses"}')
+  command = [sys.executable, 'launch/serve.py', *own, *files, *flags]
+  pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT, 'text': True}
+  return subprocess.Popen(command, cwd=ROOT, env=job.environment(), **pipes)
+
+
+def wait_for_addresses(folder: pathlib.Path, process: subprocess.Popen) -> list[str]:
+  deadline = time.monotonic() + 600
+  with times.phase('servers'):
+    while not (folder / 'addresses').exists():
+      if process.poll() is not None or time.monotonic() > deadline:
+        raise AssertionError(f'serve.py: exit code {process.poll()}: {process.communicate()[0][-3000:]}')
+      time.sleep(0.1)
+  return json.loads((folder / 'addresses').read_text())
+
+
+async def started(servers):
+  for server in servers:
+    server.start()
+  with times.phase('servers'):
+    await asyncio.gather(*(server.ready(deadline_s=600) for server in servers))
+
+
+def long_prompt(number):
+  """Longer than two blocks of the cache."""
+  return np.random.default_rng(number).integers(2, VOCAB, 300).tolist()
+
+
+async def prompt_logprobs(server, tokens):
+  client = VllmClient(server.address)
+  try:
+    return await client.prompt_logprobs(tokens, deadline_s=120)
+  finally:
+    await client.close()
+
+
+async def loaded(server):
+  client = VllmClient(server.address)
+  try:
+    return (await client.digests(deadline_s=60))[0]
+  finally:
+    await client.close()
+
+
+def attached_job(pair):
+  """Flags that train the pair's model on it."""
+  shape = {**SHAPE, 'tie_word_embeddings': True}
+  addresses = [server.address for server in pair]
+  return (
+    '--config.rollout.engine=vllm',
+    f'--config.rollout.vllm.addresses={json.dumps(addresses)}',
+    '--config.policy.family=qwen2',
+    f'--config.policy.model={json.dumps(shape)}',
+  )
+
+
+def api_servers(pid):
+  """Pids of the API servers that a trainer's process started, in the order of their names."""
+  found = {p: line for p, line in descendants(pid).items() if 'api_server' in line and 'guard.py' not in line}
+  parents = [p for p in sorted(found) if not any(p in descendants(other) for other in found)]
+  return parents
+
+
+def processes(tree: dict[int, str]) -> dict[int, str]:
+  """Those of servers and their guards."""
+  return {pid: line for pid, line in tree.items() if 'vllm' in line.lower()}
+
+
+def wait_until_gone(tree: dict[int, str], files: set[str]) -> None:
+  """Returns when processes and files are gone; AssertionError with what is left after 90 s."""
+  deadline = time.monotonic() + 90
+  while left := [
+    *(line for pid, line in tree.items() if os.path.exists(f'/proc/{pid}')),
+    *filter(os.path.exists, files),
+  ]:
+    assert time.monotonic() < deadline, left
+    time.sleep(0.1)

@@ -1,0 +1,55 @@
+"""Samples, scores and groups for stores of replay."""
+
+import numpy as np
+
+from jaxrl_llm.core.records.sample import Sample, Segment, Source
+from jaxrl_llm.core.records.score import Score
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.replay.tables import Issue
+
+
+def make_sample(uid: str, length: int = 12, version: int = 0) -> Sample:
+  """Tokens and logprobs are a function of the uid, so that a mixed-up row shows."""
+  draw = np.random.default_rng(list(uid.encode()))
+  sampled = np.arange(length) >= 4
+  return Sample(
+    uid=uid,
+    task_id='t',
+    visit=0,
+    sample_index=0,
+    group_id=uid.split('/')[0],
+    trajectory_id=uid,
+    taskset='words',
+    domain='general',
+    source=Source.ROLLOUT,
+    tokens=draw.integers(0, 30, length).astype(np.int32),
+    prompt_len=4,
+    role=sampled.astype(np.uint8),
+    loss_mask=sampled,
+    sampled=sampled,
+    behaviour_logprobs=np.where(sampled, -draw.random(length), 0).astype(np.float32),
+    segments=(Segment(start=4, end=length, version=Version(1, version), engine='embedded', finish='stop'),),
+  )
+
+
+def issues(uids):
+  return [Issue(uid=uid, group_id=uid.split('/')[0], task_id='t', visit=0) for uid in uids]
+
+
+def score_of(uid: str, value: float | None = 0.5) -> Score:
+  return Score(uid=uid, scorer='answer', value=value, parts={'match': 1.0}, evidence={'answer': 'x'}, time=0.25)
+
+
+def store_group(store, uids, step, version=0):
+  store.issue(issues(uids), step)
+  store.append([make_sample(uid, version=version) for uid in uids], step)
+  store.admit(uids, step)
+
+
+def states(store, uids) -> list[str]:
+  found = store.entries(uids)
+  return [str(found[uid].state) for uid in uids]
+
+
+def experts(uids):
+  return [Issue(uid=uid, group_id=uid, task_id='e', visit=0, partition='expert') for uid in uids]

@@ -1,0 +1,223 @@
+"""Starts Python scripts without their imports: as forks of a process that has imported the same modules.
+
+A job's imports alone take about 7 s of a core. `start` forks a process that has done them (one for each test worker,
+made at the first call), and the fork becomes the script, with a session, directory, environment, arguments, file
+descriptors and exit code of its own. Some libraries read the environment when they are imported: a script that needs
+another value of a variable in `_FIXED` is started as usual instead.
+
+Run as a program (`python tests/support/warm.py SOCKET`), this module is that process: SOCKET is the inherited
+descriptor over which its requests come.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import functools
+import gc
+import json
+import os
+import pathlib
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+
+_FIXED = ('JAX_PLATFORMS', 'XLA_FLAGS', 'JAX_ENABLE_X64', 'JAX_COMPILATION_CACHE_DIR')
+"""Environment variables that libraries read when they are imported."""
+_MODULES = (
+  'jaxrl_llm.app.commands.train',
+  'jaxrl_llm.app.commands.evaluate',
+  'jaxrl_llm.app.serve.explorer',
+  'jaxrl_llm.app.offline.replay',
+)
+
+
+class Process:
+  """A script that `start` has started; attributes and methods are those of `subprocess.Popen`."""
+
+  def __init__(self, args: Sequence[str], connection: socket.socket, stdout: int | None, stderr: int | None):
+    self.args, self.returncode = list(args), None
+    self._connection = connection
+    self.stdout = None if stdout is None else os.fdopen(stdout)
+    self.stderr = None if stderr is None else os.fdopen(stderr)
+    self.pid = int(self._receive())
+
+  def _receive(self) -> str:
+    data = self._connection.recv(64)
+    if not data:
+      raise RuntimeError('the process that forks scripts has ended')
+    return data.decode()
+
+  def poll(self) -> int | None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+      self.wait(0)
+    return self.returncode
+
+  def wait(self, timeout: float | None = None) -> int:
+    if self.returncode is None:
+      self._connection.settimeout(timeout)
+      try:
+        self.returncode = int(self._receive())
+      except (TimeoutError, BlockingIOError):
+        raise subprocess.TimeoutExpired(self.args, timeout) from None
+      self._connection.close()
+    return self.returncode
+
+  def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+    """Waits for the script to end; (stdout, stderr) as far as they have not been read yet."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    streams = [stream for stream in (self.stdout, self.stderr) if stream is not None and not stream.closed]
+    parts = {stream: [] for stream in streams}
+    with selectors.DefaultSelector() as selector:
+      for stream in streams:
+        selector.register(stream, selectors.EVENT_READ)
+      while selector.get_map():
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = selector.select(left)
+        if not ready:
+          raise subprocess.TimeoutExpired(self.args, timeout)
+        for key, _ in ready:
+          data = os.read(key.fd, 1 << 16)
+          parts[key.fileobj].append(data)
+          if not data:
+            selector.unregister(key.fileobj)
+    self.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+    for stream in streams:
+      stream.close()
+    return tuple(b''.join(parts.get(stream, ())).decode() for stream in (self.stdout, self.stderr))
+
+  def send_signal(self, number: int) -> None:
+    if self.poll() is None:
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(self.pid, number)
+
+  def terminate(self) -> None:
+    self.send_signal(signal.SIGTERM)
+
+  def kill(self) -> None:
+    self.send_signal(signal.SIGKILL)
+
+
+def start(args: Sequence[str], *, cwd: str | os.PathLike, env: Mapping[str, str], piped: bool = True) -> Process:
+  """Starts `args`, a script and its arguments, in a session of its own.
+
+  Args:
+    piped: whether `communicate` reads stdout and stderr; otherwise they go to /dev/null.
+
+  Raises:
+    ValueError: a variable of `_FIXED` has another value in `env` than in the forking process.
+  """
+  server, fixed = _server()
+  different = [name for name in _FIXED if env.get(name) != fixed.get(name)]
+  if different:
+    raise ValueError(f'{args}: a fork cannot change {", ".join(different)}; start it with subprocess')
+  ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+  null = os.open(os.devnull, os.O_RDWR)
+  reads, writes = zip(os.pipe(), os.pipe()) if piped else ((None, None), (null, null))
+  request = json.dumps({'args': list(map(str, args)), 'cwd': str(cwd), 'env': dict(env)}).encode()
+  descriptors = array.array('i', (theirs.fileno(), null, *writes))
+  try:
+    # On a stream the length comes first; the descriptors travel with it.
+    server.sendmsg([len(request).to_bytes(4)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+    server.sendall(request)
+  finally:
+    theirs.close()
+    for descriptor in {null, *writes}:
+      os.close(descriptor)
+  return Process(args, ours, *reads)
+
+
+@functools.cache
+def _server() -> tuple[socket.socket, dict[str, str]]:
+  """(Socket of the forking process, its environment). It ends when this process does."""
+  import job  # Imports this module.
+
+  ours, theirs = socket.socketpair()
+  env = job.environment()
+  subprocess.Popen(
+    [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], env=env, start_new_session=True
+  )
+  theirs.close()
+  return ours, env
+
+
+def _serve(requests: socket.socket) -> tuple[dict, list[int]]:
+  """Forks for each request and reports exit codes. Returns only in a fork: (its request, its standard descriptors)."""
+  children: dict[int, socket.socket] = {}
+  wake, woken = socket.socketpair()
+  wake.setblocking(False)
+  signal.set_wakeup_fd(wake.fileno())
+  signal.signal(signal.SIGCHLD, lambda *_: None)
+  selector = selectors.DefaultSelector()
+  selector.register(requests, selectors.EVENT_READ)
+  selector.register(woken, selectors.EVENT_READ)
+  while True:
+    for key, _ in selector.select():
+      if key.fileobj is woken:
+        woken.recv(4096)
+        _report_exit_codes(children)
+        continue
+      head, descriptors, _, _ = socket.recv_fds(requests, 4, 4)
+      length, data = int.from_bytes(head), b''
+      while len(data) < length and (part := requests.recv(length - len(data))):
+        data += part
+      if not head or len(data) < length:  # The test process has ended.
+        os._exit(0)
+      connection = socket.socket(fileno=descriptors[0])
+      pid = os.fork()
+      if pid == 0:
+        os.setsid()  # Before its caller can signal the group.
+        connection.send(str(os.getpid()).encode())
+        selector.close()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for unused in (requests, wake, woken, connection, *children.values()):
+          unused.close()
+        return json.loads(data), descriptors[1:]
+      for descriptor in descriptors[1:]:
+        os.close(descriptor)
+      children[pid] = connection
+
+
+def _report_exit_codes(children: dict[int, socket.socket]) -> None:
+  while children:
+    pid, status = os.waitpid(-1, os.WNOHANG)
+    if pid == 0:
+      return
+    with children.pop(pid) as connection, contextlib.suppress(OSError):
+      connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _become(request: dict, descriptors: list[int]) -> None:
+  """Sets this fork up as an interpreter that was started for the script, and runs the script."""
+  for number, descriptor in enumerate(descriptors):
+    os.dup2(descriptor, number)
+  for descriptor in descriptors:
+    os.close(descriptor)
+  os.chdir(request['cwd'])
+  os.environ.clear()
+  os.environ.update(request['env'])
+  tempfile.tempdir = None
+  sys.argv = request['args']
+  script = sys.argv[0]
+  paths = request['env'].get('PYTHONPATH', '').split(os.pathsep)
+  sys.path[:0] = [str(pathlib.Path(script).resolve().parent), *(path for path in paths if path not in sys.path)]
+  runpy.run_path(script, run_name='__main__')
+
+
+if __name__ == '__main__':
+  import importlib
+
+  for _name in _MODULES:
+    importlib.import_module(_name)
+  # Scripts must not import from this folder by accident.
+  sys.path.remove(str(pathlib.Path(__file__).parent))
+  gc.collect()
+  gc.freeze()
+  _become(*_serve(socket.socket(fileno=int(sys.argv[1]))))
