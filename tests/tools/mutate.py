@@ -4,9 +4,9 @@
 
 Each mutation in tests/tools/mutations.json has a name, a file, a text that occurs once in it (`old`), its
 replacement (`new`) and the tests that must then fail (`caught_by`). The mutations are made in a clone of the commit
-that is checked out; this tree stays as it is. First all named tests run without a mutation and must pass, for a test that fails anyway
-catches nothing. Then each mutation is made in turn, and each of its tests must fail (pytest's exit code 1; a test that
-is missing, not collected or skipped has not failed).
+that is checked out; this tree stays as it is. First all named tests run without a mutation and must pass, for a test
+that fails anyway catches nothing. Then each mutation is made in turn, and each of its tests must fail (pytest's exit
+code 1; a test that is missing, not collected or skipped has not failed).
 
 Prints a table in Markdown. The exit code is 0 if every mutation was caught, 1 if one survived, and 2 if something
 cannot be checked. All mutations together take twice the time of the named tests.
