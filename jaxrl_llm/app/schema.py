@@ -76,7 +76,7 @@ class AlgorithmConfig:
   """A stage's algorithm by name, and its options."""
 
   name: str
-  """Key of `learner.catalogue.ALGORITHMS` (`launch/train.py --list`), or your own algorithm as 'module:attribute'."""
+  """Key of `learner.catalogue.ALGORITHMS` (`jaxrl train --list`), or your own algorithm as 'module:attribute'."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Fields of the algorithm's options dataclass."""
 

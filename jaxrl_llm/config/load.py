@@ -1,6 +1,6 @@
 """Loads a configuration: a Python file's `get_config(variant)`, then overrides from the command line.
 
-  python launch/train.py --config=configs/x.py:variant --config.learner.optimizer.peak_lr=1e-6 --workdir=runs/x
+  jaxrl train --config=configs/x.py:variant --config.learner.optimizer.peak_lr=1e-6 --workdir=runs/x
 
 Invariant: every field of a returned configuration matches its annotation, and the configuration equals
 `from_json(to_json(config))`; anything else raises a one-line UserError that names the file or flag, the value got and

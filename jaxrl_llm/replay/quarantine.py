@@ -1,7 +1,7 @@
 """Quarantine of files among the sealed segments that the index does not name: a start moves but never deletes them.
 
 These are seals undone by a crash, unfinished seals, and foreign files. They stay in `quarantine/` until `clear`, which
-only `launch/buffer.py --clear_quarantine` calls.
+only `jaxrl buffer --clear_quarantine` calls.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def set_aside(directory: pathlib.Path, named: Collection[str]) -> int:
     for path in unnamed:
       shutil.move(path, _free(directory / QUARANTINE / path.name))
     logging.warning(
-      'replay: moved %s, which the index does not name, to %s; launch/buffer.py --clear_quarantine removes it',
+      'replay: moved %s, which the index does not name, to %s; jaxrl buffer --clear_quarantine removes it',
       listed([path.name for path in unnamed]),
       directory / QUARANTINE,
     )

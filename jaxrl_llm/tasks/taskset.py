@@ -31,7 +31,7 @@ _NAME = re.compile(r'[A-Za-z0-9_.-]+')
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessorConfig:
   name: str
-  """Key of `tasks.processors.PROCESSORS` (`launch/train.py --list`)."""
+  """Key of `tasks.processors.PROCESSORS` (`jaxrl train --list`)."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Fields of the processor's configuration."""
 

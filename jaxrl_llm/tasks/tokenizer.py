@@ -99,7 +99,7 @@ class Tokenizer:
     """Loads a tokenizer. Raises UserError if it is missing, damaged, or lacks an end token or a chat template."""
     path = pathlib.Path(directory)
     if not (path / 'tokenizer.json').exists():
-      raise UserError(f'tokenizer {path}: no tokenizer.json there; wanted a directory as launch/tokenizer.py makes it')
+      raise UserError(f'tokenizer {path}: no tokenizer.json there; wanted a directory that jaxrl tokenizer made')
     files = _read_files(path)
     try:
       with _panics_raised():

@@ -40,7 +40,7 @@ from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
 from jaxrl_llm.rewards.scorers.verifier.scorer import check_verifiers
 
 FLAGS = flags.FlagValues()
-flags.DEFINE_string('scorer', None, "Name from launch/train.py --list, or 'module:attribute'.", flag_values=FLAGS)
+flags.DEFINE_string('scorer', None, "Name from jaxrl train --list, or 'module:attribute'.", flag_values=FLAGS)
 flags.DEFINE_string('rows', None, 'File of rows, .jsonl or .parquet.', flag_values=FLAGS)
 flags.DEFINE_string('out', None, 'File to write the scores to.', flag_values=FLAGS)
 flags.DEFINE_string('options', '{}', 'Scorer options, a JSON object; or --options.KEY=VALUE.', flag_values=FLAGS)

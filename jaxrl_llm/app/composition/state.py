@@ -81,7 +81,7 @@ def _begin_critic(stage: Stage, config: Config, before: Learned, mesh: Mesh, cri
     if spec.head == 'lm' or spec != wanted:
       raise UserError(
         f'stages.{stage.name}.critic.init_from: {source} is a {spec.family} model with head {spec.head!r}; wanted a '
-        "reward model or critic of the policy's own shape, as launch/train.py exports them"
+        "reward model or critic of the policy's own shape, as jaxrl train exports them"
       )
     host = load_params(directory, spec, scan_layers=config.policy.scan_layers, dtype=config.policy.param_dtype)
     params = place_params(critic, mesh, host)

@@ -1,4 +1,4 @@
-"""Command line of an explorer process, started by `launch/serve.py --role=explorer` or by a run.
+"""Command line of an explorer process, started by `jaxrl serve --role=explorer` or by a run.
 
 Explorers hold no model and touch no device.
 """

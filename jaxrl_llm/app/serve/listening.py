@@ -1,4 +1,4 @@
-"""Listener flags shared by the services of `launch/serve.py`."""
+"""Listener flags shared by the services of `jaxrl serve`."""
 
 from __future__ import annotations
 

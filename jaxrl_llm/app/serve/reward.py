@@ -1,4 +1,4 @@
-"""Reward model service for scorers of kind `http`: `launch/serve.py --role=reward`.
+"""Reward model service for scorers of kind `http`: `jaxrl serve --role=reward`.
 
 Request: `{prompt, completion, …}` as scorers of kind `http` post it, with `prompt` a text or chat messages. Response:
 `{value, evidence}`, or 400 with a one-line reason if the request cannot be scored.
@@ -61,7 +61,7 @@ def load(
   if spec.head != 'scalar':
     raise UserError(
       f'--model={source}: a model with head {spec.head!r}; wanted a reward model (…ForSequenceClassification with one '
-      'label), as launch/train.py --config=configs/reward_model.py exports it'
+      'label), as jaxrl train --config=configs/reward_model.py exports it'
     )
   tokenizer, mesh = Tokenizer.from_directory(directory), build_mesh(MeshConfig(tensor=tensor))
   tokenizer.check_fits(spec.vocab_size, f'the model in {directory}')

@@ -1,4 +1,4 @@
-"""Sandboxes for code scorers of other hosts: `launch/serve.py --role=sandbox`."""
+"""Sandboxes for code scorers of other hosts: `jaxrl serve --role=sandbox`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM servers that a trainer attaches to: `launch/serve.py --role=vllm`."""
+"""vLLM servers that a trainer attaches to: `jaxrl serve --role=vllm`."""
 
 from __future__ import annotations
 

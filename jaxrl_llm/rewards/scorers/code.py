@@ -31,7 +31,7 @@ class CodeOptions(RemoteOptions):
   credit: Literal['all', 'fraction'] = 'all'
   """Credit for a program that passes some tests: none, or their fraction. Part `passed` is always the fraction."""
   addresses: tuple[str, ...] = ()
-  """Sandbox hosts (`launch/serve.py --role=sandbox`); empty: programs run on this machine."""
+  """Sandbox hosts (`jaxrl serve --role=sandbox`); empty: programs run on this machine."""
   isolation: Isolation = 'auto'
   """Isolation of programs that run on this machine."""
   wall_s: float = Limits.wall_s

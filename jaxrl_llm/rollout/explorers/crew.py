@@ -73,7 +73,7 @@ class ExplorersConfig:
   groups: int = 4
   """Groups that one explorer runs concurrently."""
   listen: FrontConfig | None = None
-  """Front for explorers on other machines (`launch/serve.py --role=explorer`); None: local explorers only."""
+  """Front for explorers on other machines (`jaxrl serve --role=explorer`); None: local explorers only."""
   silent_s: float = 15.0
   """Seconds without a message after which an explorer is given up and its groups are lent again."""
   nobody_s: float = 300.0
@@ -164,7 +164,7 @@ class Crew:
       self._first_explorer(),
       name='first_explorer',
       owner='the run',
-      waits_for='an explorer to come (start one with launch/serve.py --role=explorer, or raise '
+      waits_for='an explorer to come (start one with jaxrl serve --role=explorer, or raise '
       'rollout.explorers.processes; the deadline is rollout.explorers.nobody_s)',
       deadline_s=self._config.nobody_s,
     )
@@ -383,7 +383,7 @@ class Crew:
     if not self._leases.explorers and time.monotonic() - self._nobody_since > self._config.nobody_s:
       raise RunError(
         f'explorers: none has been there for {self._config.nobody_s:g} s (rollout.explorers.nobody_s); start one with '
-        'launch/serve.py --role=explorer, or raise rollout.explorers.processes'
+        'jaxrl serve --role=explorer, or raise rollout.explorers.processes'
       )
 
 

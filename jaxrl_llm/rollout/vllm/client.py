@@ -129,21 +129,21 @@ class VllmClient:
       return next(int(m['max_model_len']) for m in answer['data'] if m['id'] == MODEL)
     except Lost as error:
       raise UserError(
-        f'engine {self.name}: no vLLM server answers at {self.address} ({error}); start one with launch/serve.py, or '
+        f'engine {self.name}: no vLLM server answers at {self.address} ({error}); start one with jaxrl serve, or '
         'correct rollout.vllm.addresses'
       ) from None
     except Refused as error:
       if 'HTTP 401' in str(error) or 'HTTP 403' in str(error):
         raise UserError(
           f'engine {self.name}: {self.address} refuses the key ({error}); rollout.vllm.key_file must hold the token '
-          'that its launch/serve.py was started with'
+          'that its jaxrl serve was started with'
         ) from None
       raise UserError(f'engine {self.name}: {self.address} is not a vLLM server ({error})') from None
     except (KeyError, TypeError, ValueError):
       raise UserError(f'engine {self.name}: {self.address} is not a vLLM server: its /v1/models is none') from None
     except StopIteration:
       raise UserError(
-        f'engine {self.name}: {self.address} serves no model called {MODEL!r}; start it with launch/serve.py'
+        f'engine {self.name}: {self.address} serves no model called {MODEL!r}; start it with jaxrl serve'
       ) from None
 
   async def generate(self, request: Request, index: int, *, seed: int, deadline_s: float) -> Completion:

@@ -225,7 +225,7 @@ class Replica:
     try:
       workers = await self.client.weights()
     except (Lost, Refused) as error:
-      raise UserError(f'{where}: has no worker extension of ours ({error}); start it with launch/serve.py') from None
+      raise UserError(f'{where}: has no worker extension of ours ({error}); start it with jaxrl serve') from None
     self.slices = [worker['tensors'] for worker in workers]
     self._on_cpu = any(worker['device'] == 'cpu' for worker in workers)
     for tensors in self.slices:
@@ -234,13 +234,13 @@ class Replica:
       if worker.get('logprobs_mode', PROCESSED) != PROCESSED:
         raise UserError(
           f'{where}: gives {worker["logprobs_mode"]}, wanted {PROCESSED} (of the temperature-scaled '
-          'distribution); start it with launch/serve.py'
+          'distribution); start it with jaxrl serve'
         )
       if worker.get('speculative') and not speculative:
         raise UserError(f'{where}: speculates; say so in rollout.vllm.args.speculative_config, for {SPECULATION}')
       if worker.get('adapter_rank', 0) < adapter_rank:
         raise UserError(
-          f'{where}: takes no adapters of rank {adapter_rank} while it runs; start it with launch/serve.py … -- '
+          f'{where}: takes no adapters of rank {adapter_rank} while it runs; start it with jaxrl serve … -- '
           f'--enable-lora --max-loras 2 --max-lora-rank {lora_rank(adapter_rank)}, or set rollout.vllm.lora=merged'
         )
     try:

@@ -988,7 +988,7 @@ def attach(tmp_path, *addresses, **fields):
     ('unix:/nowhere/s', 'engine vllm-0: no vLLM server answers at unix:/nowhere/s'),
     ('http://127.0.0.1:1', 'engine vllm-0: no vLLM server answers at http://127.0.0.1:1'),
     ('http://127.0.0.1:port', 'engine vllm-0: no vLLM server answers at http://127.0.0.1:port'),
-    ('https://127.0.0.1:1', 'launch/serve.py, or correct rollout.vllm.addresses'),
+    ('https://127.0.0.1:1', 'jaxrl serve, or correct rollout.vllm.addresses'),
   ],
 )
 def test_an_address_that_is_wrong(tmp_path, address, words):

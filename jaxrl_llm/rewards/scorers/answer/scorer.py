@@ -37,7 +37,7 @@ NO_TRUTH = 'the task has no truth'
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
   mode: Mode | None = None
-  """Comparison mode; None: chosen from all truths when a run or `launch/score.py` starts, else from each truth."""
+  """Comparison mode; None: chosen from all truths when a run or `jaxrl score` starts, else from each truth."""
   extraction: Methods | None = None
   """Extraction method; of several, the first that finds anything. None: chosen with the mode. In the truth, the answer
   is recognised by itself (`…#### 42`, `\\boxed{42}`, `42`)."""
