@@ -111,8 +111,12 @@ install_packages() {
   if words=$(ensure_uv "$venv"); then
     adopt_pip_settings "$venv"
     uv=("$venv/bin/python" -m uv pip install --quiet --python "$venv/bin/python")
-    if "${uv[@]}" --requirements pyproject.toml "${chosen[@]}" && alone "${uv[@]}" --no-deps --editable .; then
-      return
+    if "${uv[@]}" --requirements pyproject.toml "${chosen[@]}"; then
+      if [ ! -d jaxrl_llm ]; then  # Not a checkout: an installed package, of which this is app/environments.
+        cp -R ../../../jaxrl_llm "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+        return
+      fi
+      ! alone "${uv[@]}" --no-deps --editable . || return 0
     fi
     say "uv could not install the packages into $venv; trying pip"
   else

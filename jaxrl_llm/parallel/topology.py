@@ -1,6 +1,6 @@
 """Descriptions of absent devices for ahead-of-time compilation: TPU slices and GPUs.
 
-Compiling for them needs libtpu or JAX's CUDA plugin (launch/install_aot.sh), but no such device.
+Compiling for them needs libtpu or JAX's CUDA plugin (`jaxrl install --environment=aot`), but no such device.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from jaxrl_llm.app.commands.train import AOT_ENVIRONMENT
 pytestmark = [
   pytest.mark.full,
   pytest.mark.skipif(
-    not (job.ROOT / AOT_ENVIRONMENT).exists(), reason='wants the compilers: bash launch/install_aot.sh'
+    not (job.ROOT / AOT_ENVIRONMENT).exists(), reason='wants the compilers: jaxrl install --environment=aot'
   ),
 ]
 # A small model and short rows: compile time grows with both.

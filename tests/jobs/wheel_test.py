@@ -39,4 +39,4 @@ def test_a_wheel_trains_resumes_reports_and_converts_outside_of_the_checkout(tmp
   assert jaxrl('report', '--workdir=run').startswith('run/report.html')
   assert 'bfloat16' in jaxrl('convert', '--source=run/hf', '--target=converted', '--dtype=bfloat16')
   assert 'audit ok' in jaxrl('buffer', '--workdir=run', '--audit')
-  assert 'bash launch/install_aot.sh' in jaxrl(*train, '--dry_run', '--topology=v5e:2x2', code=2)
+  assert 'jaxrl install --environment=aot' in jaxrl(*train, '--dry_run', '--topology=v5e:2x2', code=2)

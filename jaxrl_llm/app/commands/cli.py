@@ -10,6 +10,7 @@
   jaxrl replay      repeats one update of a run and compares it bit for bit
   jaxrl convert     reads and writes Hugging Face model directories
   jaxrl tokenizer   builds a tokenizer from the text of a taskset
+  jaxrl install     creates the environment of vLLM servers, or of compilers for other devices
 
 `jaxrl NAME --help` describes a command.
 """
@@ -24,7 +25,10 @@ from collections.abc import Sequence
 
 import jaxrl_llm
 
-COMMANDS = (*('train', 'serve', 'evaluate', 'report', 'score', 'curate', 'buffer', 'replay', 'convert', 'tokenizer'),)
+COMMANDS = (
+  *('train', 'serve', 'evaluate', 'report', 'score', 'curate', 'buffer', 'replay', 'convert', 'tokenizer'),
+  'install',
+)
 _HANDLE_SIGNALS = ('train', 'score')
 """Commands that install their own Ctrl-C handler once they run."""
 

@@ -45,7 +45,7 @@ flags.DEFINE_bool('list', False, 'Print what a configuration can name, and exit.
 flags.DEFINE_integer('verbosity', 0, 'absl log level: -1 warning, 0 info, 1 debug.', flag_values=FLAGS)
 
 AOT_ENVIRONMENT = '.venv-aot'
-"""Directory of the environment with compilers for other devices, made by launch/install_aot.sh."""
+"""Directory of the environment with compilers for other devices, made by `jaxrl install --environment=aot`."""
 _JOIN_DEADLINE_S = 300.0
 """Longest wait in seconds for all processes of a job to join."""
 _LEAVE_DEADLINE_S = 30.0
@@ -109,8 +109,8 @@ def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
   python = next((path for path in pythons if path.exists()), None)
   if python is None:
     raise UserError(
-      f"--topology={topology}: wants the compilers of {AOT_ENVIRONMENT}, which is not there; make it with 'bash "
-      "launch/install_aot.sh'"
+      f"--topology={topology}: needs the compilers of {AOT_ENVIRONMENT}, which is not there; create it with "
+      "'jaxrl install --environment=aot'"
     )
   # By default libtpu queries the machine for its place in a slice and admits one process at a time.
   libtpu = {'TPU_SKIP_MDS_QUERY': '1', 'TPU_WORKER_HOSTNAMES': 'localhost', 'ALLOW_MULTIPLE_LIBTPU_LOAD': 'true'}

