@@ -40,3 +40,5 @@ def test_a_wheel_trains_resumes_reports_and_converts_outside_of_the_checkout(tmp
   assert 'bfloat16' in jaxrl('convert', '--source=run/hf', '--target=converted', '--dtype=bfloat16')
   assert 'audit ok' in jaxrl('buffer', '--workdir=run', '--audit')
   assert 'jaxrl install --environment=aot' in jaxrl(*train, '--dry_run', '--topology=v5e:2x2', code=2)
+  assert 'libtpu' in jaxrl('install', '--environment=aot')
+  assert 'compiled in' in jaxrl(*train, '--dry_run', '--topology=v5e:2x2')
