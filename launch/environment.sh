@@ -112,7 +112,7 @@ install_packages() {
     adopt_pip_settings "$venv"
     uv=("$venv/bin/python" -m uv pip install --quiet --python "$venv/bin/python")
     if "${uv[@]}" --requirements pyproject.toml "${chosen[@]}"; then
-      if [ ! -d jaxrl_llm ]; then  # Not a checkout: an installed package, of which this is app/environments.
+      if [ "${PWD%/jaxrl_llm/app/environments}" != "$PWD" ]; then  # Within an installed package, not a checkout.
         cp -R ../../../jaxrl_llm "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
         return
       fi

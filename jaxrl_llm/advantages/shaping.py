@@ -136,7 +136,7 @@ class MuSchedule:
       if not 0 <= getattr(self, name) <= 1:
         raise UserError(f'mu schedule: {name} {getattr(self, name)}, wanted 0 to 1')
     if self.kind != 'constant' and self.mu != 0.1:
-      raise UserError(f'mu schedule: mu {self.mu} is that of kind constant; {self.kind} goes by peak and valley')
+      raise UserError(f'mu schedule: mu {self.mu} is a field of kind constant; {self.kind} uses peak and valley')
     for name in ('warmup_steps', 'decay_steps'):
       if getattr(self, name) < 0:
         raise UserError(f'mu schedule: {name} {getattr(self, name)}, wanted at least 0')

@@ -14,7 +14,7 @@ def own_part(name: str, what: str) -> Any:
   """Imports a user-defined component named 'module:attribute'; Python's usual import path applies."""
   module, _, attribute = name.partition(':')
   if not re.fullmatch(r'[\w-]+(\.[\w-]+)*', module):
-    raise UserError(f"{what} {name!r}: {module!r} is no module's name; wanted 'module:attribute'")
+    raise UserError(f"{what} {name!r}: {module!r} is not a module name; wanted 'module:attribute'")
   try:
     imported = importlib.import_module(module)
   except ModuleNotFoundError as error:

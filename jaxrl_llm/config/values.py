@@ -58,7 +58,7 @@ def _member_of(value: Any, annotation: Any, where: str) -> Any:
     if _has_type(value, member):
       return member
   if isinstance(value, float) and math.isnan(value):
-    raise UserError(f'{where}: got nan, which is no setting; wanted {describe(annotation)}')
+    raise UserError(f'{where}: got nan; wanted {describe(annotation)}')
   raise _mismatch(value, annotation, where)
 
 

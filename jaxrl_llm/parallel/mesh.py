@@ -38,7 +38,7 @@ def available_devices() -> list[jax.Device]:
   except (RuntimeError, AssertionError) as error:  # AssertionError: no plugin for the platform.
     reason = str(error).partition('\n')[0]
     raise UserError(
-      f'JAX_PLATFORMS={os.environ.get("JAX_PLATFORMS", "")}: JAX {jax.__version__} has no such device here'
+      f'JAX_PLATFORMS={os.environ.get("JAX_PLATFORMS", "")}: JAX {jax.__version__} finds no such device'
       f'{f" ({reason})" if reason else ""}; unset the variable, set JAX_PLATFORMS=cpu, or install the plugin of the '
       "device (pip install 'jax[cuda12]' or 'jax[tpu]') and look whether its driver runs"
     ) from error
@@ -56,7 +56,7 @@ def build_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> M
   if math.prod(sizes) != len(devices) or min(sizes) < 1:
     wanted = ' '.join(f'{axis}={getattr(config, axis)}' for axis in AXES)
     raise UserError(
-      f'mesh: {wanted} does not cover the {len(devices)} devices there are; change the mesh, or start with another '
+      f'mesh: {wanted} does not cover the {len(devices)} available devices; change the mesh, or start with another '
       'number of devices'
     )
   return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)

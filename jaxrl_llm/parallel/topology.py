@@ -63,7 +63,7 @@ def parse_topology(name: str) -> tuple[str, tuple[int, ...]]:
   wanted = _TPU_SHAPES.get(chip)
   if min(shape) < 1 or (wanted is not None and len(shape) != wanted) or (wanted is None and len(shape) > 2):
     example = {2: '4x4', 3: '2x2x4', None: '8, or 2x8 for two hosts'}[wanted]
-    raise UserError(f'topology {name!r}: {chip} wants a shape such as {example}')
+    raise UserError(f'topology {name!r}: {chip} needs a shape such as {example}')
   return chip, shape
 
 

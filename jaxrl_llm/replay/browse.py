@@ -161,7 +161,7 @@ def find(
     limit: maximum number of samples.
   """
   if state is not None and state not in list(State):
-    raise UserError(f'state {state!r}: unknown; there are {", ".join(State)}')
+    raise UserError(f'state {state!r}: unknown; wanted one of {", ".join(State)}')
   values = [] if task is None else [task]
   where = 'state = ?' if task is None else '+state = ? AND task_id = ?'  # + makes SQLite use the task index
   entries = []

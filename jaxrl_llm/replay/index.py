@@ -223,7 +223,7 @@ class ReplayStore:
 
   def drop(self, uids: Sequence[str], reason: str, step: int) -> None:
     if not reason:
-      raise ValueError('drop: a reason is wanted')
+      raise ValueError('drop: no reason given')
     with self.transaction():
       self._move(uids, State.DROPPED, reason, step)
 

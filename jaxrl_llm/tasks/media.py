@@ -33,7 +33,7 @@ def media_bytes(reference: str, root: pathlib.Path | None) -> bytes:
     try:
       return base64.b64decode(reference.removeprefix(_DATA), validate=True)
     except binascii.Error as error:
-      raise ValueError(f'bytes are no base64: {error}') from None
+      raise ValueError(f'bytes are not base64: {error}') from None
   if root is None:
     raise ValueError(f'path {reference!r}, but the source is no file that it could be relative to; wanted bytes')
   path = path_inside(root, reference)
@@ -78,7 +78,7 @@ def _one(item: Json, root: pathlib.Path | None, *, kind: str | None) -> Media:
   content = media_bytes(reference, root)
   where = 'bytes' if reference.startswith(_DATA) else reference
   if not (content.startswith(_SIGNATURES) or (content[:4] == b'RIFF' and content[8:12] == b'WEBP')):
-    raise ValueError(f'{where}: {len(content)} bytes that are no PNG, JPEG, GIF, WebP, BMP or TIFF')
+    raise ValueError(f'{where}: {len(content)} bytes that are not a PNG, JPEG, GIF, WebP, BMP or TIFF image')
   digest = xxhash.xxh3_128_hexdigest(content)
   if item.get('digest') not in (None, digest):
     raise ValueError(f'{where}: digest is {digest}, the row says {item["digest"]}; another file, or a changed one')

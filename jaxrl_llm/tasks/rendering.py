@@ -83,7 +83,7 @@ class TemplateProcess:
         self._stop()
         limits = self._limits
         raise RenderError(
-          f'took more than {limits.cpu_s:g} s of CPU time, or its process died; wanted a template that ends'
+          f'took more than {limits.cpu_s:g} s of CPU time, or its process died; wanted a template that terminates'
         ) from None
     if 'error' in answer:
       raise RenderError(one_line(answer['error']))

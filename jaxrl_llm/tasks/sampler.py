@@ -58,17 +58,17 @@ class SamplerConfig:
       if not 0 <= getattr(self, name) <= 1:
         raise UserError(f'sampler.{name}: {getattr(self, name)}, wanted a share between 0 and 1')
     if not self.floor > 0:
-      raise UserError('sampler.floor: 0 would never draw again what was solved once; wanted above 0')
+      raise UserError('sampler.floor: 0 would never again draw a task that was solved once; wanted above 0')
     if not self.temperature >= 0.01:  # Below, all weights may be 0 in floating point.
       raise UserError(f'sampler.temperature: {self.temperature}, wanted at least 0.01')
     if self.schedule and not self.weights:
-      raise UserError('sampler.schedule: later weights want weights before them')
+      raise UserError('sampler.schedule: scheduled weights need initial ones in sampler.weights')
     starts = [later.from_batch for later in self.schedule]
     if starts != sorted(set(starts)) or (starts and starts[0] < 1):
-      raise UserError(f'sampler.schedule: from_batch are {starts}, wanted them rising from 1 on')
+      raise UserError(f'sampler.schedule: from_batch are {starts}, wanted increasing numbers from 1')
     for weights in (self.weights, *(later.weights for later in self.schedule)):
       if weights and (min(weights.values()) < 0 or not 0 < sum(weights.values()) < float('inf')):
-        raise UserError(f'sampler.weights: {dict(weights)}, wanted them not negative and some positive')
+        raise UserError(f'sampler.weights: {dict(weights)}, wanted none negative and at least one positive')
 
   def check_tasksets(self, names: Sequence[str], where: str = '') -> None:
     """Raises UserError unless the weights name exactly these tasksets; `where` prefixes the message."""

@@ -82,7 +82,7 @@ def read_rows(source: str, *, options: Mapping[str, Any], size: int | None, seed
   path = pathlib.Path(source)
   readers = {'.jsonl': _jsonl_rows, '.parquet': _parquet_rows}
   if path.suffix not in readers:
-    raise UserError(f'taskset source {source!r} is of no known form; wanted one of {FORMS}')
+    raise UserError(f'taskset source {source!r} has an unknown form; wanted one of {FORMS}')
   if options:
     raise UserError(f'taskset source {source!r}: a file takes no options, got {sorted(options)}; remove them')
   try:
@@ -324,5 +324,5 @@ def check_text(fields: Mapping[str, Json]) -> None:
     json.dumps(fields, ensure_ascii=False).encode()
   except UnicodeEncodeError as error:
     raise ValueError(
-      f'holds text that UTF-8 cannot write, {error.object[error.start]!r}: {error.reason}; remove the lone surrogate'
+      f'holds text that UTF-8 cannot encode, {error.object[error.start]!r}: {error.reason}; remove the lone surrogate'
     ) from None

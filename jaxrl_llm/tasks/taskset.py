@@ -77,7 +77,7 @@ class TasksetConfig:
       try:
         re.compile(self.match)
       except re.error as error:
-        raise UserError(f'taskset {self.name}: match {self.match!r} is no regular expression: {error}') from None
+        raise UserError(f'taskset {self.name}: match {self.match!r} is not a regular expression: {error}') from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class DemonstrationsConfig:
         f'demonstrations: {len(self.templates)} templates and {len(self.weights)} weights; wanted as many'
       )
     if min(self.weights) < 0 or not 0 < sum(self.weights) < float('inf'):
-      raise UserError(f'demonstrations: weights are {self.weights}, wanted them not negative and some positive')
+      raise UserError(f'demonstrations: weights are {self.weights}, wanted none negative and at least one positive')
 
 
 def taskset_loader(configs: Iterable[TasksetConfig]) -> Callable[[str], Taskset]:
@@ -140,7 +140,7 @@ def load_taskset(config: TasksetConfig) -> Taskset:
   if not tasks:
     raise UserError(f'taskset {config.name}: no task left of {config.source}: {_told(counts)}')
   if shown := sum(bool(task.media) for task in tasks):
-    logging.warning('taskset %s: %d tasks have media, which a policy of text does not see', config.name, shown)
+    logging.warning('taskset %s: %d tasks have media, which a text-only policy does not see', config.name, shown)
   return Taskset(name=config.name, tasks=tuple(tasks), counts=counts)
 
 

@@ -173,7 +173,7 @@ class Tokenizer:
     prompt = self._render(messages, add_generation_prompt=True)
     whole = self._render([*messages, {'role': 'assistant', 'content': answer}], add_generation_prompt=False)
     if not whole.startswith(prompt):
-      raise UserError(f'tokenizer {self._name}: its chat template opens an answer otherwise than it renders one')
+      raise UserError(f'tokenizer {self._name}: its generation prompt is not how its chat template begins an answer')
     completion = self.encode(whole[len(prompt) :])
     while completion and completion[-1] not in self.stop_ids and _is_blank(self.token_text(completion[-1])):
       completion.pop()  # chatml ends an answer with a line break after the stop token

@@ -31,7 +31,7 @@ DTYPES = {
 
 def dtype_of(name: str) -> np.dtype:
   if name not in DTYPES:
-    raise UserError(f'weights dtype {name!r}: unknown; there are {", ".join(DTYPES)}')
+    raise UserError(f'weights dtype {name!r}: unknown; wanted one of {", ".join(DTYPES)}')
   return DTYPES[name]
 
 

@@ -436,7 +436,7 @@ def test_no_configuration_given():
     ({'name': Mode.FAST}, "config.name: got <Mode.FAST: 'fast'> (Mode), wanted text"),
     ({'seed': True}, 'config.seed: got True (bool), wanted an integer or text'),
     ({'shuffle': 1}, 'config.shuffle: got 1 (int), wanted true or false'),
-    ({'limit': math.nan}, 'config.limit: got nan, which is no setting; wanted a number'),
+    ({'limit': math.nan}, 'config.limit: got nan; wanted a number'),
     ({'limit': False}, 'config.limit: got False (bool), wanted a number'),
     ({'mode': 'fast'}, "config.mode: got 'fast' (str), wanted one of fast, exact"),
     ({'level': 3}, 'config.level: got 3 (int), wanted one of 1, 2'),

@@ -53,5 +53,5 @@ def test_a_module_may_have_any_name_that_python_imports(write):
 
 @pytest.mark.parametrize('name', ['', ':score', '.x:score', 'a..b:score', 'a b:score', '\0:score', '../x:score'])
 def test_what_is_no_name_of_a_module_is_one_line(name):
-  with pytest.raises(UserError, match="is no module's name; wanted 'module:attribute'"):
+  with pytest.raises(UserError, match="is not a module name; wanted 'module:attribute'"):
     own_part(name, 'scorer')

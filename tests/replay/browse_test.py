@@ -108,7 +108,7 @@ def test_samples_are_found_by_state_and_task_those_that_changed_last_first(run):
   (entry,) = browse.find(run / 'replay', state='dropped')
   assert (entry.uid, entry.task_id) == ('g/2', entry.task_id) and found(task=entry.task_id, state='dropped') == ['g/2']
   assert found(task='none') == []
-  with pytest.raises(UserError, match="state 'lost': unknown; there are issued, stored"):
+  with pytest.raises(UserError, match="state 'lost': unknown; wanted one of issued, stored"):
     found(state='lost')
 
 

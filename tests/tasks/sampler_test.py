@@ -193,12 +193,12 @@ def test_what_became_of_a_task_is_told_to_its_own_taskset():
     ({'prior': 1.5}, 'prior: 1.5'),
     ({'temperature': 0.0}, 'temperature'),
     ({'order': 'easy_to_hard'}, 'hardness None'),
-    ({'weights': {'a': -1.0, 'b': 2.0}}, 'not negative'),
+    ({'weights': {'a': -1.0, 'b': 2.0}}, 'none negative'),
     ({'weights': {'a': 1.0}}, r"of \['a'\], and the tasksets are \['a', 'b'\]"),
-    ({'schedule': (LaterWeights(from_batch=1, weights={'a': 1.0, 'b': 1.0}),)}, 'want weights before them'),
+    ({'schedule': (LaterWeights(from_batch=1, weights={'a': 1.0, 'b': 1.0}),)}, 'need initial ones'),
     (
       {'weights': {'a': 1.0, 'b': 1.0}, 'schedule': (LaterWeights(from_batch=0, weights={'a': 1.0, 'b': 1.0}),)},
-      'rising from 1 on',
+      'increasing numbers from 1',
     ),
   ],
 )

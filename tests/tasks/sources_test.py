@@ -91,7 +91,7 @@ def test_verifier_that_needs_tuples_is_refused():
     ('reasoning_gym:spell_backward', {'size': 1, 'options': {'min_word_length': 3}}, "did you mean 'min_word_len'"),
     ('reasoning_gym:spell_backward', {'size': 1, 'options': {'seed': 3}}, "the taskset's own seed"),
     ('reasoning_gym:spell_backward', {'size': 1, 'options': {'min_word_len': 5, 'max_word_len': 4}}, 'must be >='),
-    ('rows.csv', {}, 'no known form'),
+    ('rows.csv', {}, 'unknown form'),
     ('{dir}/trian.jsonl', {}, 'did you mean .*train.jsonl'),
     ('{dir}/none/train.jsonl', {}, 'directory .*none does not exist'),
     ('{dir}/train.jsonl', {'options': {'a': 1}}, 'takes no options'),

@@ -109,7 +109,7 @@ HOSTILE = {
   'nested far too deep': (NESTED.format('[' * 100_000 + ']' * 100_000), {}, 'nested in more than 100 levels'),
   'nested too deep': (NESTED.format('{"a":' * 100 + '1' + '}' * 100), {}, 'nested in more than 100 levels'),
   'beyond a float': ('{"prompt": "a", "x": 1e400}', {}, '1e400 is beyond the range of a float'),
-  'lone surrogate': ('{"prompt": "a", "answer": "\\ud800"}', {}, r"UTF-8 cannot write, '\ud800'"),
+  'lone surrogate': ('{"prompt": "a", "answer": "\\ud800"}', {}, r"UTF-8 cannot encode, '\ud800'"),
   'surrogate from a template': ({'prompt': 'a', 'x': 0xD800}, {'truth': '{x:c}'}, 'surrogate'),
   'float from a template': ({'prompt': 'a', 'x': 10**400}, {'prompt': '{x:.0f}'}, 'too large'),
   'no entry': ({'reasoning_gym': 'x'}, {}, "'reasoning_gym' without an entry"),

@@ -122,7 +122,7 @@ class Graph:
   def _modules(self, name: str, path: str) -> set[str]:
     """The files of the module `name`, or of the module that defines it, and of its packages, as `path` imports it."""
     parts = name.split('.')
-    for folder in ('', f'{pathlib.PurePosixPath(path).parent}/', *(HELPERS if path.startswith('tests/') else ())):
+    for folder in _folders(path):
       files = set()
       for length in range(1, len(parts) + 1):
         stem = folder + '/'.join(parts[:length])
@@ -154,7 +154,7 @@ class Graph:
     return self._at('/'.join(known), path, folders=of_this_tree) if known else set()
 
   def _at(self, name: str, path: str, folders: bool) -> set[str]:
-    for folder in ('', f'{pathlib.PurePosixPath(path).parent}/'):
+    for folder in _folders(path):
       if folder + name in self._paths:
         return {folder + name}
       if folders and folder + name in self._folders and folder + name not in ('tests', '.'):
@@ -171,6 +171,11 @@ def _walk(tree: ast.AST) -> Iterator[ast.AST]:
       continue
     yield node
     yield from _walk(node)
+
+
+def _folders(path: str) -> tuple[str, ...]:
+  """Returns the folders, with a slash, in which the file `path` finds modules and data files."""
+  return ('', f'{pathlib.PurePosixPath(path).parent}/', *(HELPERS if path.startswith('tests/') else ()))
 
 
 def _package(path: str, level: int) -> list[str]:

@@ -155,5 +155,5 @@ def test_tensors_that_do_not_fit_are_refused():
 
 
 def test_unknown_dtype_is_refused():
-  with pytest.raises(UserError, match=r"'int8': unknown; there are float32, bfloat16"):
+  with pytest.raises(UserError, match=r"'int8': unknown; wanted one of float32, bfloat16"):
     from_hf([], tiny('llama', 11), scan_layers=False, dtype='int8')

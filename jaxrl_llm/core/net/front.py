@@ -422,7 +422,7 @@ def _read_token(path: str) -> str:
       f'front.token_file: cannot read {path} ({error.strerror}); put a token of at least 16 characters there, mode 600'
     ) from None
   if mode & 0o077:
-    raise UserError(f'front.token_file: {path} has mode {mode & 0o777:o}, open to others than its owner; chmod 600 it')
+    raise UserError(f'front.token_file: {path} has mode {mode & 0o777:o}, and others can read it; chmod 600 it')
   token = line.decode('ascii', 'replace').strip()
   if not _TOKEN.fullmatch(token):
     raise UserError(
