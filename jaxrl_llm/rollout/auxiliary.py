@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxrl_llm.core.errors import RunError
-from jaxrl_llm.core.net.client import CHAT_PATH, Remote, RemoteError, RemoteOptions
+from jaxrl_llm.core.net.client import RemoteError
+from jaxrl_llm.core.net.remote import CHAT_PATH, Remote, RemoteOptions
 from jaxrl_llm.core.records.task import Message
 
 

@@ -17,7 +17,8 @@ from fixtures.rewards_scorers import attempt
 from scoring import pool, using
 from serving import children_of
 
-from jaxrl_llm.core.net.client import Remote, RemoteError, RemoteOptions
+from jaxrl_llm.core.net.client import Lost, RemoteError
+from jaxrl_llm.core.net.remote import Remote, RemoteOptions
 from jaxrl_llm.core.process import child
 from jaxrl_llm.core.records.score import Status
 from jaxrl_llm.core.waits import WaitExpired
@@ -25,7 +26,7 @@ from jaxrl_llm.rewards.pool import processes
 from jaxrl_llm.rewards.sandbox import isolation
 from jaxrl_llm.rewards.sandbox.sandbox import Ending, Limits, Sandboxes
 from jaxrl_llm.rollout.explorers import explorer as exploring
-from jaxrl_llm.rollout.vllm.client import Lost, VllmClient
+from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.tasks.rendering import Limits as RenderLimits
 from jaxrl_llm.tasks.rendering import RenderError, TemplateProcess
 
@@ -75,9 +76,9 @@ def test_a_peer_that_falls_silent_is_one_line_to_every_client(said, monkeypatch)
 
   async def to_an_explorer(address):
     link = exploring.Link(address, key=None, ca_file=None, name='a')
-    with pytest.raises(exploring.Lost, match=r'^/take: no answer within 0\.2 s$'):
+    with pytest.raises(Lost, match=r'^/take: no answer within 0\.2 s$'):
       await link.call('/take', deadline_s=0.2)
-    with pytest.raises(exploring.Lost, match=r'^/generate: no answer within 0\.2 s$'):
+    with pytest.raises(Lost, match=r'^/generate: no answer within 0\.2 s$'):
       async for _ in link.stream('/generate'):
         pass
     await link.close()

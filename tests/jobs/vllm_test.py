@@ -292,8 +292,7 @@ def greedy(asked):
 
 async def counter(client, name):
   """What the server's metrics say it has counted so far."""
-  async with client._opened().get('http://server/metrics') as response:
-    text = await response.text()
+  text = await client.call('GET', '/metrics', is_text=True)
   return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 

@@ -1,208 +1,198 @@
-"""Client for JSON-over-HTTP services with one or more addresses.
+"""HTTP client of one address, and the errors of all clients: no other module sends requests, but the front's proxy.
 
-Invariant: a call returns the body of a 200 response, or raises one `RemoteError` that lists the errors of its tries.
-Transient errors (no connection, timeout, 429, 5xx) are retried, at another address if there is one; at most
-`concurrency` requests are in flight at once.
+Invariant: a response is yielded only if its status is 200; anything else raises an error of this module. Redirects are
+not followed, because the service that they lead to must not see the token.
 """
 
 from __future__ import annotations
 
-import asyncio
-import collections
-import dataclasses
+import contextlib
 import json
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
 
 import aiohttp
 
-from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.net.connections import base_url, certificates, check_address, open_session, read_key
+from jaxrl_llm.core.net.connections import certificates, check_address
 from jaxrl_llm.core.types import Json
 
-CHAT_PATH = '/v1/chat/completions'
-"""Chat completions path of OpenAI-compatible servers."""
-_MAX_WAIT_S = 30.0
-"""Maximum wait before a retry, regardless of `Retry-After`."""
-_REST_S = 5.0
-"""Seconds after an error during which other addresses are preferred."""
-_MAX_ANSWER_BYTES = 4 << 20
 _CONNECT_S = 10.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RemoteOptions:
-  addresses: tuple[str, ...]
-  """`http://host:port/path`, `https://…` or `unix:/path/to.sock`; each request goes to the least busy one."""
-  key_file: str | None = None
-  """File whose first line is the bearer token."""
-  ca_file: str | None = None
-  """CA certificates that verify https servers; None = the system's."""
-  concurrency: int = 16
-  """Maximum requests in flight."""
-  request_deadline_s: float = 60.0
-  """Seconds for one try. The scorer's own `deadline_s` covers all tries."""
-  retries: int = 5
-  """Retries after transient errors. With the default waits they bridge 15 s: a service restart."""
-  first_wait_s: float = 0.5
-  """Seconds before the first retry, doubled for each later one; a `Retry-After` header may extend the wait."""
-
-  def check(self, where: str) -> None:
-    """Raises UserError for options with which no request can be made."""
-    _check_addresses(self.addresses, where)
-    if self.concurrency < 1 or self.retries < 0:
-      raise UserError(f'{where}: concurrency is {self.concurrency} and retries {self.retries}, wanted at least 1 and 0')
-    if not self.request_deadline_s > 0 or not self.first_wait_s > 0:
-      raise UserError(
-        f'{where}: request_deadline_s is {self.request_deadline_s} and first_wait_s {self.first_wait_s}, '
-        'wanted them above 0'
-      )
-    read_key(self.key_file, f'{where}: key_file')
-    if self.ca_file is not None:
-      certificates(self.ca_file, where)
+"""Maximum seconds to connect."""
+_KEEP_ALIVE_S = 2.0
+"""Idle seconds before the client closes a connection: earlier than a server would, perhaps during the next request."""
+_EXCERPT = 500
+"""Maximum characters of a response that an error quotes."""
 
 
 class RemoteError(Exception):
-  """The service returned no usable response."""
+  """A service gave no usable response.
 
-
-class _Passing(Exception):
-  """A transient error, after which a retry may succeed."""
-
-  def __init__(self, message: str, wait_s: float = 0.0):
-    super().__init__(message)
-    self.wait_s = wait_s
-
-
-def _check_addresses(addresses: Sequence[str], where: str) -> None:
-  if not addresses:
-    raise UserError(f'{where}: addresses is empty, wanted at least one')
-  for address in addresses:
-    check_address(address, where)
-
-
-class Remote:
-  """Client of replicated services, and base class of specific clients.
-
-  Use as an async context manager in the event loop that makes the calls.
+  Attributes:
+    status: HTTP status, if it is the error.
+    reason: what the response says about it.
+    wait_s: seconds after which the service asks to be called again.
   """
 
-  def __init__(self, options: RemoteOptions, where: str, path: str = ''):
+  def __init__(self, message: str, *, status: int | None = None, reason: str = '', wait_s: float = 0.0):
+    super().__init__(message)
+    self.status, self.reason, self.wait_s = status, reason, wait_s
+
+  @property
+  def refuses_key(self) -> bool:
+    return self.status in (401, 403)
+
+
+class Lost(RemoteError):
+  """The service cannot be reached, is silent, broke off, or failed (5xx); it may have carried out the request."""
+
+
+class Malformed(Lost):
+  """The response is not what the request asks for."""
+
+
+class Refused(RemoteError):
+  """The service works but rejects the request: a status below 500 other than 200."""
+
+
+class Response:
+  """Body of a response."""
+
+  def __init__(self, content: aiohttp.StreamReader, label: str, max_bytes: int):
+    self._content, self._label, self._max_bytes = content, label, max_bytes
+
+  def chunks(self) -> AsyncIterator[bytes]:
+    """Yields the body as it arrives, without a limit on its size."""
+    return self._content.iter_any()
+
+  async def read(self) -> bytes:
+    """Returns the body. Raises Malformed if it is larger than the client permits."""
+    data = bytearray()
+    async for chunk in self.chunks():
+      data += chunk
+      if len(data) > self._max_bytes:
+        raise Malformed(f'{self._label}: answered more than {self._max_bytes} bytes')
+    return bytes(data)
+
+
+class Client:
+  """Client of one address, with unlimited connections."""
+
+  def __init__(self, address: str, *, key: str | None, ca_file: str | None, where: str, max_bytes: int):
     """
     Args:
+      address: see `connections.check_address`.
+      key: bearer token; None: none is sent.
+      ca_file: see `connections.certificates`.
       where: owner of the client, for errors.
-      path: appended to the addresses; if empty, they are complete URLs.
+      max_bytes: maximum size of a response that is read as a whole.
+
+    Raises:
+      UserError: the address or ca_file cannot be used.
     """
-    self._options, self._where, self._path = options, where, path
-    self._sessions: dict[str, aiohttp.ClientSession] = {}
-    self._busy: collections.Counter[str] = collections.Counter()
-    self._served: collections.Counter[str] = collections.Counter()
-    self._rests_until: dict[str, float] = {}
-    self._slots = asyncio.Semaphore(options.concurrency)
-    self._addresses = options.addresses
+    check_address(address, where)
+    self._address, self._max_bytes = address, max_bytes
+    self._headers = {'Authorization': f'Bearer {key}'} if key else {}
+    self._tls = certificates(ca_file, where) if address.startswith('https:') else True
+    self._session: aiohttp.ClientSession | None = None
+    self._closed = False
 
-  async def __aenter__(self) -> Self:
-    self._key = read_key(self._options.key_file, f'{self._where}: key_file')
-    return self
+  async def close(self) -> None:
+    self._closed = True
+    if self._session is not None:
+      await self._session.close()
+      self._session = None
 
-  async def __aexit__(self, *raised: object) -> None:
-    sessions, self._sessions = list(self._sessions.values()), {}
-    for session in sessions:
-      await session.close()
+  @contextlib.asynccontextmanager
+  async def request(
+    self,
+    method: str,
+    path: str,
+    body: Any = None,
+    *,
+    label: str,
+    deadline_s: float | None,
+    silence_s: float | None = None,
+    params: Mapping[str, str] | None = None,
+    headers: Mapping[str, str] | None = None,
+  ) -> AsyncIterator[Response]:
+    """Sends a request, and yields its response; errors in reading it within the block are translated too.
 
-  def set_addresses(self, addresses: Sequence[str]) -> None:
-    """Sends new requests to these addresses; requests in flight are unaffected. Raises UserError."""
-    _check_addresses(addresses, self._where)
-    self._addresses = tuple(addresses)
+    Args:
+      path: appended to the address; if empty, the address is the URL.
+      body: bytes, a JSON value, or None for no body.
+      label: begins the messages of errors.
+      deadline_s: seconds for the whole exchange; None: only silence is bounded.
+      silence_s: maximum seconds between two parts of the response.
 
-  async def post(self, body: Json) -> Json:
-    """Posts `body` and returns the JSON response. Raises RemoteError."""
-    met: list[str] = []
-    wait = self._options.first_wait_s
-    while True:
-      async with self._slots:
-        address = self._choose()
-        self._busy[address] += 1
-        try:
-          return await self._try(address, body)
-        except _Passing as fault:
-          met.append(str(fault))
-          if len(met) > self._options.retries:
-            faults = '; '.join(dict.fromkeys(met))
-            raise RemoteError(f'{len(met)} tries: {faults}' if len(met) > 1 else faults) from None
-          asked = fault.wait_s
-          self._rests_until[address] = asyncio.get_running_loop().time() + _REST_S
-        finally:
-          self._busy[address] -= 1
-          self._served[address] += 1
-      # Outside the slot, so that other requests can use it during the wait.
-      await asyncio.sleep(min(max(wait, asked), _MAX_WAIT_S))
-      wait *= 2
-
-  def _choose(self) -> str:
-    """Returns the least busy address without a recent error; among equals, the one that served least."""
-    now = asyncio.get_running_loop().time()
-    rests = lambda address: self._rests_until.get(address, now) > now
-    return min(self._addresses, key=lambda address: (rests(address), self._busy[address], self._served[address]))
-
-  def _session(self, address: str) -> aiohttp.ClientSession:
-    if address not in self._sessions:
-      ca_file = self._options.ca_file
-      self._sessions[address] = open_session(address, key=self._key, ca_file=ca_file, where=self._where)
-    return self._sessions[address]
-
-  def _url(self, address: str) -> str:
-    # A complete URL keeps its trailing slash.
-    base = base_url(address) if self._path or address.startswith('unix:') else address
-    # OpenAI clients take a base URL that includes the version.
-    return base + (self._path.removeprefix('/v1') if base.endswith('/v1') else self._path)
-
-  async def _try(self, address: str, body: Json) -> Json:
-    """Makes one request. Raises _Passing or RemoteError."""
-    limit = self._options.request_deadline_s
-    timeout = aiohttp.ClientTimeout(total=limit, sock_connect=min(limit, _CONNECT_S))
-    request = self._session(address).post(self._url(address), json=body, timeout=timeout, allow_redirects=False)
+    Raises:
+      Lost: no connection, a broken one, silence, or status 5xx.
+      Malformed: the response is not HTTP.
+      Refused: any other status but 200.
+    """
+    timeout = aiohttp.ClientTimeout(
+      total=deadline_s, sock_connect=min(deadline_s or _CONNECT_S, _CONNECT_S), sock_read=silence_s
+    )
+    content = {'data': body} if isinstance(body, bytes) else {'json': body}
+    options = {**content, 'params': params, 'headers': headers, 'allow_redirects': False}
+    session = self._opened(label)
     try:
-      async with request as response:
-        data = await _read(response)
+      async with session.request(method, self._url(path), timeout=timeout, **options) as received:
+        response = Response(received.content, label, self._max_bytes)
+        if received.status != 200:
+          raise _status_error(received, await response.read(), label)
+        yield response
     except TimeoutError:  # Before OSError, its base class.
-      raise _Passing(f'{address}: no answer within {limit:g} s') from None
+      raise Lost(f'{label}: no answer within {deadline_s or silence_s:g} s') from None
     except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
-      raise _Passing(f'{address}: {type(error).__name__}: {" ".join(str(error).split())}') from None
+      raise Lost(f'{label}: {type(error).__name__}: {_line(str(error))}') from None
     except aiohttp.ClientError as error:
-      raise RemoteError(f'{address}: {type(error).__name__}: {" ".join(str(error).split())}') from None
-    if response.status == 429 or response.status >= 500:
-      raise _Passing(f'{address}: HTTP {response.status}: {_start(data)}', _asked_wait(response))
-    if response.status in (401, 403):
-      raise RemoteError(f'{address}: HTTP {response.status}: it refuses the key: {_start(data)}; look at key_file')
-    if response.status != 200:
-      raise RemoteError(f'{address}: HTTP {response.status}: {_start(data)}')
-    try:
-      return json.loads(data)
-    except (ValueError, RecursionError):
-      raise RemoteError(f'{address}: answered {_start(data)!r}, wanted JSON') from None
+      raise Malformed(f'{label}: {type(error).__name__}: {_line(str(error))}') from None
+
+  def _opened(self, label: str) -> aiohttp.ClientSession:
+    """Opens the session on first use, because it belongs to the running event loop."""
+    if self._closed:
+      raise Lost(f'{label}: its client was closed')
+    if self._session is None:
+      pool = {'limit': 0, 'keepalive_timeout': _KEEP_ALIVE_S}
+      self._session = aiohttp.ClientSession(
+        connector=aiohttp.UnixConnector(self._address.removeprefix('unix:'), **pool)
+        if self._address.startswith('unix:')
+        else aiohttp.TCPConnector(ssl=self._tls, **pool),
+        headers=self._headers,
+      )
+    return self._session
+
+  def _url(self, path: str) -> str:
+    if self._address.startswith('unix:'):
+      return f'http://service{path}'  # A Unix socket has no host.
+    # A complete URL keeps its trailing slash.
+    return self._address.rstrip('/') + path if path else self._address
 
 
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-  data = bytearray()
-  async for piece in response.content.iter_any():
-    data += piece
-    if len(data) > _MAX_ANSWER_BYTES:
-      raise RemoteError(f'{response.url}: answered more than {_MAX_ANSWER_BYTES} bytes')
-  return bytes(data)
+def parse_json(data: bytes, label: str) -> Json:
+  """Decodes a response. Raises Malformed, with `label` at the beginning of its message, if it is not JSON."""
+  try:
+    return json.loads(data)
+  except (ValueError, RecursionError):
+    text = _line(data.decode(errors='replace'))
+    raise Malformed(f'{label}: answered {text!r}, wanted JSON') from None
 
 
-def _start(data: bytes) -> str:
-  return ' '.join(data[:300].decode(errors='replace').split())
+def _status_error(response: aiohttp.ClientResponse, data: bytes, label: str) -> RemoteError:
+  reason, wait = _reason(data), response.headers.get('Retry-After', '')
+  kind = Lost if response.status >= 500 else Refused
+  message = f'{label}: HTTP {response.status}: {reason}'
+  return kind(message, status=response.status, reason=reason, wait_s=float(wait) if wait.isdecimal() else 0.0)
 
 
-def _asked_wait(response: aiohttp.ClientResponse) -> float:
-  text = response.headers.get('Retry-After', '')
-  return float(text) if text.isdecimal() else 0.0
+def _reason(data: bytes) -> str:
+  """Extracts the message of an error response as one line."""
+  text = data.decode(errors='replace')
+  with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+    error = json.loads(text)['error']
+    text = str(error['message'] if isinstance(error, dict) else error)
+  return _line(text)
 
 
-def read_object(answer: Any, what: str) -> dict[str, Json]:
-  """Returns `answer` if it is a JSON object. Raises RemoteError otherwise."""
-  if not isinstance(answer, dict):
-    raise RemoteError(f'{what} is a {type(answer).__name__}, wanted an object: {json.dumps(answer):.200}')
-  return answer
+def _line(text: str) -> str:
+  return ' '.join(text[: 4 * _EXCERPT].split())[:_EXCERPT]

@@ -1,16 +1,11 @@
-"""Addresses, tokens, certificates and sessions of service clients; unusable ones raise one-line UserErrors."""
+"""Addresses, tokens and certificates of service clients; unusable ones raise one-line UserErrors."""
 
 from __future__ import annotations
 
 import pathlib
 import ssl
 
-import aiohttp
-
 from jaxrl_llm.core.errors import UserError
-
-_KEEP_ALIVE_S = 2.0
-"""Idle seconds before the client closes a connection: earlier than a server would, perhaps during the next request."""
 
 
 def check_address(address: str, where: str) -> None:
@@ -49,28 +44,3 @@ def certificates(ca_file: str | None, where: str) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=ca_file)
   except OSError as error:
     raise UserError(f'{where}: ca_file {ca_file}: no certificates that can be read ({error})') from None
-
-
-def open_session(address: str, *, key: str | None, ca_file: str | None, where: str) -> aiohttp.ClientSession:
-  """Opens a session with unlimited connections to one address, bound to the running event loop.
-
-  Args:
-    address: see `check_address`.
-    key: bearer token; None: none is sent.
-    ca_file: see `certificates`.
-    where: owner of the session, for errors.
-  """
-  check_address(address, where)
-  pool = {'limit': 0, 'keepalive_timeout': _KEEP_ALIVE_S}
-  if address.startswith('unix:'):
-    connector: aiohttp.BaseConnector = aiohttp.UnixConnector(address.removeprefix('unix:'), **pool)
-  else:
-    context = certificates(ca_file, where) if address.startswith('https:') else True
-    connector = aiohttp.TCPConnector(ssl=context, **pool)
-  headers = {'Authorization': f'Bearer {key}'} if key else {}
-  return aiohttp.ClientSession(connector=connector, headers=headers)
-
-
-def base_url(address: str) -> str:
-  """Returns the URL prefix of an address; a Unix socket has no host and gets a placeholder."""
-  return 'http://service' if address.startswith('unix:') else address.rstrip('/')

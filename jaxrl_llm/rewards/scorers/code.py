@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.net.client import Remote, RemoteOptions
+from jaxrl_llm.core.net.remote import Remote, RemoteOptions
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.rewards.api import Attempt, Awaited, Scorer, ScorerConfig, Verdict
 from jaxrl_llm.rewards.sandbox.isolation import Isolation

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.config.values import from_json
-from jaxrl_llm.core.net.client import Remote, RemoteError, RemoteOptions, read_object
+from jaxrl_llm.core.net.client import Malformed
+from jaxrl_llm.core.net.remote import Remote, RemoteOptions, read_object
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.rewards.api import Attempt, Awaited, Verdict
 from jaxrl_llm.rewards.scorers.adapters import data_source, ground_truth
@@ -42,19 +43,19 @@ def is_number(value: Any) -> bool:
 
 
 def read_verdict(answer: Json) -> Verdict:
-  """Parses a response. Raises RemoteError if it is not a verdict."""
+  """Parses a response. Raises Malformed if it is not a verdict."""
   fields = read_object(answer, 'the answer')
   named = [key for key in ('value', 'score') if key in fields]
   if len(named) != 1:
-    raise RemoteError(f'the answer has the keys {sorted(fields)}, wanted one of value and score among them')
+    raise Malformed(f'the answer has the keys {sorted(fields)}, wanted one of value and score among them')
   value = fields[named[0]]
   if value is not None and not is_number(value):
-    raise RemoteError(f'the answer has {named[0]} {value!r:.100}, wanted a finite number or null')
+    raise Malformed(f'the answer has {named[0]} {value!r:.100}, wanted a finite number or null')
   parts, evidence = fields.get('parts') or {}, fields.get('evidence') or {}
   if not isinstance(parts, Mapping) or not all(is_number(part) for part in parts.values()):
-    raise RemoteError(f'the answer has parts {parts!r:.100}, wanted an object of finite numbers')
+    raise Malformed(f'the answer has parts {parts!r:.100}, wanted an object of finite numbers')
   if not isinstance(evidence, Mapping):
-    raise RemoteError(f'the answer has evidence {evidence!r:.100}, wanted an object')
+    raise Malformed(f'the answer has evidence {evidence!r:.100}, wanted an object')
   numbers = {name: float(part) for name, part in parts.items()}
   return Verdict(value=None if value is None else float(value), parts=numbers, evidence=evidence)
 

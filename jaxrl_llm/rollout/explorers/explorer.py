@@ -17,12 +17,11 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-import aiohttp
 import msgpack
 from absl import logging
 
 from jaxrl_llm.core.errors import RunError, UserError
-from jaxrl_llm.core.net.connections import base_url, open_session
+from jaxrl_llm.core.net.client import Client, Lost, RemoteError, Response
 from jaxrl_llm.core.records.sample import encode
 from jaxrl_llm.core.records.task import Message
 from jaxrl_llm.rewards.api import Attempt, Reward
@@ -46,6 +45,8 @@ _PATIENCE_S = 60.0
 _AGAIN_S = 0.5
 _SILENCE_S = 6 * wire.BEAT_S
 """Seconds of silence in a response after which the master counts as unreachable."""
+_MAX_BYTES = 1 << 30
+"""Maximum bytes of a response, and of one value in a stream."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,10 +66,6 @@ class Welcome:
 
 
 BuildWorkflow = Callable[[WorkflowConfig, Hub, Tokenizer, int], Workflow]
-
-
-class Lost(Exception):
-  """The master does not respond."""
 
 
 class Gone(Lost):
@@ -105,11 +102,10 @@ class Link:
     """
     secret = secrets.token_hex(16)
     self.name, self.sender = wire.identity(name, secret), {'name': name, 'secret': secret}
-    self._base = base_url(address)
-    self._session = open_session(address, key=key, ca_file=ca_file, where='master')
+    self._client = Client(address, key=key, ca_file=ca_file, where='master', max_bytes=_MAX_BYTES)
 
   async def close(self) -> None:
-    await self._session.close()
+    await self._client.close()
 
   async def call(self, path: str, *, deadline_s: float = 30.0, **body: Any) -> Any:
     async with self._posted(path, body, deadline_s) as response:
@@ -117,9 +113,9 @@ class Link:
 
   async def stream(self, path: str, **body: Any) -> AsyncIterator[Any]:
     """Yields the values of a response as they arrive, up to None; only silence is bounded, not the total time."""
-    frames = msgpack.Unpacker(max_buffer_size=1 << 30)
+    frames = msgpack.Unpacker(max_buffer_size=_MAX_BYTES)
     async with self._posted(path, body, None) as response:
-      async for chunk in response.content.iter_any():
+      async for chunk in response.chunks():
         frames.feed(chunk)
         for value in frames:
           if value is None:
@@ -131,26 +127,25 @@ class Link:
     raise Lost(f'{path}: the answer broke off')
 
   @contextlib.asynccontextmanager
-  async def _posted(
-    self, path: str, body: Mapping[str, Any], deadline_s: float | None
-  ) -> AsyncIterator[aiohttp.ClientResponse]:
-    timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=10.0, sock_read=_SILENCE_S)
+  async def _posted(self, path: str, body: Mapping[str, Any], deadline_s: float | None) -> AsyncIterator[Response]:
     message = pack({**self.sender, **body})
     try:
-      async with self._session.post(self._base + path, data=message, timeout=timeout) as response:
-        if response.status in (401, 403):
-          raise UserError(f'master: refuses the token ({response.status}); --key_file has to hold that of its listen')
-        if response.status == 410:
-          raise Gone(await response.text())
-        if response.status == wire.EVICTED:
-          raise Evicted(f'master: {(await response.text())[:400]}')
-        if response.status != 200:
-          raise RunError(f'master: {path}: {response.status}: {(await response.text())[:400]}')
+      async with self._client.request(
+        'POST', path, message, label=path, deadline_s=deadline_s, silence_s=_SILENCE_S
+      ) as response:
         yield response
-    except TimeoutError:
-      raise Lost(f'{path}: no answer within {deadline_s or _SILENCE_S:g} s') from None
-    except (aiohttp.ClientError, OSError) as error:
-      raise Lost(f'{path}: {type(error).__name__}: {error}') from None
+    except RemoteError as error:
+      if error.refuses_key:
+        raise UserError(
+          f'master: refuses the token ({error.status}); --key_file has to hold that of its listen'
+        ) from None
+      if error.status == 410:
+        raise Gone(error.reason) from None
+      if error.status == wire.EVICTED:
+        raise Evicted(f'master: {error.reason}') from None
+      if error.status is not None:
+        raise RunError(f'master: {error}') from None
+      raise
 
 
 class _LeasedHub:

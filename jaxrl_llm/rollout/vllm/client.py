@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import aiohttp
 import numpy as np
 from jaxtyping import Float32, Int32
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.net.connections import base_url, check_address, open_session
+from jaxrl_llm.core.net.client import Client, Lost, Malformed, Refused, RemoteError, parse_json
 from jaxrl_llm.core.records.sample import Finish, Segment
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import CUT, Completion, Request
@@ -27,18 +25,12 @@ MODEL = 'policy'
 """Name of the policy on our servers (`--served-model-name`)."""
 _GENERATE = '/inference/v1/generate'
 _SEED_BITS = 62
+_MAX_ANSWER_BYTES = 1 << 28
+"""Maximum bytes of an answer; one may name all tensors."""
 _UNDRAWABLE = -9000.0
 """Logprobs below this are impossible: vLLM writes -9999 for minus infinity."""
 _KEPT_ADAPTERS = 2
 """Adapters loaded at a time: the newest, and the previous one for completions in flight."""
-
-
-class Lost(Exception):
-  """The server is dead, hung, disconnected, or returned an invalid answer."""
-
-
-class Refused(Exception):
-  """The server works but rejected a command; the message holds its reason."""
 
 
 class VllmClient:
@@ -53,31 +45,17 @@ class VllmClient:
       name: name in segments and messages; None = the address.
     """
     self.address, self.name = address, name or address
-    self._key, self._ca_file = key, ca_file
-    self._session: aiohttp.ClientSession | None = None
+    where = f'engine {self.name}'
+    self._client = Client(address, key=key, ca_file=ca_file, where=where, max_bytes=_MAX_ANSWER_BYTES)
     self._labels: dict[str, Version] = {}
     """Versions published through this client, by label; tokens under any other label are rejected."""
     self.adapter: Publication | None = None
     """Adapter that completions use; None = the base model."""
     self._adapters: list[str] = []
     """Names of the adapters loaded through this client, newest last."""
-    self._closed = False
-    check_address(address, f'engine {self.name}')
-    self._base = base_url(address)
-
-  def _opened(self) -> aiohttp.ClientSession:
-    """Opens the session on first use, because it belongs to the running event loop."""
-    if self._closed:
-      raise Lost(f'{self.name}: its client was closed')
-    if self._session is None:
-      self._session = open_session(self.address, key=self._key, ca_file=self._ca_file, where=f'engine {self.name}')
-    return self._session
 
   async def close(self) -> None:
-    self._closed = True
-    if self._session is not None:
-      await self._session.close()
-      self._session = None
+    await self._client.close()
 
   async def call(
     self,
@@ -93,32 +71,23 @@ class VllmClient:
 
     Raises:
       Lost: no response within `deadline_s`, a malformed one, or a 5xx status.
-      Refused: a 4xx status.
+      Refused: any other status but 200.
     """
-    timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=min(deadline_s, 10.0))
     # After an exception vLLM closes the connection unannounced; the next command must not reuse it.
     headers = {} if path == _GENERATE else {'Connection': 'close'}
-    try:
-      async with self._opened().request(
-        method, self._base + path, json=body, params=params, headers=headers, timeout=timeout, allow_redirects=False
-      ) as response:
-        text = await response.text()
-    except TimeoutError:  # A subclass of OSError, so caught first.
-      raise Lost(f'{self.name}: {path}: no answer within {deadline_s:g} s') from None
-    except (aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
-      raise Lost(f'{self.name}: {path}: {type(error).__name__}: {" ".join(str(error).split())}') from None
-    if response.status >= 500:
-      raise Lost(f'{self.name}: {path}: HTTP {response.status}: {_message(text)}')
-    if response.status != 200:
-      raise Refused(f'{self.name}: {path}: HTTP {response.status}: {_message(text)}')
-    with contextlib.suppress(ValueError):
-      return text if is_text else json.loads(text) if text else None
-    raise Lost(f'{self.name}: {path}: answered {text[:80]!r}, wanted JSON')
+    label = f'{self.name}: {path}'
+    async with self._client.request(
+      method, path, body, label=label, deadline_s=deadline_s, params=params, headers=headers
+    ) as response:
+      data = await response.read()
+    if is_text:
+      return data.decode(errors='replace')
+    return parse_json(data, label) if data else None
 
   async def is_healthy(self, *, deadline_s: float = 5.0) -> bool:
     try:
       await self.call('GET', '/health', deadline_s=deadline_s)
-    except (Lost, Refused):
+    except RemoteError:
       return False
     return True
 
@@ -133,7 +102,7 @@ class VllmClient:
         'correct rollout.vllm.addresses'
       ) from None
     except Refused as error:
-      if 'HTTP 401' in str(error) or 'HTTP 403' in str(error):
+      if error.refuses_key:
         raise UserError(
           f'engine {self.name}: {self.address} refuses the key ({error}); rollout.vllm.key_file must hold the token '
           'that its jaxrl serve was started with'
@@ -163,7 +132,7 @@ class VllmClient:
     try:
       answer = await self.call('POST', _GENERATE, body, deadline_s=deadline_s)
     except Refused as error:
-      if adapter is not None and 'HTTP 404' in str(error):  # The server was restarted and lost its adapters.
+      if adapter is not None and error.status == 404:  # The server was restarted and lost its adapters.
         raise Lost(str(error)) from None
       raise UserError(f'request {request.uid}: {error}') from None
     try:
@@ -174,7 +143,7 @@ class VllmClient:
         choice = {**choice, 'weight_versions': [span]}
       return _completion(choice, request, self.name, self._labels)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-      raise Lost(f'{self.name}: answer to {request.uid}: {type(error).__name__}: {error}') from None
+      raise Malformed(f'{self.name}: answer to {request.uid}: {type(error).__name__}: {error}') from None
 
   async def warm_up(self, *, sampled: bool, deadline_s: float) -> None:
     """Triggers the server's lazy compilation with a greedy and, if `sampled`, a seeded random request."""
@@ -192,7 +161,7 @@ class VllmClient:
       rows = answer['prompt_logprobs']
       values = [0.0, *(row[str(token)]['logprob'] for row, token in zip(rows[1:], body['token_ids'][1:], strict=True))]
     except (KeyError, TypeError, ValueError) as error:
-      raise Lost(f'{self.name}: prompt_logprobs: {type(error).__name__}: {error}') from None
+      raise Malformed(f'{self.name}: prompt_logprobs: {type(error).__name__}: {error}') from None
     return np.array(values, np.float32)
 
   async def weights(self) -> list[dict[str, Any]]:
@@ -208,7 +177,7 @@ class VllmClient:
     try:
       return list(answer['results'])
     except (KeyError, TypeError):
-      raise Lost(f'{self.name}: /collective_rpc {method}: answered {str(answer)[:80]}') from None
+      raise Malformed(f'{self.name}: /collective_rpc {method}: answered {str(answer)[:80]}') from None
 
   async def init_transfer(self, info: Mapping[str, Any], *, deadline_s: float = 60.0) -> None:
     """Initializes weight transfer before a server's first update; `info` is specific to the transfer backend."""
@@ -276,7 +245,7 @@ class VllmClient:
     """Tokenizes without special tokens; None if the server has no tokenizer."""
     try:
       answer = await self.call('POST', '/tokenize', {'model': MODEL, 'prompt': text, 'add_special_tokens': False})
-    except (Lost, Refused):
+    except RemoteError:
       return None
     return [int(t) for t in answer['tokens']]
 
@@ -289,16 +258,6 @@ def sampler_seed(seed: int, key: tuple[int, ...], index: int) -> int:
   """Returns the sampler seed of one completion: a hash of the engine's seed, the request's key and the sample index."""
   words = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, *key, index], '<u4')
   return int.from_bytes(hashlib.blake2b(words.tobytes(), digest_size=8).digest(), 'little') >> (64 - _SEED_BITS)
-
-
-def _message(text: str) -> str:
-  """Extracts the reason from an error body as one line."""
-  try:
-    error = json.loads(text)['error']
-    text = error['message'] if isinstance(error, dict) else str(error)
-  except (ValueError, KeyError, TypeError):
-    pass
-  return ' '.join(text.split())[:500]
 
 
 def _sampling_params(request: Request, seed: int) -> dict[str, Any]:

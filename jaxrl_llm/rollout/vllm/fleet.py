@@ -16,10 +16,10 @@ from typing import Any
 from absl import logging
 
 from jaxrl_llm.core.errors import RunError, UserError, first_cause
+from jaxrl_llm.core.net.client import Lost, Refused, RemoteError
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.api import Completion, Probe, Request, Weights
-from jaxrl_llm.rollout.vllm.client import Lost, Refused
 from jaxrl_llm.rollout.vllm.publication import Publication, PublicationFolder
 from jaxrl_llm.rollout.vllm.replica import SPECULATION, Replica, State, Unproven
 from jaxrl_llm.rollout.vllm.server import VllmConfig
@@ -321,7 +321,7 @@ class Fleet:
           await self._transact(replica, current)
         if current is self._current:
           break
-      except (Lost, Refused, Unproven) as error:
+      except (RemoteError, Unproven) as error:
         # After a refusal the server still works and nothing was written; a newer version may have replaced the file.
         works = isinstance(error, Refused)
         attempts += not works or current is self._current
@@ -338,7 +338,7 @@ class Fleet:
       return False
     if replica.server is not None and not replica.server.is_running():
       return False
-    with contextlib.suppress(Lost, Refused):
+    with contextlib.suppress(RemoteError):
       if await replica.client.served_label() == replica.label:
         return await replica.is_alive(deadline_s=self._config.latency_s)
     return False

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.net.client import Lost, Refused, RemoteError
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Completion, Probe, Request
-from jaxrl_llm.rollout.vllm.client import Lost, Refused, VllmClient
+from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.publication import Publication, digest, read_checked
 from jaxrl_llm.rollout.vllm.server import Server, lora_rank
 from jaxrl_llm.rollout.vllm.transfer import FileTransfer, Transfer
@@ -182,7 +183,7 @@ class Replica:
 
   async def is_alive(self, *, deadline_s: float) -> bool:
     """Whether it still samples; /health alone does not detect a hung engine."""
-    with contextlib.suppress(Lost, Refused):
+    with contextlib.suppress(RemoteError):
       if await self.client.is_healthy():
         if self.client.adapter is None:
           await self.client.prompt_logprobs([0, 0], deadline_s=deadline_s)
@@ -224,7 +225,7 @@ class Replica:
       )
     try:
       workers = await self.client.weights()
-    except (Lost, Refused) as error:
+    except RemoteError as error:
       raise UserError(f'{where}: has no worker extension of ours ({error}); start it with jaxrl serve') from None
     self.slices = [worker['tensors'] for worker in workers]
     self._on_cpu = any(worker['device'] == 'cpu' for worker in workers)
@@ -245,7 +246,7 @@ class Replica:
         )
     try:
       await self.transfer.connect(self.client)
-    except (Lost, Refused) as error:
+    except RemoteError as error:
       raise UserError(
         f'{where}: cannot be sent weights over {self.transfer.backend!r} ({error}); start it with the same '
         'rollout.vllm.transfer, or set another'
@@ -254,7 +255,7 @@ class Replica:
       # A trainer that died during publication leaves its servers paused.
       await self.client.resume()
       await self.client.warm_up(sampled=not speculative, deadline_s=deadline_s)
-    except (Lost, Refused) as error:
+    except RemoteError as error:
       raise UserError(f'{where}: does not sample ({error}); look into its log, and start it again') from None
 
 

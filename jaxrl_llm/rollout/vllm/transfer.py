@@ -17,7 +17,8 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from jaxrl_llm.rollout.vllm.client import Lost, Refused, VllmClient
+from jaxrl_llm.core.net.client import Lost, Refused
+from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.publication import Publication
 from jaxrl_llm.rollout.vllm.server import WORKER, WORKER_MODULE, VllmConfig, check_transfer
 

@@ -299,5 +299,5 @@ def test_the_pool_awaits_it_and_its_faults_are_scores():
 
   good, wrong, late = simulated(main())
   assert (good.status, good.value) == (Status.OK, 0.25)
-  assert (wrong.status, wrong.value) == (Status.ERROR, None) and 'RemoteError' in wrong.evidence['error']
+  assert (wrong.status, wrong.value) == (Status.ERROR, None) and 'Malformed' in wrong.evidence['error']
   assert (late.status, late.value) == (Status.TIMEOUT, None)

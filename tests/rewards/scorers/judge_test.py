@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from services import HANG, Service, chat, one_after_another
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.net.client import RemoteError
+from jaxrl_llm.core.net.client import Malformed, RemoteError
 from jaxrl_llm.core.records.score import Status
 from jaxrl_llm.rewards.api import Addressed, AwaitedGroup, RewardsConfig, ScorerConfig
 from jaxrl_llm.rewards.pool.pool import ScorerPool
 from jaxrl_llm.rewards.scorers.judge.scorer import judge_scorer, pairs
-from jaxrl_llm.rewards.scorers.judge.texts import GRADE, Malformed, fill, marker_key, read_answer
+from jaxrl_llm.rewards.scorers.judge.texts import GRADE, fill, marker_key, read_answer
 
 GOOD = chat('{"reasoning": "it is", "score": 0.75}')
 

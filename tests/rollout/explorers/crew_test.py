@@ -15,6 +15,7 @@ from exploring import make_tasks
 from serving import children_of
 
 from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.net.client import Lost
 from jaxrl_llm.core.records.sample import encode
 from jaxrl_llm.core.records.task import Media
 from jaxrl_llm.core.types import Version
@@ -24,7 +25,7 @@ from jaxrl_llm.rollout.api import Request, Sampling
 from jaxrl_llm.rollout.explorers import crew, wire
 from jaxrl_llm.rollout.explorers import explorer as exploring
 from jaxrl_llm.rollout.explorers.crew import ExplorersConfig
-from jaxrl_llm.rollout.explorers.explorer import Evicted, Link, Lost, explore
+from jaxrl_llm.rollout.explorers.explorer import Evicted, Link, explore
 from jaxrl_llm.rollout.explorers.wire import pack, request_row, unpack
 from jaxrl_llm.rollout.workflow import SingleTurn, WorkflowConfig
 

@@ -14,6 +14,7 @@ from clocks import simulated
 from safetensors.numpy import load_file
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.net.client import Lost, Refused
 from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models import lora
@@ -21,7 +22,7 @@ from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import LoraConfig, ModelOptions
 from jaxrl_llm.rollout.api import Probe, Request
-from jaxrl_llm.rollout.vllm.client import Lost, Refused, VllmClient
+from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.publication import FILE, AdapterFolder, read_checked
 from jaxrl_llm.rollout.vllm.replica import Replica, Unproven
 from jaxrl_llm.rollout.vllm.server import lora_rank

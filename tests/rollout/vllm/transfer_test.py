@@ -25,8 +25,9 @@ from paths import ROOT
 from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.net.client import Lost, Refused
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.rollout.vllm.client import Lost, Refused, VllmClient
+from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.publication import FILE, Publication, digest
 from jaxrl_llm.rollout.vllm.replica import Replica
 from jaxrl_llm.rollout.vllm.server import WORKER, VllmConfig, server_commands

@@ -19,7 +19,8 @@ from typing import Any, Literal, NamedTuple, Self
 
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError, first_cause
-from jaxrl_llm.core.net.client import CHAT_PATH, Remote, RemoteError, RemoteOptions, read_object
+from jaxrl_llm.core.net.client import Malformed
+from jaxrl_llm.core.net.remote import CHAT_PATH, Remote, RemoteOptions, read_object
 from jaxrl_llm.core.records.score import Score
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Json
@@ -30,7 +31,6 @@ from jaxrl_llm.rewards.scorers.judge.texts import (
   COMPARE_BY_TRUTH,
   GRADE,
   GRADE_BY_TRUTH,
-  Malformed,
   check_template,
   fields_of,
   fill,
@@ -144,7 +144,7 @@ class Judge(Remote):
         answer = read(text)
       except Malformed as wrong:
         if tries > self.options.malformed_retries:
-          raise RemoteError(f'no verdict in {tries} answers; the last: {wrong}: {text[-200:]!r}') from None
+          raise Malformed(f'no verdict in {tries} answers; the last: {wrong}: {text[-200:]!r}') from None
         hint = f'That is no verdict: {wrong}. Answer the question again, with one JSON object of the form asked for.'
         messages = [
           *body['messages'],
@@ -163,7 +163,7 @@ def _content(answer: Json) -> tuple[str, bool]:
     choice = read_object(answer, 'the answer')['choices'][0]
     return choice['message'].get('content') or '', choice.get('finish_reason') == 'length'
   except (KeyError, IndexError, TypeError, AttributeError):
-    raise RemoteError(f'the answer is no chat completion: {json.dumps(answer):.200}') from None
+    raise Malformed(f'the answer is no chat completion: {json.dumps(answer):.200}') from None
 
 
 def _texts(task: Task, template: str) -> dict[str, str] | None:

@@ -17,6 +17,7 @@ import string
 from collections.abc import Iterable, Mapping
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.net.client import Malformed
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.rewards.scorers.http import is_number
 
@@ -128,15 +129,11 @@ def fill(template: str, mode: str, texts: Mapping[str, str]) -> str:
   return template.format(**marked) + _RULES.format(key=key, form=_FORMS[mode])
 
 
-class Malformed(Exception):
-  """A judge's answer is not a verdict; the message says why and is sent to the judge."""
-
-
 def read_answer(text: str, wanted: str) -> dict[str, Json]:
   """Returns the JSON object with the key `wanted` in a judge's answer, which may be fenced or follow prose or thoughts.
 
-  Raises Malformed if there is none, or if two differ: if a judge quotes a verdict from the text and then gives its own,
-  it is unclear which counts.
+  Raises Malformed, with a message for the judge, if there is none, or if two differ: if a judge quotes a verdict from
+  the text and then gives its own, it is unclear which counts.
   """
   text = text[:_MAX_TEXT].lstrip()
   if text.startswith('<think>'):  # Elsewhere the tag may be quoted, after the verdict.

@@ -1,0 +1,169 @@
+"""Client of a service with one or more addresses, for JSON.
+
+Invariant: a call returns the body of a 200 response, or raises one `RemoteError` that lists the errors of its tries.
+Transient errors (no connection, timeout, 429, 5xx) are retried, at another address if there is one; at most
+`concurrency` requests are in flight at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any, Self
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.net.client import Client, Lost, Malformed, Refused, RemoteError, parse_json
+from jaxrl_llm.core.net.connections import certificates, check_address, read_key
+from jaxrl_llm.core.types import Json
+
+CHAT_PATH = '/v1/chat/completions'
+"""Chat completions path of OpenAI-compatible servers."""
+_MAX_WAIT_S = 30.0
+"""Maximum wait before a retry, regardless of `Retry-After`."""
+_REST_S = 5.0
+"""Seconds after an error during which other addresses are preferred."""
+_MAX_ANSWER_BYTES = 4 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RemoteOptions:
+  addresses: tuple[str, ...]
+  """`http://host:port/path`, `https://…` or `unix:/path/to.sock`; each request goes to the least busy one."""
+  key_file: str | None = None
+  """File whose first line is the bearer token."""
+  ca_file: str | None = None
+  """CA certificates that verify https servers; None = the system's."""
+  concurrency: int = 16
+  """Maximum requests in flight."""
+  request_deadline_s: float = 60.0
+  """Seconds for one try. The scorer's own `deadline_s` covers all tries."""
+  retries: int = 5
+  """Retries after transient errors. With the default waits they bridge 15 s: a service restart."""
+  first_wait_s: float = 0.5
+  """Seconds before the first retry, doubled for each later one; a `Retry-After` header may extend the wait."""
+
+  def check(self, where: str) -> None:
+    """Raises UserError for options with which no request can be made."""
+    _check_addresses(self.addresses, where)
+    if self.concurrency < 1 or self.retries < 0:
+      raise UserError(f'{where}: concurrency is {self.concurrency} and retries {self.retries}, wanted at least 1 and 0')
+    if not self.request_deadline_s > 0 or not self.first_wait_s > 0:
+      raise UserError(
+        f'{where}: request_deadline_s is {self.request_deadline_s} and first_wait_s {self.first_wait_s}, '
+        'wanted them above 0'
+      )
+    read_key(self.key_file, f'{where}: key_file')
+    if self.ca_file is not None:
+      certificates(self.ca_file, where)
+
+
+def _check_addresses(addresses: Sequence[str], where: str) -> None:
+  if not addresses:
+    raise UserError(f'{where}: addresses is empty, wanted at least one')
+  for address in addresses:
+    check_address(address, where)
+
+
+class Remote:
+  """Client of replicated services, and base class of specific clients.
+
+  Use as an async context manager in the event loop that makes the calls.
+  """
+
+  def __init__(self, options: RemoteOptions, where: str, path: str = ''):
+    """
+    Args:
+      where: owner of the client, for errors.
+      path: appended to the addresses; if empty, they are complete URLs.
+    """
+    self._options, self._where, self._path = options, where, path
+    self._clients: dict[str, Client] = {}
+    self._busy: collections.Counter[str] = collections.Counter()
+    self._served: collections.Counter[str] = collections.Counter()
+    self._rests_until: dict[str, float] = {}
+    self._slots = asyncio.Semaphore(options.concurrency)
+    self._addresses = options.addresses
+
+  async def __aenter__(self) -> Self:
+    self._key = read_key(self._options.key_file, f'{self._where}: key_file')
+    return self
+
+  async def __aexit__(self, *raised: object) -> None:
+    clients, self._clients = list(self._clients.values()), {}
+    for client in clients:
+      await client.close()
+
+  def set_addresses(self, addresses: Sequence[str]) -> None:
+    """Sends new requests to these addresses; requests in flight are unaffected. Raises UserError."""
+    _check_addresses(addresses, self._where)
+    self._addresses = tuple(addresses)
+
+  async def post(self, body: Json) -> Json:
+    """Posts `body` and returns the JSON response. Raises RemoteError."""
+    met: list[str] = []
+    wait = self._options.first_wait_s
+    while True:
+      async with self._slots:
+        address = self._choose()
+        self._busy[address] += 1
+        try:
+          return await self._try(address, body)
+        except RemoteError as error:
+          if not _is_transient(error):
+            raise
+          met.append(str(error))
+          if len(met) > self._options.retries:
+            errors = '; '.join(dict.fromkeys(met))
+            raise RemoteError(f'{len(met)} tries: {errors}' if len(met) > 1 else errors) from None
+          asked = error.wait_s
+          self._rests_until[address] = asyncio.get_running_loop().time() + _REST_S
+        finally:
+          self._busy[address] -= 1
+          self._served[address] += 1
+      # Outside the slot, so that other requests can use it during the wait.
+      await asyncio.sleep(min(max(wait, asked), _MAX_WAIT_S))
+      wait *= 2
+
+  def _choose(self) -> str:
+    """Returns the least busy address without a recent error; among equals, the one that served least."""
+    now = asyncio.get_running_loop().time()
+    rests = lambda address: self._rests_until.get(address, now) > now
+    return min(self._addresses, key=lambda address: (rests(address), self._busy[address], self._served[address]))
+
+  def _client(self, address: str) -> Client:
+    if address not in self._clients:
+      options = {'key': self._key, 'ca_file': self._options.ca_file, 'where': self._where}
+      self._clients[address] = Client(address, **options, max_bytes=_MAX_ANSWER_BYTES)
+    return self._clients[address]
+
+  def _path_at(self, address: str) -> str:
+    # OpenAI clients take a base URL that includes the version.
+    has_version = address.startswith('http') and address.rstrip('/').endswith('/v1')
+    return self._path.removeprefix('/v1') if has_version else self._path
+
+  async def _try(self, address: str, body: Json) -> Json:
+    limit_s = self._options.request_deadline_s
+    try:
+      async with self._client(address).request(
+        'POST', self._path_at(address), body, label=address, deadline_s=limit_s
+      ) as response:
+        return parse_json(await response.read(), address)
+    except RemoteError as error:
+      if error.refuses_key:
+        raise Refused(f'{error}; it refuses the key: look at key_file', status=error.status) from None
+      raise
+
+
+def _is_transient(error: RemoteError) -> bool:
+  """Whether a retry may succeed."""
+  return error.status == 429 or (isinstance(error, Lost) and not isinstance(error, Malformed))
+
+
+def read_object(answer: Any, what: str) -> dict[str, Json]:
+  """Returns `answer` if it is a JSON object. Raises Malformed otherwise."""
+  if not isinstance(answer, dict):
+    raise Malformed(f'{what} is a {type(answer).__name__}, wanted an object: {json.dumps(answer):.200}')
+  return answer
