@@ -6,6 +6,7 @@ Invariant: neither the child nor anything that it starts outlives the process th
 from __future__ import annotations
 
 import pathlib
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ _STOP_S = 45.0
 """Longest wait for a guard to end, in seconds; the guard's limits are shorter: 5 s of grace and 30 s after SIGKILL."""
 _TAIL_BYTES = 1 << 20
 """Most of a log that is read."""
-_GUARD_SAYS = 'guard:'
+_GUARD_SAYS, _NOT_STARTED = 'guard:', ' cannot be started: '
 
 
 class Child:
@@ -50,11 +51,20 @@ class Child:
   def is_running(self) -> bool:
     return self._guard is not None and self._guard.poll() is None
 
-  def start(self, command: Sequence[str], env: Mapping[str, str], *, first_line: str = '') -> None:
+  def start(
+    self,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    first_line: str = '',
+    channel: socket.socket | None = None,
+  ) -> None:
     """Starts `command` with the environment `env`, once an earlier one has ended.
 
     Args:
       first_line: goes into the log before the command's output.
+      channel: the command's stdin and stdout, for the caller to close after the call; the other end gets the end of
+        file when nothing is left of the command. None: the command has no input, and its stdout goes to the log.
     """
     if self.is_running():
       raise RuntimeError(f'{self.name} is running')
@@ -67,22 +77,22 @@ class Child:
     # -P: the modules beside the guard are not for import.
     guard_command = [sys.executable, '-P', str(GUARD), f'--log={self.log}', f'--grace_s={self._grace_s:g}', *orphaned]
     self._guard = subprocess.Popen(
-      [*guard_command, '--', *command],
+      [*guard_command, *(['--channel'] if channel else []), '--', *command],
       stdin=subprocess.PIPE,
-      stdout=subprocess.DEVNULL,
+      stdout=channel or subprocess.DEVNULL,
       stderr=subprocess.DEVNULL,
       env=env,
       start_new_session=True,
     )
 
   def lines(self) -> list[str]:
-    """The last lines that the command has printed since its start, without empty ones."""
+    """The last lines in the log since the start, without empty ones: the command's, or why it could not be started."""
     if not self.log.exists():
       return []
     with self.log.open('rb') as file:
       file.seek(max(self._log_start, self.log.stat().st_size - _TAIL_BYTES))
       lines = [line.strip() for line in file.read().decode(errors='replace').splitlines()]
-    return [line for line in lines if line and not line.startswith(_GUARD_SAYS)]
+    return [line for line in lines if line and (_NOT_STARTED in line or not line.startswith(_GUARD_SAYS))]
 
   def terminate(self) -> None:
     """Orders the end without waiting for it; the guard kills what survives SIGTERM."""

@@ -1,11 +1,11 @@
 """Process guard: ties a server's process tree to its owner's lifetime, so that no process or file is left behind.
 
-  python guard.py --log=FILE [--remove_orphaned=PATH ...] [--grace_s=5] -- COMMAND [ARGUMENT ...]
+  python guard.py --log=FILE [--remove_orphaned=PATH ...] [--grace_s=5] [--channel] -- COMMAND [ARGUMENT ...]
 
 Runs by its file path with Python 3.11 or later, imports nothing of jaxrl_llm, requires Linux. The owner starts it with
 `start_new_session=True` and, as stdin, a pipe whose write end only the owner holds: closing it, or dying, orders a
 stop. So do SIGTERM, SIGINT and SIGHUP. COMMAND's output is appended to FILE, as is a line `guard: …` for each action at
-the end.
+the end. With --channel, the guard's stdout is a socket to the owner, and COMMAND's stdin and stdout.
 
 Invariant: when the guard has ended, every process that COMMAND started is gone, even if it called setsid or ignored
 signals; so are the files in /dev/shm (with names in `_NAMES`) that these were seen using and no other process uses. If
@@ -192,7 +192,7 @@ def _signal_source() -> int:
   return source
 
 
-def _start(command: Sequence[str], log: BinaryIO) -> subprocess.Popen:
+def _start(command: Sequence[str], log: BinaryIO, *, channel: bool) -> subprocess.Popen:
   """Starts COMMAND, which the kernel kills if the guard dies; orphaned descendants become children of the guard."""
   prctl = ctypes.CDLL(None, use_errno=True).prctl
   if prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -206,8 +206,8 @@ def _start(command: Sequence[str], log: BinaryIO) -> subprocess.Popen:
 
   return subprocess.Popen(
     command,
-    stdin=subprocess.DEVNULL,
-    stdout=log,
+    stdin=1 if channel else subprocess.DEVNULL,
+    stdout=1 if channel else log,
     stderr=log,
     start_new_session=True,
     preexec_fn=before_exec,
@@ -331,13 +331,15 @@ def _complain(text: str) -> None:
 def main(argv: Sequence[str]) -> int:
   """Runs the guard and returns its exit code; 2 for an invalid command line."""
   parser = argparse.ArgumentParser(
-    prog='guard.py', usage='%(prog)s --log=FILE [--remove_orphaned=PATH ...] [--grace_s=5] -- COMMAND [ARGUMENT ...]'
+    prog='guard.py',
+    usage='%(prog)s --log=FILE [--remove_orphaned=PATH ...] [--grace_s=5] [--channel] -- COMMAND [ARGUMENT ...]',
   )
   parser.add_argument('--log', required=True, help="File to which COMMAND's output is appended.")
   parser.add_argument(
     '--remove_orphaned', action='append', default=[], help='File or directory to remove if the owner is gone.'
   )
   parser.add_argument('--grace_s', type=_seconds, default=5.0, help='Seconds between SIGTERM and SIGKILL.')
+  parser.add_argument('--channel', action='store_true', help="Whether stdout is COMMAND's stdin and stdout.")
   split = argv.index('--') if '--' in argv else len(argv)
   options, command = parser.parse_args(argv[:split]), argv[split + 1 :]
   if not command:
@@ -351,7 +353,7 @@ def main(argv: Sequence[str]) -> int:
     parser.error(f'--log={options.log}: {error.strerror}')
   say = _sayer(log)
   try:
-    guard = Guard(_start(command, log), signals, grace_s=options.grace_s, say=say)
+    guard = Guard(_start(command, log, channel=options.channel), signals, grace_s=options.grace_s, say=say)
   except (OSError, subprocess.SubprocessError) as error:
     reason = f'{command[0]} cannot be started: {getattr(error, "strerror", None) or error}'
     say(reason)

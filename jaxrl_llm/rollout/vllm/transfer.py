@@ -7,17 +7,17 @@ are then unknown.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import pathlib
 import shutil
-import signal
+import socket
 import tempfile
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from jaxrl_llm.core.net.client import Lost, Refused
+from jaxrl_llm.core.process.child import Child
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.publication import Publication
 from jaxrl_llm.rollout.vllm.server import WORKER, WORKER_MODULE, VllmConfig, check_transfer
@@ -29,6 +29,7 @@ _LINE = 1 << 28
 """Maximum bytes of one line from a sender; a line may name all tensors."""
 _CONNECT_S = 300.0
 """Time limit for importing vLLM and forming a group."""
+_LOOK_S = 0.01
 _LAST_LINES = 5
 """Log lines shown when a sender exits by itself."""
 
@@ -126,13 +127,14 @@ class SenderTransfer:
     self._env = dict(env or {})
     self._connect_deadline_s = connect_deadline_s
     self._folder: pathlib.Path | None = None
-    self._process: asyncio.subprocess.Process | None = None
-    self._log_start = 0
+    self._child: Child | None = None
+    self._answers: asyncio.StreamReader
+    self._orders: asyncio.StreamWriter
 
   @property
   def pid(self) -> int | None:
-    """Process id of the sender; None if there is none."""
-    return self._process.pid if self._process else None
+    """Process id of the sender's guard; None if there is no sender."""
+    return self._child.pid if self._child else None
 
   async def connect(self, client: VllmClient) -> None:
     await self.close()
@@ -156,45 +158,31 @@ class SenderTransfer:
       raise
 
   async def close(self) -> None:
-    """Kills the sender; it has no state to save."""
-    process, self._process = self._process, None
-    if process is not None:
-      process.stdin.close()
-      if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-          os.killpg(process.pid, signal.SIGKILL)
-      await process.wait()
+    """Kills the sender; it has no state to save. Raises WaitExpired if its guard is stuck."""
+    child, self._child = self._child, None
+    if child is not None:
+      self._orders.close()
+      await child.stop(owner='the fleet')
     if self._folder is not None:
       shutil.rmtree(self._folder, ignore_errors=True)
       self._folder = None
 
   async def _start(self, client: VllmClient) -> None:
-    self._log.parent.mkdir(parents=True, exist_ok=True)
     self._folder = pathlib.Path(tempfile.mkdtemp(prefix='jaxrl-sender-'))
     script = self._folder / 'jaxrl_llm_sender.py'
     shutil.copyfile(SENDER, script)
     shutil.copyfile(WORKER, self._folder / f'{WORKER_MODULE}.py')
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(('XLA_', 'JAX_'))}
     variables = {'PYTHONPATH': str(self._folder), 'VLLM_NO_USAGE_STATS': '1', 'HF_HUB_OFFLINE': '1'}
-    self._log_start = self._log.stat().st_size if self._log.exists() else 0
-    with self._log.open('ab') as log:
-      try:
-        self._process = await asyncio.create_subprocess_exec(
-          str(self._python),
-          str(script),
-          stdin=asyncio.subprocess.PIPE,
-          stdout=asyncio.subprocess.PIPE,
-          stderr=log,
-          env={**inherited, **variables, **self._env},
-          limit=_LINE,
-          start_new_session=True,
-        )
-      except OSError as error:
-        raise Lost(f'{client.name}: its sender cannot be started: {error}') from None
+    ours, theirs = socket.socketpair()
+    self._answers, self._orders = await asyncio.open_connection(sock=ours, limit=_LINE)
+    self._child = Child(f'the sender of {client.name}', log=self._log, remove=(self._folder,), grace_s=0.0)
+    with theirs:
+      self._child.start([str(self._python), str(script)], {**inherited, **variables, **self._env}, channel=theirs)
 
   async def _order(self, client: VllmClient, order: Mapping[str, Any], *, deadline_s: float) -> None:
     """Sends one order and makes the calls that the sender requests; raises Refused and Lost like `send`."""
-    if self._process is None:
+    if self._child is None:
       raise Lost(f'{client.name}: its sender is gone')
     called = False
     try:
@@ -213,24 +201,19 @@ class SenderTransfer:
 
   async def _ask(self, client: VllmClient, message: Mapping[str, Any]) -> dict[str, Any]:
     """Writes one line and reads one."""
-    process = self._process
     try:
-      process.stdin.write(json.dumps(message).encode() + b'\n')
-      await process.stdin.drain()
-      if line := await process.stdout.readline():  # wait sender: `transfer_deadline_s`, of the order
+      self._orders.write(json.dumps(message).encode() + b'\n')
+      await self._orders.drain()
+      if line := await self._answers.readline():  # wait sender: `transfer_deadline_s`, of the order
         return dict(json.loads(line))
     except ConnectionError:
       pass  # The sender has closed its stdin.
     except ValueError as error:
       raise Lost(f'{client.name}: its sender: {error}') from None
-    code = await process.wait()  # wait sender: `transfer_deadline_s`, of the order
-    raise Lost(f'{client.name}: its sender ended with exit code {code}; of {self._log}: {self._last_lines()}')
-
-  def _last_lines(self) -> str:
-    with self._log.open('rb') as file:
-      file.seek(self._log_start)
-      lines = [line.strip() for line in file.read().decode(errors='replace').splitlines()]
-    return ' | '.join([line for line in lines if line][-_LAST_LINES:])[-1000:]
+    while (code := self._child.exit_code) is None:  # wait sender: `transfer_deadline_s`, of the order
+      await asyncio.sleep(_LOOK_S)
+    last_lines = ' | '.join(self._child.lines()[-_LAST_LINES:])[-1000:]
+    raise Lost(f'{client.name}: its sender ended with exit code {code}; of {self._log}: {last_lines}')
 
 
 async def _perform(client: VllmClient, message: Mapping[str, Any], deadline_s: float) -> None:

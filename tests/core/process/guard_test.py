@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -463,6 +464,23 @@ def test_the_command_reads_nothing_and_its_dashes_are_its_own(scene):
   inner = [sys.executable, '-c', 'import sys; print(sys.stdin.read(), sys.argv[1:])', '--', '--log=x', '--', 'y']
   assert scene.start(inner).wait(DEADLINE_S) == 0
   assert scene.lines()[0] == " ['--', '--log=x', '--', 'y']"
+
+
+def test_a_channel_is_the_commands_input_and_output_and_ends_when_nothing_is_left_of_it(scene):
+  bequeath = "fork(lambda: (ignore(), say('heir'), idle()))"
+  answer = "print(input()[::-1], flush=True)\nprint('seen', file=sys.stderr)"
+  ours, theirs = socket.socketpair()
+  with ours, theirs:
+    guard = scene.run(scene.command(f'{bequeath}\n{answer}', '--channel'), stdin=subprocess.PIPE, stdout=theirs)
+    theirs.close()
+    scene.wait_for('heir')
+    ours.settimeout(DEADLINE_S)
+    with ours.makefile('rwb') as lines:
+      lines.write(b'order\n')
+      lines.flush()
+      assert lines.read() == b'redro\n'
+    assert not is_alive(scene.told['heir']['pid'])
+    assert guard.wait(DEADLINE_S) == 0 and scene.lines()[0] == 'seen'
 
 
 def test_a_command_that_cannot_be_started_is_127(scene):

@@ -12,12 +12,11 @@ import json
 import os
 import pathlib
 import pickle
-import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
+import psutil
 import pytest
 from aiohttp import web
 from fake_vllm import FakeServer, Scripted
@@ -282,23 +281,14 @@ async def connected(folder, backend='nccl', **fields):
     await server.close()
 
 
-def alive(group):
-  """Processes of a group, zombies left out."""
+def processes_of(folder):
+  """A sender, its guard and what it started, which all have their environment from the recorder."""
   found = []
-  for stat in pathlib.Path('/proc').glob('[0-9]*/stat'):
-    with contextlib.suppress(OSError):
-      state, _, pgrp = stat.read_text().rpartition(')')[2].split()[:3]
-      if int(pgrp) == group and state != 'Z':
-        found.append(int(stat.parent.name))
+  for process in psutil.process_iter():
+    with contextlib.suppress(psutil.Error):  # It has ended, or is a zombie.
+      if process.environ().get('STUB_FAULT') == str(folder / 'fault'):
+        found.append(process)
   return found
-
-
-def all_gone(group):
-  """Whether a killed group vanishes; a kill takes a moment."""
-  deadline = time.monotonic() + 30
-  while alive(group) and time.monotonic() < deadline:
-    time.sleep(0.01)
-  return not alive(group)
 
 
 def paths(server):
@@ -405,13 +395,14 @@ def test_a_sender_that_dies_hangs_or_fails_in_a_send_is_lost_and_leaves_no_proce
       ]
       for step, (fault, deadline_s, reason) in enumerate(cases):
         server.fault.write_text(fault)
-        group = transfer.pid
+        assert len(processes_of(folder)) == 2
         if fault == 'be stopped':
-          os.killpg(group, signal.SIGSTOP)
+          (sender,) = psutil.Process(transfer.pid).children()
+          sender.suspend()
         with pytest.raises(Lost, match=reason):
           await transfer.send(client, publish(folder, step), deadline_s=deadline_s)
         assert FINISH not in paths(server) and transfer.pid is None
-        assert all_gone(group), 'nor what it had started'
+        assert not processes_of(folder), 'nor what it had started'
         with pytest.raises(Lost, match='its sender is gone'):
           await transfer.send(client, publish(folder, 20 + step), deadline_s=60)
         await transfer.connect(client)
@@ -427,10 +418,10 @@ def test_a_sender_that_dies_hangs_or_fails_in_a_send_is_lost_and_leaves_no_proce
 def test_a_failed_control_call_is_lost_with_the_servers_reason_even_where_the_server_refuses(folder, path, status):
   async def main():
     async with connected(folder) as (server, client, transfer):
-      server.failures[path], group = status, transfer.pid
+      server.failures[path] = status
       with pytest.raises(Lost, match=f'{path}: HTTP {status}: made to fail with {status}'):
         await transfer.send(client, publish(folder, 1), deadline_s=60)
-      assert transfer.pid is None and all_gone(group)
+      assert transfer.pid is None and not processes_of(folder)
 
   asyncio.run(main())
 
@@ -442,11 +433,11 @@ def test_a_cancelled_send_leaves_no_process(folder):
       sending = asyncio.create_task(transfer.send(client, publish(folder, 1), deadline_s=60))
       while START not in paths(server):
         await asyncio.sleep(0.01)
-      group = transfer.pid
+      assert processes_of(folder)
       sending.cancel()
       with pytest.raises(asyncio.CancelledError):
         await sending
-      assert all_gone(group)
+      assert not processes_of(folder)
 
   asyncio.run(main())
 
@@ -521,9 +512,9 @@ def test_a_replica_takes_a_version_through_a_sender(folder):
         await replica.take(publish(folder, 3), None, tolerance=1.0, deadline_s=60)
       assert server.paused, 'nobody samples from what may be a mixture'
       await transfer.connect(client)
-      group = transfer.pid
+      assert processes_of(folder)
       await transfer.close()
-      assert transfer.pid is None and all_gone(group)
+      assert transfer.pid is None and not processes_of(folder)
 
   asyncio.run(main())
 
