@@ -113,6 +113,13 @@ def test_linen_stays_inside_models():
       assert 'flax.linen' not in path.read_text() and 'import linen' not in path.read_text(), path
 
 
+def test_http_requests_are_sent_in_core_net_alone():
+  sending = re.compile(r'import aiohttp|from aiohttp import (?!web\b)|http\.client|urllib\.request')
+  for path in MODULES:
+    if path.relative_to(PACKAGE).parts[:2] != ('core', 'net'):
+      assert not sending.search(path.read_text()), path
+
+
 def test_every_form_of_import_is_seen():
   source = (
     '"""As jaxrl_llm.master.loop does."""\n'
