@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import time
 from collections.abc import AsyncIterator
 from typing import Any, Protocol, runtime_checkable
@@ -14,15 +13,11 @@ from jaxrl_llm.core.records.sample import Finish
 from jaxrl_llm.core.waits import unless
 from jaxrl_llm.data.streams import RowStream
 from jaxrl_llm.master.exploring.explorer import Explorer
-from jaxrl_llm.master.exploring.gate import Gate
 from jaxrl_llm.master.exploring.selection import Chosen, Scored
 from jaxrl_llm.master.trainer import Stage
-from jaxrl_llm.replay.draw import DrawConfig, Group, draw
-from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.segments import Ref
 from jaxrl_llm.replay.tables import Issue
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
-from jaxrl_llm.tasks.sampler import TaskSampler
 
 SEALED = 'replay/segments'
 """Directory of the store's sealed segments, relative to the run directory."""
@@ -93,129 +88,71 @@ class StreamBatches:
     self._stream.restore(state['stream'])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Past:
-  """Rule by which earlier groups of a stage join a batch of new ones."""
-
-  stage: str
-  groups: int
-  """Maximum per batch."""
-  max_uses: int
-  config: DrawConfig
-  seed: int
-
-  def draw(self, store: ReplayStore, step: int) -> list[Group]:
-    """Draws groups that were trained on, fewer than `max_uses` times, and that `config` does not exclude."""
-    reusable = lambda group: group.group_id.startswith(f'{self.stage}/') and 0 < group.uses < self.max_uses
-    oldest = None if self.config.max_age is None else step - self.config.max_age
-    groups = {group.group_id: group for group in store.candidates(step, oldest_version=oldest) if reusable(group)}
-    drawn = draw([*groups.values()], self.config, count=self.groups, step=step, seed=self.seed)
-    return [groups[group_id] for group_id in drawn]
-
-
 class RolloutBatches:
-  """Batches of the policy's own rollouts: new ones, sealed into one segment per step, and earlier ones."""
+  """Batches of the policy's own rollouts, new and earlier ones, as the explorer hands them out."""
 
   explores = True
   held_out: tuple[Row, ...] = ()
 
-  def __init__(
-    self,
-    explorer: Explorer,
-    store: ReplayStore,
-    sampler: TaskSampler,
-    gate: Gate,
-    *,
-    past: Past | None = None,
-    trains: bool = True,
-    events: Events = SILENT,
-  ):
-    self.explorer, self._store, self._sampler, self._gate = explorer, store, sampler, gate
-    self._past, self._trains, self._events = past, trains, events
+  def __init__(self, explorer: Explorer, *, trains: bool = True):
+    """
+    Args:
+      trains: whether the batches are trained on; otherwise they are only stored.
+    """
+    self.explorer, self._trains = explorer, trains
     self._taken: dict[str, Scored] = {}
-    self._completed = self._now()
-    """State as of the last completed batch."""
 
   def running(self) -> contextlib.AbstractAsyncContextManager[None]:
     return self.explorer.running()
 
   def advance(self, step: int, served: int) -> None:
-    self._sampler.advance(served)
     self.explorer.advance(step, served)
 
   async def next(self, step: int) -> tuple[list[Row], dict[str, int]]:
-    batch, counts = await self.explorer.collect()
-    if self._past is not None:
-      groups = await asyncio.to_thread(self._past.draw, self._store, step)
-      batch += await asyncio.to_thread(self.explorer.recall, [uid for group in groups for uid in group.uids])
-      counts['past_groups'] = len(groups)
-    self._taken = {chosen.scored.sample.uid: chosen.scored for chosen in batch}
-    asked = self._events.request(Edge.FETCH, source='rollouts')
-    places = await asyncio.to_thread(self._store.seal, [*self._taken], step)
-    self._events.reply(asked, count=len(places))
-    return [rollout_row(chosen, places[chosen.scored.sample.uid]) for chosen in batch], counts
+    chosen, places, counts = await self.explorer.next()
+    self._taken = {choice.scored.sample.uid: choice.scored for choice in chosen}
+    return [rollout_row(choice, places[choice.scored.sample.uid]) for choice in chosen], counts
 
   def taken(self) -> dict[str, Scored]:
     return self._taken
 
   def trained(self, plan: StepPlan) -> None:
-    if self._trains:
-      self._store.trained([*self._taken], plan.step)
-    # A commit of this batch excludes store changes from here on, so the committed state is captured at the same point.
-    self.explorer.completed(plan.step + 1)
-    self._completed = self._now()
+    self.explorer.complete([*self._taken] if self._trains else [])
 
   def state(self) -> Any:
-    return self._completed
-
-  def _now(self) -> Any:
-    return {'sampler': self._sampler.state(), 'gate': self._gate.state(), 'explorer': self.explorer.state()}
+    return self.explorer.state()
 
   def restore(self, state: Any) -> None:
-    self._sampler.restore(state['sampler'])
-    self._gate.restore(state['gate'])
-    self.explorer.restore(state['explorer'])
-    self._completed = state
+    self.explorer.restore(state)
 
 
-class MixedBatches:
+class MixedBatches(RolloutBatches):
   """Batches of rollouts and expert rows in fixed numbers, except that earlier groups may be few at first."""
 
-  explores = True
-  held_out: tuple[Row, ...] = ()
-
-  def __init__(self, rollouts: RolloutBatches, experts: StreamBatches, store: ReplayStore):
-    self._rollouts, self._experts, self._store, self.explorer = rollouts, experts, store, rollouts.explorer
-    self._parts: tuple[Batches, ...] = (rollouts, experts)
-
-  def running(self) -> contextlib.AbstractAsyncContextManager[None]:
-    return self._rollouts.running()
+  def __init__(self, explorer: Explorer, experts: StreamBatches):
+    super().__init__(explorer)
+    self._experts = experts
 
   def advance(self, step: int, served: int) -> None:
-    for part in self._parts:
-      part.advance(step, served)
+    super().advance(step, served)
+    self._experts.advance(step, served)
 
   async def next(self, step: int) -> tuple[list[Row], dict[str, int]]:
-    rows, counts = await self._rollouts.next(step)
+    rows, counts = await super().next(step)
     experts, _ = await self._experts.next(step)
     return rows + experts, counts
 
-  def taken(self) -> dict[str, Scored]:
-    return self._rollouts.taken()
-
   def trained(self, plan: StepPlan) -> None:
-    for part in self._parts:
-      part.trained(plan)
     # A short stream can repeat within a batch: each row is recorded once.
-    joined = {row.uid: _joined(plan.stage, row) for row in plan.rows if row.uid not in self.taken()}
-    self._store.join([*joined.values()], plan.step)
-    self._store.trained([issue.uid for issue in joined.values()], plan.step)
+    experts = {row.uid: _joined(plan.stage, row) for row in plan.rows if row.uid not in self._taken}
+    self.explorer.complete([*self._taken], [*experts.values()])
+    self._experts.trained(plan)
 
   def state(self) -> Any:
-    return {'rollouts': self._rollouts.state(), 'experts': self._experts.state()}
+    return {'rollouts': super().state(), 'experts': self._experts.state()}
 
   def restore(self, state: Any) -> None:
-    self._rollouts.restore(state['rollouts'])
+    super().restore(state['rollouts'])
     self._experts.restore(state['experts'])
 
 

@@ -292,7 +292,7 @@ def test_a_streams_state_is_of_the_last_completed_batch(tmp_path, tokenizer):
 
 
 def rollouts_of(exploration) -> RolloutBatches:
-  return RolloutBatches(exploration.explorer, exploration.store, exploration.sampler, exploration.gate)
+  return RolloutBatches(exploration.explorer)
 
 
 def test_rollouts_state_is_of_the_last_completed_batch_and_draws_the_same_again(tmp_path, tokenizer):
@@ -352,7 +352,7 @@ def test_a_mixed_batch_has_fixed_numbers_of_both_and_resumes_exactly(tmp_path, t
     judge = lambda attempt: None if exploration.number(attempt) == 1 else 1.0
     exploration = exploring.Exploration(tokenizer, store, judge)
     experts = StreamBatches(RowStream(tmp_path, source, rows=3, seed=5))
-    return MixedBatches(rollouts_of(exploration), experts, store), store
+    return MixedBatches(exploration.explorer, experts), store
 
   async def step(batches, number):
     batches.advance(number, number)
@@ -397,7 +397,7 @@ def test_each_minibatch_has_its_share_of_both_kinds(tmp_path, tokenizer, minibat
     store = exploring.new_store(tmp_path / 'replay')
     exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0)
     experts = StreamBatches(RowStream(tmp_path, experts_file(tmp_path, tokenizer), rows=2, seed=5))
-    batches = MixedBatches(rollouts_of(exploration), experts, store)
+    batches = MixedBatches(exploration.explorer, experts)
     planner = Planner(seed=0, every_steps=9, every_minutes=1e6, stop=asyncio.get_running_loop().create_future())
     async with batches.running():
       batches.advance(0, 0)

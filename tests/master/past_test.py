@@ -12,7 +12,8 @@ from jaxrl_llm.app.schema import AlgorithmConfig, PastConfig, StageConfig
 from jaxrl_llm.batching.plan import StepPlan
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.master.batches import Past, RolloutBatches
+from jaxrl_llm.master.batches import RolloutBatches
+from jaxrl_llm.master.exploring.past import Past
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.draw import DrawConfig
 from jaxrl_llm.replay.index import open_store
@@ -26,11 +27,16 @@ async def go(
   """Batches of two new groups and up to `groups` earlier ones; (plans, states by completed batches, taken)."""
   store = open_store(directory, max_uses=store_uses or max_uses, synchronous='normal')
   store.recover(start)
-  exploration = exploring.Exploration(
-    tokenizer, store, lambda attempt: float(attempt.uid.endswith('1')), delays=delays, tasks=exploring.make_tasks(64)
-  )
   past = Past(stage='grpo', groups=groups, max_uses=max_uses, config=config, seed=3)
-  batches = RolloutBatches(exploration.explorer, store, exploration.sampler, exploration.gate, past=past)
+  exploration = exploring.Exploration(
+    tokenizer,
+    store,
+    lambda attempt: float(attempt.uid.endswith('1')),
+    delays=delays,
+    tasks=exploring.make_tasks(64),
+    past=past,
+  )
+  batches = RolloutBatches(exploration.explorer)
   if state is not None:
     batches.restore(json.loads(state))
   plans, states, taken = [], {}, []

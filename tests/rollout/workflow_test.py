@@ -73,7 +73,7 @@ def test_samples_that_are_not_those_wanted_are_one_line(tokenizer, change, probl
 @pytest.mark.parametrize(('change', 'problem'), WRONG, ids=NAMES)
 def test_they_end_a_run_and_leave_nothing_that_the_audit_does_not_account_for(tokenizer, store, change, problem):
   exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0)
-  exploration.explorer._workflow = Wrong(exploration.explorer._workflow, change)
+  exploration.runner.workflow = Wrong(exploration.runner.workflow, change)
   with pytest.raises(RunError, match=r'rollout\.workflow: '):
     simulated(exploration.batches(1))
   report = audit(store)
@@ -89,7 +89,7 @@ def test_of_two_samples_of_one_index_the_first_is_scored_stored_and_trained(toke
     return float(attempt.completion.endswith('!'))
 
   exploration = exploring.Exploration(tokenizer, store, judge)
-  exploration.explorer._workflow = Wrong(exploration.explorer._workflow, lambda runs: [*runs, longer(runs[0])])
+  exploration.runner.workflow = Wrong(exploration.runner.workflow, lambda runs: [*runs, longer(runs[0])])
   ((batch, _),) = simulated(exploration.batches(1))
   assert len(batch) == len(said) == 4 and not any(text.endswith('!') for text in said)
   members = [chosen.scored for chosen in batch]

@@ -15,8 +15,9 @@ from jaxrl_llm.core.records.sample import Finish, Segment
 from jaxrl_llm.core.records.score import Score
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.master.exploring.explorer import Explorer, ExplorerConfig
-from jaxrl_llm.master.exploring.gate import Gate
+from jaxrl_llm.master.exploring.config import ExplorerConfig
+from jaxrl_llm.master.exploring.explorer import Explorer
+from jaxrl_llm.master.exploring.runner import GroupRunner
 from jaxrl_llm.master.exploring.selection import Chosen
 from jaxrl_llm.replay.index import ReplayStore, open_store
 from jaxrl_llm.rewards.api import Attempt, RewardsConfig, ScorerConfig
@@ -149,44 +150,31 @@ class Exploration:
     judge: Callable[[Attempt], float | None],
     *,
     delays: int = 0,
-    bound: int = 0,
-    batches: int | None = None,
     tasks: Sequence[Task] = (),
     sampler: SamplerConfig = SEQUENTIAL,
-    stage: str = 'grpo',
-    earlier: Sequence[str] = (),
     events: Events = SILENT,
     engine: FakeEngine | None = None,
     scorers: ScorerPool | None = None,
     **config,
   ):
-    self.config = ExplorerConfig(**{'groups_per_batch': 2, 'group_size': 2, 'collect_deadline_s': 20.0, **config})
+    self.config = ExplorerConfig(
+      **{'stage': 'grpo', 'groups_per_batch': 2, 'group_size': 2, 'collect_deadline_s': 20.0, **config}
+    )
     self.engine = engine or FakeEngine(tokenizer, delays=delays)
     self.scorers = scorers or FakeScorers(judge, delays=delays + 1)
-    self.gate = Gate(bound=bound, groups_per_batch=self.config.groups_per_batch, batches=batches)
     self.tasks = list(tasks) or make_tasks(24)
     taskset = Taskset(name='train', tasks=tuple(self.tasks), counts={})
     self.sampler = TaskSampler([taskset], sampler, seed=0)
     self.store = store
-    self.explorer = Explorer(
-      self.config,
-      stage=stage,
-      earlier=earlier,
-      workflow=SingleTurn(self.engine, tokenizer, max_tokens=4),
-      sampler=self.sampler,
-      scorers=self.scorers,
-      rewards=self.scorers.config,
-      store=store,
-      gate=self.gate,
-      events=events,
-    )
+    workflow = SingleTurn(self.engine, tokenizer, max_tokens=4)
+    self.runner = GroupRunner(self.config, workflow=workflow, scorers=self.scorers, events=events)
+    self.explorer = Explorer(self.config, self.runner, sampler=self.sampler, store=store, events=events)
 
   async def batches(self, count: int) -> list[tuple[list[Chosen], dict[str, int]]]:
     """The first `count` batches; each is trained, and its version served, before the next."""
     found = []
     async with self.explorer.running():
       for step in range(count):
-        self.sampler.advance(step)
         self.explorer.advance(step, step)
         batch, counts = await self.explorer.collect()
         uids = [*dict.fromkeys(chosen.scored.sample.uid for chosen in batch)]

@@ -26,11 +26,13 @@ from jaxrl_llm.app.schema import Config, StageConfig
 from jaxrl_llm.app.serve import explorer
 from jaxrl_llm.data.load import RowLoader
 from jaxrl_llm.data.streams import RowStream, all_rows
-from jaxrl_llm.master.batches import Batches, MixedBatches, Past, Planner, RolloutBatches, StreamBatches
+from jaxrl_llm.master.batches import Batches, MixedBatches, Planner, RolloutBatches, StreamBatches
 from jaxrl_llm.master.evaluation import Evaluator
-from jaxrl_llm.master.exploring.explorer import Explorer, ExplorerConfig
-from jaxrl_llm.master.exploring.gate import Gate
+from jaxrl_llm.master.exploring.config import ExplorerConfig
+from jaxrl_llm.master.exploring.explorer import Explorer
 from jaxrl_llm.master.exploring.hub import MasterHub
+from jaxrl_llm.master.exploring.past import Past
+from jaxrl_llm.master.exploring.runner import GroupRunner
 from jaxrl_llm.master.keeper import Logs, RunKeeper
 from jaxrl_llm.master.loop import EnterStage, LoopState, Parts
 from jaxrl_llm.master.recorded import RecordedBatches, RecordedGroups
@@ -186,7 +188,7 @@ def open_host(
     for stage_config, stage in zip(config.stages, stages, strict=True)
     if stage.end > step
   }
-  explorers = [source.explorer for source in batches.values() if isinstance(source, RolloutBatches | MixedBatches)]
+  explorers = [source.explorer for source in batches.values() if isinstance(source, RolloutBatches)]
   logs = Logs(
     metrics=metrics,
     rollouts=rollouts,
@@ -239,39 +241,40 @@ def _batches(
   if stage_config.recorded is not None:
     groups = recorded_groups(workdir, stage_config, prepared)
     return RecordedBatches(groups, count=stage_config.groups_per_batch, seed=seed, events=events)
-  sampler = TaskSampler(tasksets, stage_config.sampler, seed=config.seed)
-  gate = Gate(bound=stage_config.bound, groups_per_batch=stage_config.groups_per_batch, batches=stage_config.steps)
-  explorer = Explorer(
-    ExplorerConfig(
-      groups_per_batch=stage_config.groups_per_batch,
-      group_size=stage_config.group_size,
-      temperature=stage_config.temperature,
-      selection=stage_config.selection,
-      processors=build_processors(stage_config.processors),
-      max_dropped_groups=stage_config.max_dropped_groups,
-      limits=stage_config.limits,
-      collect_deadline_s=config.rollout.collect_deadline_s,
-    ),
+  explorer_config = ExplorerConfig(
     stage=stage.name,
-    workflow=workflow,
-    sampler=sampler,
-    scorers=scorers,
-    rewards=config.rewards,
+    earlier=tuple(before.name for before in config.stages[: config.stages.index(stage_config)]),
+    groups_per_batch=stage_config.groups_per_batch,
+    group_size=stage_config.group_size,
+    bound=stage_config.bound,
+    batches=stage_config.steps,
+    temperature=stage_config.temperature,
+    selection=stage_config.selection,
+    processors=build_processors(stage_config.processors),
+    past=_past(stage_config, seed),
+    max_dropped_groups=stage_config.max_dropped_groups,
+    limits=stage_config.limits,
+    collect_deadline_s=config.rollout.collect_deadline_s,
+  )
+  explorer = Explorer(
+    explorer_config,
+    GroupRunner(explorer_config, workflow=workflow, scorers=scorers, events=events),
+    sampler=TaskSampler(tasksets, stage_config.sampler, seed=seed),
     store=store,
-    gate=gate,
-    earlier=[before.name for before in config.stages[: config.stages.index(stage_config)]],
     events=events,
   )
-  past = None
-  if stage_config.past is not None:
-    of = stage_config.past
-    past = Past(stage=stage.name, groups=of.groups, max_uses=of.max_uses, config=of.draw, seed=seed)
-  rollouts = RolloutBatches(explorer, store, sampler, gate, past=past, trains=stage.trains, events=events)
   if stage_config.experts is None:
-    return rollouts
+    return RolloutBatches(explorer, trains=stage.trains)
   usual = stage_config.groups * stage_config.group_size
   stream = RowStream(workdir, demonstrations_file(stage.name), rows=stage_config.sequences - usual, seed=seed)
-  return MixedBatches(rollouts, StreamBatches(stream, events=events), store)
+  return MixedBatches(explorer, StreamBatches(stream, events=events))
+
+
+def _past(stage: StageConfig, seed: int) -> Past | None:
+  past = stage.past
+  if past is None:
+    return None
+  return Past(stage=stage.name, groups=past.groups, max_uses=past.max_uses, config=past.draw, seed=seed)
 
 
 def recorded_groups(workdir: pathlib.Path, stage: StageConfig, prepared: Prepared) -> RecordedGroups:

@@ -1,5 +1,8 @@
 """Explorer: takes groups from tasks to rollouts, scores and the store, in the order in which the gate admits them.
 
+It alone draws a stage's tasks, admits its groups and changes its samples in the store, so it holds their common state:
+the number of completed batches, and what a commit needs to continue.
+
 Invariant: every issued sample reaches one state in the store (admitted, or dropped with a reason), and a closed batch
 is a function of which groups started and what they scored, never of which ended first.
 
@@ -14,55 +17,35 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxrl_llm.core.errors import RunError, first_cause
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.waits import IdleClock, bounded
+from jaxrl_llm.master.exploring.config import ExplorerConfig
 from jaxrl_llm.master.exploring.gate import Gate
-from jaxrl_llm.master.exploring.judging import judge, judge_group
-from jaxrl_llm.master.exploring.limits import TaskLimits
-from jaxrl_llm.master.exploring.processors import Processor, process
+from jaxrl_llm.master.exploring.processors import process
 from jaxrl_llm.master.exploring.recall import recall
-from jaxrl_llm.master.exploring.selection import (
-  Chosen,
-  Scored,
-  SelectionConfig,
-  choose,
-  experience_rows,
-)
+from jaxrl_llm.master.exploring.runner import GroupExpired, GroupRunner
+from jaxrl_llm.master.exploring.selection import Chosen, Scored, choose, experience_rows
 from jaxrl_llm.replay.index import ReplayStore
+from jaxrl_llm.replay.segments import Ref
 from jaxrl_llm.replay.tables import Issue
-from jaxrl_llm.rewards.api import RewardsConfig, drops_group
-from jaxrl_llm.rewards.pool.pool import ScorerPool
-from jaxrl_llm.rollout.api import Sampling
-from jaxrl_llm.rollout.workflow import Workflow, checked_run
+from jaxrl_llm.rewards.api import drops_group
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.tasks.sampler import TaskSampler
 
-_TIMEOUT, _STRAGGLER = 'timeout', 'straggler'
 
+class Drawn(NamedTuple):
+  """A closed batch."""
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExplorerConfig:
-  """Exploration settings of a stage."""
-
-  groups_per_batch: int
-  """Tasks per batch."""
-  group_size: int = 8
-  """Samples per task."""
-  temperature: float = 1.0
-  processors: tuple[tuple[str, Processor], ...] = ()
-  """(name, processor) pairs that run, in order, on a finished group."""
-  selection: SelectionConfig = SelectionConfig()
-  """Which samples of a group are trained on."""
-  max_dropped_groups: int = 100
-  """Maximum groups dropped (nothing scorable, or selected) while collecting one batch; one more ends the run."""
-  limits: TaskLimits = TaskLimits()
-  collect_deadline_s: float = 3600.0
-  """Longest wait for a batch, in seconds."""
+  chosen: list[Chosen]
+  """Its samples in order of issue, new ones before earlier ones; a sample in several pairs comes several times."""
+  places: dict[str, Ref]
+  """Place in the store's sealed segments, by uid."""
+  counts: dict[str, int]
+  """Counters of its collection."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -79,37 +62,23 @@ class _Group:
 
 
 class Explorer:
-  """Keeps as many groups in flight as the gate admits, and returns closed batches.
-
-  Attributes:
-    clock_decisions: number of group tries that `TaskLimits` ended.
-  """
+  """Keeps as many groups in flight as the gate admits, and returns closed batches."""
 
   def __init__(
     self,
     config: ExplorerConfig,
+    runner: GroupRunner,
     *,
-    stage: str,
-    workflow: Workflow,
     sampler: TaskSampler,
-    scorers: ScorerPool,
-    rewards: RewardsConfig,
     store: ReplayStore,
-    gate: Gate,
-    earlier: Sequence[str],
     events: Events = SILENT,
   ):
-    """
-    Args:
-      earlier: previous stages of the run; visit numbers of a task continue from theirs.
-    """
-    self._config, self._stage, self._earlier = config, stage, earlier
-    self._workflow, self._sampler, self._scorers, self._rewards = workflow, sampler, scorers, rewards
-    self._store, self._gate = store, gate
+    self._config, self._runner, self._sampler, self._store = config, runner, sampler, store
+    self._gate = Gate(bound=config.bound, groups_per_batch=config.groups_per_batch, batches=config.batches)
     self._events = events
     self._step = 0
+    """Completed batches of the run; stamps changes of the store."""
     self._started = 0
-    self.clock_decisions = 0
     self._groups: dict[int, _Group] = {}
     """By group number, in order of start."""
     self._visits: dict[str, int] = {}
@@ -119,12 +88,17 @@ class Explorer:
     self._outcomes: dict[int, tuple[str, int, int]] = {}
     """By number of an ended group: task uid, correct samples, scorable samples."""
     self._scoring_s = 0.0
-    self._durations: collections.deque[float] = collections.deque(maxlen=4 * config.groups_per_batch)
-    """Durations, in seconds, of the groups that ended last."""
     self._clock = IdleClock()
     self._progress = asyncio.Event()
     self._counts: collections.Counter[str] = collections.Counter()
     self._running: asyncio.Task | None = None
+    self._completed = self._now()
+    """State as of the last completed batch."""
+
+  @property
+  def clock_decisions(self) -> int:
+    """Number of group tries that `TaskLimits` ended."""
+    return self._runner.clock_decisions
 
   @contextlib.asynccontextmanager
   async def running(self) -> AsyncIterator[None]:
@@ -133,8 +107,8 @@ class Explorer:
     The commit for a signal comes first, so a restarted run still has them.
     """
     self._clock = IdleClock()
-    if self._earlier:
-      for uid, count in (await asyncio.to_thread(self._store.visits, self._earlier)).items():
+    if self._config.earlier:
+      for uid, count in (await asyncio.to_thread(self._store.visits, self._config.earlier)).items():
         self._visits[_prompt(uid)] = max(count, self._visits.get(_prompt(uid), 0))
     self._running = asyncio.create_task(self._explore())
     try:
@@ -152,15 +126,28 @@ class Explorer:
 
   def advance(self, step: int, served: int) -> None:
     """Records that `step` batches of the run are complete, and `served` of this stage are in the engines' weights."""
-    self.completed(step)
+    self._step, self._handed_out = step, set()
+    self._sampler.advance(served)
     self._gate.advance(served)
 
-  def completed(self, step: int) -> None:
-    """Stamps store changes from here on with `step` completed batches."""
-    self._step, self._handed_out = step, set()
+  async def next(self) -> Drawn:
+    """Returns the next batch, its samples sealed: new groups, then the earlier ones that `past` draws.
+
+    Raises: as `collect`.
+    """
+    chosen, counts = await self.collect()
+    if (past := self._config.past) is not None:
+      groups = await asyncio.to_thread(past.draw, self._store, self._step)
+      chosen += await asyncio.to_thread(self._recall, [uid for group in groups for uid in group.uids])
+      counts['past_groups'] = len(groups)
+    asked = self._events.request(Edge.FETCH, source='rollouts')
+    uids = [*dict.fromkeys(choice.scored.sample.uid for choice in chosen)]
+    places = await asyncio.to_thread(self._store.seal, uids, self._step)
+    self._events.reply(asked, count=len(places))
+    return Drawn(chosen, places, counts)
 
   async def collect(self) -> tuple[list[Chosen], dict[str, int]]:
-    """Returns the next batch: its chosen samples in order of issue, and the counters of its collection.
+    """Returns the new groups of the next batch: their chosen samples in order of issue, and the collection's counters.
 
     Raises:
       WaitExpired: after `collect_deadline_s`.
@@ -172,8 +159,8 @@ class Explorer:
         self._batch_ready(),
         name='collect',
         owner='the loop',
-        waits_for=f'{self._config.groups_per_batch} groups of stage {self._stage} from the engine and the scorers '
-        '(rollout.collect_deadline_s)',
+        waits_for=f'{self._config.groups_per_batch} groups of stage {self._config.stage} from the engine and the '
+        'scorers (rollout.collect_deadline_s)',
         deadline_s=self._config.collect_deadline_s,
       )
     )
@@ -191,6 +178,15 @@ class Explorer:
     self._handed_out = {self._name(group.task, group.visit) for group in groups}
     counts, self._counts = dict(self._counts), collections.Counter()
     return batch, counts
+
+  def complete(self, uids: Sequence[str], experts: Sequence[Issue] = ()) -> None:
+    """Records that the batch is complete and was trained on these samples and on these rows of static data."""
+    self._store.trained(uids, self._step)
+    self._store.join(experts, self._step)
+    self._store.trained([row.uid for row in experts], self._step)
+    # A commit of this batch excludes store changes from here on, so the committed state is captured at the same point.
+    self._step, self._handed_out = self._step + 1, set()
+    self._completed = self._now()
 
   def _tell(self, last: int) -> None:
     """Reports the outcomes of groups up to number `last`, all of them ended, to the sampler in order.
@@ -239,7 +235,7 @@ class Explorer:
       tasks.create_task(self._group(number, group.task, group.visit))
 
   def _name(self, task: Task, visit: int) -> str:
-    return f'{self._stage}/{task.uid}/{visit}'
+    return f'{self._config.stage}/{task.uid}/{visit}'
 
   def _issued(self, task: Task, visit: int) -> list[Issue]:
     group = self._name(task, visit)
@@ -257,58 +253,52 @@ class Explorer:
     return self._clock.take() if self._running is not None else 0.0
 
   def state(self) -> Any:
-    """JSON state: groups in flight, and ended groups that wait for their batch. Empty at a bound of 0."""
+    """JSON state as of the last completed batch, regardless of later draws."""
+    return self._completed
+
+  def _now(self) -> Any:
+    """Current state; at a bound of 0, no group is in flight or waits for its batch between batches."""
     groups = [
       {'number': number, 'task': group.task.uid, 'visit': group.visit, 'ended': group.chosen is not None}
       for number, group in self._groups.items()
     ]
     outcomes = [[number, *outcome] for number, outcome in self._outcomes.items()]
-    return {'started': self._started, 'groups': groups, 'outcomes': outcomes, 'counts': dict(self._counts)}
+    flight = {'started': self._started, 'groups': groups, 'outcomes': outcomes, 'counts': dict(self._counts)}
+    return {'sampler': self._sampler.state(), 'gate': self._gate.state(), 'explorer': flight}
 
   def restore(self, state: Any) -> None:
     """Continues from the state of the commit that the store was recovered to; call before `running`."""
-    self._started, self._counts = state['started'], collections.Counter(state['counts'])
-    self._outcomes = {number: tuple(outcome) for number, *outcome in state['outcomes']}
-    for group in state['groups']:
+    self._sampler.restore(state['sampler'])
+    self._gate.restore(state['gate'])
+    flight = state['explorer']
+    self._started, self._counts = flight['started'], collections.Counter(flight['counts'])
+    self._outcomes = {number: tuple(outcome) for number, *outcome in flight['outcomes']}
+    for group in flight['groups']:
       task, visit = self._sampler.task(group['task']), group['visit']
       chosen = self.stored(task, visit) if group['ended'] else None
       self._groups[group['number']] = _Group(task=task, visit=visit, chosen=chosen)
+    self._completed = state
 
   def stored(self, task: Task, visit: int) -> list[Chosen]:
     """Reads the chosen samples of a group from the store."""
-    return self.recall([row.uid for row in self._issued(task, visit)])
+    return self._recall([row.uid for row in self._issued(task, visit)])
 
-  def recall(self, uids: Sequence[str]) -> list[Chosen]:
+  def _recall(self, uids: Sequence[str]) -> list[Chosen]:
     """Reads the chosen ones among these samples from the store."""
-    return recall(self._store, uids, tasks=self._sampler.task, text=self._workflow.text, rewards=self._rewards)
+    text, rewards = self._runner.workflow.text, self._runner.scorers.config
+    return recall(self._store, uids, tasks=self._sampler.task, text=text, rewards=rewards)
 
   async def _group(self, number: int, task: Task, visit: int) -> None:
     """Takes one group from rollout to admission, or gives it up."""
     with self._clock.busy():
-      for tried in range(self._config.limits.retries + 1):
-        (given_up, seconds), begun = self._limit(), time.monotonic()
-        try:
-          async with asyncio.timeout(seconds) as limit:
-            members = await self._attempts(self._groups[number])
-          break
-        except TimeoutError:
-          if not limit.expired():
-            raise
-          self.clock_decisions += 1
-          if given_up == _STRAGGLER or tried == self._config.limits.retries:
-            self._give_up(number, task, visit, given_up)
-            return
-    self._durations.append(time.monotonic() - begun)
-    self._admit(number, members)
-
-  def _limit(self) -> tuple[str, float | None]:
-    """Reason and limit, in seconds, for giving up a group that starts now."""
-    limits = self._config.limits
-    if limits.straggler_factor is not None and len(self._durations) >= self._config.groups_per_batch:
-      mean = sum(self._durations) / len(self._durations)
-      if limits.timeout_s is None or limits.straggler_factor * mean < limits.timeout_s:
-        return _STRAGGLER, limits.straggler_factor * mean
-    return _TIMEOUT, limits.timeout_s
+      try:
+        judged = await self._runner.run(self._name(task, visit), task, visit)
+      except GroupExpired as expired:
+        self._give_up(number, task, visit, str(expired))
+        return
+    group = self._groups[number]
+    group.rolled_out, group.scored = judged.rolled_out, judged.scored
+    self._admit(number, judged.members)
 
   def _give_up(self, number: int, task: Task, visit: int, reason: str) -> None:
     issued = self._issued(task, visit)
@@ -317,40 +307,9 @@ class Explorer:
     self._drop_group(number, reason, f'task {task.uid} took too long ({reason}, limits {self._config.limits})')
     self._progress.set()
 
-  async def _attempts(self, group: _Group) -> list[Scored]:
-    """Rolls out the group's samples, scores each as it ends, then judges them as a group."""
-    task, visit = group.task, group.visit
-    name, count = self._name(task, visit), self._config.group_size
-    open_requests = {Edge.ROLLOUT: self._events.request(Edge.ROLLOUT, group=name, count=count)}
-    try:
-      async with asyncio.TaskGroup() as scoring:
-        pending = []
-        runs = checked_run(
-          self._workflow,
-          task,
-          visit,
-          stage=self._stage,
-          samples=self._config.group_size,
-          sampling=Sampling(temperature=self._config.temperature),
-        )
-        async for sample, completion in runs:
-          if Edge.EVAL not in open_requests:
-            open_requests[Edge.EVAL] = self._events.request(Edge.EVAL, group=name, count=count)
-          judging = judge(sample, completion, task, self._scorers, self._rewards)
-          pending.append(scoring.create_task(judging))
-        group.rolled_out = time.monotonic()
-        self._events.reply(open_requests.pop(Edge.ROLLOUT), count=len(pending))
-      members = await judge_group([p.result() for p in pending], self._scorers, self._rewards)
-      group.scored = time.monotonic()
-      self._events.reply(open_requests.pop(Edge.EVAL), count=len(pending))
-    finally:
-      for asked in open_requests.values():
-        self._events.reply(asked, given_up=True)
-    return members
-
   def _admit(self, number: int, members: list[Scored]) -> None:
     """Stores a finished group; drops unscorable and unselected samples, and the group if none is left."""
-    scorer_failed = drops_group((s for m in members for s in m.scores), self._rewards)
+    scorer_failed = drops_group((s for m in members for s in m.scores), self._runner.scorers.config)
     scorable = [m for m in members if m.reward.value is not None]
     unscorable = [m.sample.uid for m in members if m.reward.value is None]
     if scorable:
@@ -385,8 +344,8 @@ class Explorer:
     self._counts['dropped/groups'] += 1
     if self._counts['dropped/groups'] > self._config.max_dropped_groups:
       raise RunError(
-        f'stage {self._stage}: of {self._counts["dropped/groups"]} groups nothing could be learned while one batch was '
-        f'collected, max_dropped_groups is {self._config.max_dropped_groups}; the last: {why}'
+        f'stage {self._config.stage}: of {self._counts["dropped/groups"]} groups nothing could be learned while one '
+        f'batch was collected, max_dropped_groups is {self._config.max_dropped_groups}; the last: {why}'
       )
     self._gate.drop()
 

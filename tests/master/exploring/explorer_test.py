@@ -458,7 +458,7 @@ def test_a_group_that_runs_out_of_time_is_tried_again_and_then_given_up(tokenize
 
 def test_a_straggler_is_dropped_after_a_multiple_of_the_mean_time_without_another_try(tokenizer, store, monkeypatch):
   """Batches 0 and 1 give the mean; then task 4 would take for ever."""
-  monkeypatch.setattr('jaxrl_llm.master.exploring.explorer.time', LOOP_CLOCK)
+  monkeypatch.setattr('jaxrl_llm.master.exploring.runner.time', LOOP_CLOCK)
   limits = TaskLimits(timeout_s=None, straggler_factor=20.0)
   exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, limits=limits)
   tasks = exploration.tasks

@@ -97,7 +97,7 @@ async def go(exploration, *, publish_every, start=0, end=BATCHES, batches=BATCHE
     explores=True,
     publish_every=publish_every,
   )
-  rollouts = RolloutBatches(exploration.explorer, exploration.store, exploration.sampler, exploration.gate)
+  rollouts = RolloutBatches(exploration.explorer)
   if state is not None:
     rollouts.restore(json.loads(state))
   exploration.engine._version = None  # Until the loop publishes.
