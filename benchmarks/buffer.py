@@ -105,11 +105,11 @@ class Work:
     self.groups += 1
 
   def _put(self, rows: list[Issue], samples: list[Sample], scores: list[Score]) -> None:
-    self.store.issue(rows, self.step)
+    self.store.at(self.step).issue(rows)
     with self.store.transaction():
-      self.store.append(samples, self.step)
-      self.store.score(scores, self.step)
-      self.store.admit([row.uid for row in rows], self.step)
+      self.store.at(self.step).append(samples)
+      self.store.at(self.step).score(scores)
+      self.store.at(self.step).admit([row.uid for row in rows])
 
   def draw(self, count: int) -> list[str]:
     """Draws a batch of `count` groups and returns its uids."""
@@ -121,11 +121,11 @@ class Work:
   def train(self, count: int, *, read: bool) -> None:
     """Trains one batch of `count` groups, with the work of a commit at every tenth batch."""
     uids = self._timed('drawn', lambda: self.draw(count))
-    places = self._timed('sealed', lambda: self.store.seal(uids, self.step))
+    places = self._timed('sealed', lambda: self.store.at(self.step).seal(uids))
     if read:
       found = self._timed('read', lambda: self.store.reader.read([places[uid] for uid in uids]))
       assert [sample.uid for sample in found] == uids
-    self._timed('drawn', lambda: self.store.trained(uids, self.step))
+    self._timed('drawn', lambda: self.store.at(self.step).trained(uids))
     self.step += 1
     if self.step % 10 == 0:
       self.store.flush()
@@ -213,7 +213,7 @@ def timed_queries(work: Work, directory: pathlib.Path) -> Iterator[str]:
     return list(dict.fromkeys(f'main/words:{task}/{visit}/{i}' for visit, task in numbers for i in range(_GROUP.value)))
 
   def evicted() -> dict[str, int]:
-    return store.evict(before_version=0, capacity=waiting, step=work.step)
+    return store.at(work.step).evict(before_version=0, capacity=waiting)
 
   queries: dict[str, Callable] = {
     f'entries of {_BATCH.value}': lambda: store.entries(uids()),

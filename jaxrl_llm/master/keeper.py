@@ -131,7 +131,7 @@ class RunKeeper:
     if taken:
       logs.rollouts.write(stage.name, state.step, rollout_rows(batch, updated, taken, logs.token_text))
     with logs.store.transaction():
-      logs.store.record_plan(batch.plan.step, batch.plan.to_json())
+      logs.store.at(batch.plan.step).record_plan(batch.plan.to_json())
       batches.trained(batch.plan)
     logs.progress.step(stage.name, state.step - stage.start, row)
 

@@ -16,9 +16,10 @@ from collections.abc import Iterable, Iterator
 
 from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.replay.browse import snapshot, unclaimed
-from jaxrl_llm.replay.index import ReplayStore, oldest_version
+from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.segments import SegmentError, SegmentReader, decode_row
 from jaxrl_llm.replay.tables import LIVE, State, may_become
+from jaxrl_llm.replay.writer import oldest_version
 
 _ROWS_AT_ONCE = 256
 _NAMED_AT_MOST = 20

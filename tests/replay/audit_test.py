@@ -14,11 +14,11 @@ from jaxrl_llm.replay.index import open_store
 def directory(tmp_path):
   store = open_store(tmp_path)
   store_group(store, ['g/0', 'g/1', 'g/2', 'g/3'], 0)
-  store.score([score_of('g/0')], 0)
-  store.seal(['g/0', 'g/1'], 0)
-  store.trained(['g/0', 'g/1'], 0)
-  store.expire(['g/3'], 1)
-  store.issue(issues(['g/4']), 1)
+  store.at(0).score([score_of('g/0')])
+  store.at(0).seal(['g/0', 'g/1'])
+  store.at(0).trained(['g/0', 'g/1'])
+  store.at(1).expire(['g/3'])
+  store.at(1).issue(issues(['g/4']))
   store.close()
   return tmp_path
 
@@ -28,14 +28,14 @@ def mixed(tmp_path):
   """Of both partitions, used more than once."""
   store = open_store(tmp_path, max_uses=2)
   store_group(store, ['g/0', 'g/1'], 0)
-  store.join(experts(['x', 'y']), 0)
-  store.seal(['g/0'], 0)
+  store.at(0).join(experts(['x', 'y']))
+  store.at(0).seal(['g/0'])
   for step in range(2):
-    store.trained(['g/0', 'x'], step)
-  store.trained(['x'], 2)
-  store.issue(issues(['h/0', 'h/1', 'h/2']), 2)
-  store.append([make_sample('h/0'), make_sample('h/1')], 2)
-  store.score([score_of('h/1', 0.25), score_of('h/1', 0.5), score_of('h/1', 1.0)], 2)
+    store.at(step).trained(['g/0', 'x'])
+  store.at(2).trained(['x'])
+  store.at(2).issue(issues(['h/0', 'h/1', 'h/2']))
+  store.at(2).append([make_sample('h/0'), make_sample('h/1')])
+  store.at(2).score([score_of('h/1', 0.25), score_of('h/1', 0.5), score_of('h/1', 1.0)])
   store.close()
   return tmp_path
 
@@ -192,21 +192,21 @@ def test_a_lost_segment_file_is_found(directory):
 def test_a_sample_that_no_result_can_reach_is_found(tmp_path):
   """Its group was closed without it."""
   store = open_store(tmp_path)
-  store.issue(issues(['g/0', 'g/1']), 0)
-  store.append([make_sample('g/0')], 0)
+  store.at(0).issue(issues(['g/0', 'g/1']))
+  store.at(0).append([make_sample('g/0')])
   assert audit(store).ok, 'the other may come'
-  store.admit(['g/0'], 0)
+  store.at(0).admit(['g/0'])
   assert audit(store).problems == ('g/1 (attempt 1): is issued, and its group g has ended without it',)
-  store.drop(['g/1'], 'given up', 0)
+  store.at(0).drop(['g/1'], 'given up')
   assert audit(store).ok
 
 
 def test_a_score_that_may_be_of_a_result_that_was_not_accepted_is_found(tmp_path):
   store = open_store(tmp_path)
-  store.issue(issues(['g/0', 'g/1']), 0)
-  store.append([make_sample('g/0'), make_sample('g/0', length=7), make_sample('g/1')], 0)
-  store.score([score_of('g/0'), score_of('g/1')], 0)
+  store.at(0).issue(issues(['g/0', 'g/1']))
+  store.at(0).append([make_sample('g/0'), make_sample('g/0', length=7), make_sample('g/1')])
+  store.at(0).score([score_of('g/0'), score_of('g/1')])
   assert audit(store).ok and audit(store).duplicates == 1
-  store.score([score_of('g/0', 1.0)], 0)
+  store.at(0).score([score_of('g/0', 1.0)])
   (problem,) = audit(store).problems
   assert problem.startswith('g/0 (attempt 1): came twice and was scored twice by answer at step 0')

@@ -21,11 +21,11 @@ from jaxrl_llm.replay.tables import Issue
 def run(tmp_path):
   store = open_store(tmp_path / 'replay')
   store_group(store, ['g/0', 'g/1', 'g/2'], 0)
-  store.score([score_of('g/0')], 0)
-  store.seal(['g/0', 'g/1'], 0)
-  store.trained(['g/0', 'g/1'], 0)
-  store.drop(['g/2'], 'not selected', 1)
-  store.issue(issues(['g/3']), 1)
+  store.at(0).score([score_of('g/0')])
+  store.at(0).seal(['g/0', 'g/1'])
+  store.at(0).trained(['g/0', 'g/1'])
+  store.at(1).drop(['g/2'], 'not selected')
+  store.at(1).issue(issues(['g/3']))
   store.close()
   return tmp_path
 
@@ -54,11 +54,11 @@ def test_partitions_versions_and_uses_are_told(tmp_path):
   store = open_store(tmp_path, max_uses=2)
   for number in range(12):
     store_group(store, [f'g{number}/0', f'g{number}/1'], number, version=number)
-  store.join(experts(['x', 'y']), 12)
-  store.seal(['g11/0', 'g11/1', 'g10/0'], 12)
+  store.at(12).join(experts(['x', 'y']))
+  store.at(12).seal(['g11/0', 'g11/1', 'g10/0'])
   for step in (12, 13):
-    store.trained(['g11/0', 'g11/1', 'x'], step)
-  store.trained(['g10/0', 'x'], 14)
+    store.at(step).trained(['g11/0', 'g11/1', 'x'])
+  store.at(14).trained(['g10/0', 'x'])
   store.close()
   lines = browse.summary(tmp_path)
   assert lines[:5] == [
@@ -84,11 +84,11 @@ def test_a_task_is_told_with_what_became_of_its_samples(run):
   store.recover(2)
   for step in (2, 3):
     with store.transaction():
-      store.offer([task], step)
+      store.at(step).offer([task])
       group = f'g/{step}'
       row = lambda i, group=group, step=step: Issue(uid=f'{group}/{i}', group_id=group, task_id=task.uid, visit=step)
-      store.issue([row(0), row(1)], step)
-  store.drop(['g/2/0'], 'timeout', 3)
+      store.at(step).issue([row(0), row(1)])
+  store.at(3).drop(['g/2/0'], 'timeout')
   assert not audit(store).ok, 'the samples of before are of no task that is known'
   store.close()
   assert 'tasks, taskset: train 1' in browse.summary(run / 'replay')

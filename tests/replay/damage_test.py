@@ -28,8 +28,8 @@ def directory(tmp_path):
   for step in range(3):
     uids = SEALED[4 * step : 4 * step + 4]
     store_group(store, uids, step)
-    store.seal(uids, step)
-    store.trained(uids, step)
+    store.at(step).seal(uids)
+    store.at(step).trained(uids)
   store_group(store, WAITING, 3)
   store.close()
   return tmp_path
@@ -149,7 +149,7 @@ def test_an_index_damaged_while_it_is_open_is_one_line(directory):
     file.seek(4096)
     file.write(b'\xff' * (len(content) - 4096))
   with pytest.raises(RunError, match=r'index\.sqlite: .*malformed') as caught:
-    store.issue(issues(['n/0']), 4)
+    store.at(4).issue(issues(['n/0']))
   assert '\n' not in str(caught.value)
 
 
@@ -172,12 +172,12 @@ def test_what_should_not_come_is_refused_or_counted_and_changes_nothing_else(dir
   store = open_store(directory)
   store.recover(4)
   with pytest.raises(ValueError, match='issue 0/1: already trained under attempt 1'):
-    store.issue(issues(['n/0', '0/1']), 4)
+    store.at(4).issue(issues(['n/0', '0/1']))
   with pytest.raises(ValueError, match='unknown uid n/9: it was never issued'):
-    store.append([make_sample('n/9')], 4)
+    store.at(4).append([make_sample('n/9')])
   with pytest.raises(ValueError, match='unknown uid n/9: it was never issued'):
-    store.score([score_of('n/9')], 4)
-  assert store.append([make_sample('0/1', length=7)], 4) == []
+    store.at(4).score([score_of('n/9')])
+  assert store.at(4).append([make_sample('0/1', length=7)]) == []
   assert encode(store.read(['0/1'])[0]) == encode(make_sample('0/1'))
   store.close()
   report = audit(directory)
@@ -187,8 +187,8 @@ def test_what_should_not_come_is_refused_or_counted_and_changes_nothing_else(dir
 def test_a_score_twice_is_counted_and_the_newest_by_each_scorer_holds(directory):
   store = open_store(directory)
   store.recover(4)
-  store.score([score_of('w/0', 0.25), score_of('w/1', 0.25), score_of('w/0', 1.0)], 4)
-  store.score([score_of('w/0', 0.75)], 5)
+  store.at(4).score([score_of('w/0', 0.25), score_of('w/1', 0.25), score_of('w/0', 1.0)])
+  store.at(5).score([score_of('w/0', 0.75)])
   assert [score.value for score in store.scores(['w/0'])['w/0']] == [0.75]
   store.close()
   assert audit(directory).ok and audit(directory).rescored == 2
@@ -198,9 +198,9 @@ def test_a_score_twice_is_counted_and_the_newest_by_each_scorer_holds(directory)
 def test_a_sample_that_is_never_scored_stays_in_sight(directory):
   store = open_store(directory)
   store.recover(4)
-  store.issue(issues(['n/0', 'n/1', 'n/2']), 4)
-  store.append([make_sample('n/0'), make_sample('n/1')], 4)
-  store.score([score_of('n/1')], 4)
+  store.at(4).issue(issues(['n/0', 'n/1', 'n/2']))
+  store.at(4).append([make_sample('n/0'), make_sample('n/1')])
+  store.at(4).score([score_of('n/1')])
   store.close()
   report = audit(directory)
   assert report.ok and report.live == ('n/0', 'n/1', 'n/2', 'w/0', 'w/1') and report.unscored == ('n/0',)

@@ -22,15 +22,15 @@ from jaxrl_llm.replay.tables import Issue
 def test_a_step_from_issue_to_trained(tmp_path):
   store = open_store(tmp_path)
   uids = ['g/0', 'g/1', 'g/2', 'g/3']
-  store.issue(issues(uids), 0)
-  assert store.append([make_sample(uid) for uid in uids[:3]], 0) == uids[:3]
-  store.score([score_of('g/0'), score_of('g/1', None), score_of('g/0', 0.75)], 0)
-  store.admit(['g/0', 'g/2'], 0)
-  store.drop(['g/1'], 'unscorable', 0)
-  store.record_plan(0, {'uids': ['g/2', 'g/0']})
-  refs = store.seal(['g/2', 'g/0'], 0)
+  store.at(0).issue(issues(uids))
+  assert store.at(0).append([make_sample(uid) for uid in uids[:3]]) == uids[:3]
+  store.at(0).score([score_of('g/0'), score_of('g/1', None), score_of('g/0', 0.75)])
+  store.at(0).admit(['g/0', 'g/2'])
+  store.at(0).drop(['g/1'], 'unscorable')
+  store.at(0).record_plan({'uids': ['g/2', 'g/0']})
+  refs = store.at(0).seal(['g/2', 'g/0'])
   assert refs == {'g/2': ('00000000-001-000.arrayrecord', 0), 'g/0': ('00000000-001-000.arrayrecord', 1)}
-  store.trained(['g/0', 'g/2'], 0)
+  store.at(0).trained(['g/0', 'g/2'])
   assert states(store, uids) == ['trained', 'dropped', 'trained', 'issued']
   assert [s.value for s in store.scores(['g/0'])['g/0']] == [0.75]
   (unscorable,) = store.scores(['g/1'])['g/1']
@@ -52,12 +52,12 @@ def test_a_step_from_issue_to_trained(tmp_path):
 
 def test_second_and_late_results_are_counted_not_accepted(tmp_path):
   store = open_store(tmp_path)
-  store.issue(issues(['g/0', 'g/1', 'g/2']), 0)
+  store.at(0).issue(issues(['g/0', 'g/1', 'g/2']))
   first, other = make_sample('g/0'), make_sample('g/0', length=7)
-  assert store.append([first, other, make_sample('g/1')], 0) == ['g/0', 'g/1']
-  assert store.append([other], 1) == []
-  store.drop(['g/2'], 'timeout', 1)
-  assert store.append([make_sample('g/2')], 2) == []
+  assert store.at(0).append([first, other, make_sample('g/1')]) == ['g/0', 'g/1']
+  assert store.at(1).append([other]) == []
+  store.at(1).drop(['g/2'], 'timeout')
+  assert store.at(2).append([make_sample('g/2')]) == []
   assert encode(store.read(['g/0'])[0]) == encode(first)
   assert store.counts()['duplicates'] == 3
   assert audit(store).ok
@@ -67,25 +67,25 @@ def test_second_and_late_results_are_counted_not_accepted(tmp_path):
 @pytest.mark.parametrize(
   ('change', 'message'),
   [
-    (lambda s: s.admit(['g/0'], 0), 'is issued, cannot become admitted'),
-    (lambda s: s.admit(['g/9'], 0), 'unknown uid g/9'),
-    (lambda s: s.admit(['g/1', 'g/1'], 0), 'named twice'),
-    (lambda s: s.admit(['g/1'], 0), 'became stored at step 1, cannot become admitted at 0'),
-    (lambda s: s.issue(issues(['g/0']), 0), 'already issued'),
-    (lambda s: s.score([score_of('g/1', float('nan'))], 1), 'gave nan'),
-    (lambda s: s.score([score_of('g/0')], 1), 'no bytes yet'),
-    (lambda s: s.seal(['g/1'], 1), 'only what was admitted'),
-    (lambda s: s.trained(['g/2'], 2), 'not sealed'),
-    (lambda s: s.drop(['g/0'], '', 1), 'reason is wanted'),
+    (lambda s: s.at(0).admit(['g/0']), 'is issued, cannot become admitted'),
+    (lambda s: s.at(0).admit(['g/9']), 'unknown uid g/9'),
+    (lambda s: s.at(0).admit(['g/1', 'g/1']), 'named twice'),
+    (lambda s: s.at(0).admit(['g/1']), 'became stored at step 1, cannot become admitted at 0'),
+    (lambda s: s.at(0).issue(issues(['g/0'])), 'already issued'),
+    (lambda s: s.at(1).score([score_of('g/1', float('nan'))]), 'gave nan'),
+    (lambda s: s.at(1).score([score_of('g/0')]), 'no bytes yet'),
+    (lambda s: s.at(1).seal(['g/1']), 'only what was admitted'),
+    (lambda s: s.at(2).trained(['g/2']), 'not sealed'),
+    (lambda s: s.at(1).drop(['g/0'], ''), 'reason is wanted'),
     (lambda s: s.recover(0), 'already issued samples'),
-    (lambda s: s.append([make_sample('other/0')], 1), 'unknown uid other/0'),
+    (lambda s: s.at(1).append([make_sample('other/0')]), 'unknown uid other/0'),
   ],
 )
 def test_a_refused_change_leaves_nothing(tmp_path, change, message):
   store = open_store(tmp_path)
-  store.issue(issues(['g/0', 'g/1', 'g/2']), 0)
-  store.append([make_sample('g/1'), make_sample('g/2')], 1)
-  store.admit(['g/2'], 1)
+  store.at(0).issue(issues(['g/0', 'g/1', 'g/2']))
+  store.at(1).append([make_sample('g/1'), make_sample('g/2')])
+  store.at(1).admit(['g/2'])
   before = list(store._db.iterdump())
   with pytest.raises(ValueError, match=message):
     change(store)
@@ -94,27 +94,27 @@ def test_a_refused_change_leaves_nothing(tmp_path, change, message):
 
 def test_a_joined_transaction_is_all_or_nothing(tmp_path):
   store = open_store(tmp_path)
-  store.issue(issues(['g/0', 'g/1']), 0)
+  store.at(0).issue(issues(['g/0', 'g/1']))
   with pytest.raises(ValueError, match='is issued'), store.transaction():
-    store.append([make_sample('g/0')], 0)
-    store.admit(['g/0'], 0)
-    store.admit(['g/1'], 0)
+    store.at(0).append([make_sample('g/0')])
+    store.at(0).admit(['g/0'])
+    store.at(0).admit(['g/1'])
   assert states(store, ['g/0', 'g/1']) == ['issued', 'issued']
   with store.transaction():
-    store.append([make_sample('g/0')], 0)
-    store.admit(['g/0'], 0)
+    store.at(0).append([make_sample('g/0')])
+    store.at(0).admit(['g/0'])
   assert states(store, ['g/0', 'g/1']) == ['admitted', 'issued']
 
 
 def test_max_uses_bounds_training(tmp_path):
   store = open_store(tmp_path, max_uses=2)
   store_group(store, ['g/0'], 0)
-  ref = store.seal(['g/0'], 0)
-  store.trained(['g/0'], 0)
-  assert store.seal(['g/0'], 1) == ref
-  store.trained(['g/0'], 1)
+  ref = store.at(0).seal(['g/0'])
+  store.at(0).trained(['g/0'])
+  assert store.at(1).seal(['g/0']) == ref
+  store.at(1).trained(['g/0'])
   with pytest.raises(ValueError, match='already used 2 times, max_uses is 2'):
-    store.trained(['g/0'], 2)
+    store.at(2).trained(['g/0'])
   assert audit(store).ok
 
 
@@ -133,32 +133,32 @@ def test_undo_hand_worked(tmp_path):
   store = open_store(tmp_path)
   name = ['trained0', 'sealed', 'stored', 'dropped', 'gone', 'late', 'flying', 'new']
   sample = {n: make_sample(n) for n in name}
-  store.issue(issues(['trained0', 'sealed', 'gone']), 0)
-  store.append([sample['trained0']], 0)
-  store.admit(['trained0'], 0)
-  store.issue(issues(['stored', 'dropped', 'late', 'flying']), 1)
-  store.append([sample['sealed'], sample['stored'], sample['dropped']], 1)
-  store.append([sample['stored']], 1)
-  store.score([score_of('sealed', 0.25)], 1)
-  store.derive([('sealed', 'shape', {'reward': [0.25, 0.5]})], 1)
-  store.admit(['sealed'], 1)
-  store.drop(['gone'], 'timeout', 1)
-  store.record_plan(1, {'n': 1})
-  kept = store.seal(['trained0'], 1)
-  store.trained(['trained0'], 1)
+  store.at(0).issue(issues(['trained0', 'sealed', 'gone']))
+  store.at(0).append([sample['trained0']])
+  store.at(0).admit(['trained0'])
+  store.at(1).issue(issues(['stored', 'dropped', 'late', 'flying']))
+  store.at(1).append([sample['sealed'], sample['stored'], sample['dropped']])
+  store.at(1).append([sample['stored']])
+  store.at(1).score([score_of('sealed', 0.25)])
+  store.at(1).derive([('sealed', 'shape', {'reward': [0.25, 0.5]})])
+  store.at(1).admit(['sealed'])
+  store.at(1).drop(['gone'], 'timeout')
+  store.at(1).record_plan({'n': 1})
+  kept = store.at(1).seal(['trained0'])
+  store.at(1).trained(['trained0'])
   # the commit named 2 is written here
-  store.issue(issues(['new']), 2)
-  store.append([sample['new'], sample['late'], sample['stored']], 2)
-  store.admit(['stored', 'new'], 2)
-  store.score([score_of('sealed', 1.0), score_of('late')], 2)
-  store.derive([('sealed', 'shape', {'reward': [1.0, 2.0]})], 2)
-  store.record_plan(2, {'n': 2})
-  store.seal(['sealed'], 2)
-  store.trained(['sealed'], 2)
-  store.drop(['dropped'], 'filtered', 3)
+  store.at(2).issue(issues(['new']))
+  store.at(2).append([sample['new'], sample['late'], sample['stored']])
+  store.at(2).admit(['stored', 'new'])
+  store.at(2).score([score_of('sealed', 1.0), score_of('late')])
+  store.at(2).derive([('sealed', 'shape', {'reward': [1.0, 2.0]})])
+  store.at(2).record_plan({'n': 2})
+  store.at(2).seal(['sealed'])
+  store.at(2).trained(['sealed'])
+  store.at(3).drop(['dropped'], 'filtered')
   assert store.prune(2) == 0
-  store.seal(['new'], 3)
-  store.trained(['new'], 3)
+  store.at(3).seal(['new'])
+  store.at(3).trained(['new'])
   assert len(list((tmp_path / 'segments').iterdir())) == 3
   (tmp_path / 'segments' / '00000003-001-001.arrayrecord.tmp').write_bytes(b'half')
   store.close()
@@ -166,7 +166,7 @@ def test_undo_hand_worked(tmp_path):
   store = open_store(tmp_path)
   assert store.attempt == 2
   with pytest.raises(ValueError, match='call recover first'):
-    store.issue(issues(['x']), 2)
+    store.at(2).issue(issues(['x']))
   # transitions: late stored; new stored, admitted, trained; stored admitted; sealed trained; dropped dropped
   assert store.recover(2) == {
     'restored': 1, 'transitions': 7, 'scores': 2, 'derived': 1, 'plans': 1, 'duplicates': 1, 'open_segment': 1,
@@ -179,7 +179,7 @@ def test_undo_hand_worked(tmp_path):
   for uid, found in zip(name[:4], store.read(name[:4])):
     assert encode(found) == encode(sample[uid])
   assert store.plans() == {1: {'n': 1}}
-  assert store.seal(['trained0'], 2) == kept
+  assert store.at(2).seal(['trained0']) == kept
   report = audit(store)
   assert report.ok, report.lines
   assert report.issued == 8
@@ -194,13 +194,13 @@ def test_undo_hand_worked(tmp_path):
   assert [line for line in store._db.iterdump() if 'attempts' not in line] == dump
 
   # The lost ones are issued again under the new attempt; what is not void is not.
-  store.issue(issues(['late', 'flying', 'new']), 2)
+  store.at(2).issue(issues(['late', 'flying', 'new']))
   with pytest.raises(ValueError, match='already trained'):
-    store.issue(issues(['trained0']), 2)
-  store.append([sample['new']], 2)
-  store.admit(['new', 'dropped'], 2)
-  assert store.seal(['new', 'sealed', 'dropped'], 2)['sealed'] == ('00000002-003-000.arrayrecord', 1)
-  store.trained(['new', 'sealed', 'dropped'], 2)
+    store.at(2).issue(issues(['trained0']))
+  store.at(2).append([sample['new']])
+  store.at(2).admit(['new', 'dropped'])
+  assert store.at(2).seal(['new', 'sealed', 'dropped'])['sealed'] == ('00000002-003-000.arrayrecord', 1)
+  store.at(2).trained(['new', 'sealed', 'dropped'])
   assert audit(store).ok
   assert audit(store).issued == 11
 
@@ -208,8 +208,8 @@ def test_undo_hand_worked(tmp_path):
 def test_prune_forgets_bytes_only_of_what_the_commit_ended(tmp_path):
   store = open_store(tmp_path)
   store_group(store, ['a', 'b', 'c'], 0)
-  store.drop(['a'], 'filtered', 0)
-  store.expire(['b'], 1)
+  store.at(0).drop(['a'], 'filtered')
+  store.at(1).expire(['b'])
   assert store.prune(1) == 1
   with pytest.raises(ValueError, match='a: it has no bytes'):
     store.read(['a'])
@@ -222,9 +222,9 @@ def test_visits_are_those_of_the_named_stages_that_no_crash_made_void(tmp_path):
     uid=f'{stage}/{task}/{visit}/0', group_id=f'{stage}/{task}/{visit}', task_id=task, visit=visit
   )
   store = open_store(tmp_path)
-  store.issue([row('one', 's:a', 0), row('one', 's:a', 1), row('one', 's:b', 0), row('ones', 's:b', 7)], 0)
-  store.drop(['one/s:a/0/0', 'one/s:a/1/0', 'one/s:b/0/0'], 'timeout', 0)
-  store.issue([row('one', 's:a', 2)], 1)
+  store.at(0).issue([row('one', 's:a', 0), row('one', 's:a', 1), row('one', 's:b', 0), row('ones', 's:b', 7)])
+  store.at(0).drop(['one/s:a/0/0', 'one/s:a/1/0', 'one/s:b/0/0'], 'timeout')
+  store.at(1).issue([row('one', 's:a', 2)])
   assert store.visits(['one']) == {'s:a': 3, 's:b': 1} and store.visits([]) == {}
   store.close()
   store = open_store(tmp_path)
@@ -269,7 +269,7 @@ def test_threads_share_one_store(tmp_path):
   def work(name):
     for n in range(10):
       store_group(store, [f'{name}{n}/{i}' for i in range(4)], n)
-      store.seal([f'{name}{n}/{i}' for i in range(4)], n)
+      store.at(n).seal([f'{name}{n}/{i}' for i in range(4)])
 
   threads = [threading.Thread(target=work, args=(name,)) for name in 'abcd']
   for thread in threads:
@@ -318,7 +318,7 @@ def test_a_reader_sees_whole_transactions_while_a_process_writes(tmp_path):
     'store.recover(0)\n'
     'for step in range(40):\n'
     '  uids = [f"{step}/{i}" for i in range(8)]\n'
-    '  store_group(store, uids, step); store.seal(uids, step); store.trained(uids, step)\n'
+    '  store_group(store, uids, step); store.at(step).seal(uids); store.at(step).trained(uids)\n'
   )
   open_store(tmp_path).close()
   writer = subprocess.Popen([sys.executable, '-c', script, str(tmp_path), str(SUPPORT)])
@@ -358,9 +358,9 @@ def test_bytes_leave_sqlite_only_when_the_segment_reads_back(tmp_path, monkeypat
   with monkeypatch.context() as patch:
     patch.setattr(segments, 'ArrayRecordWriter', RottenWriter)
     with pytest.raises(RunError, match='2 rows could not be written'):
-      store.seal(['g/0', 'g/1'], 0)
+      store.at(0).seal(['g/0', 'g/1'])
   assert list((tmp_path / 'segments').iterdir()) == []
   assert audit(store).ok
   assert encode(store.read(['g/1'])[0]) == encode(make_sample('g/1'))
-  store.seal(['g/0', 'g/1'], 0)
+  store.at(0).seal(['g/0', 'g/1'])
   assert audit(store).ok

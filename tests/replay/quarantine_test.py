@@ -27,9 +27,9 @@ def replay(tmp_path):
   for step in range(STEPS):
     uids = [f'{step}/0', f'{step}/1']
     store_group(store, uids, step)
-    store.seal(uids, step)
-    store.trained(uids, step)
-    store.record_plan(step, {})
+    store.at(step).seal(uids)
+    store.at(step).trained(uids)
+    store.at(step).record_plan({})
   store.close()
   return tmp_path / 'replay'
 

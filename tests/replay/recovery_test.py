@@ -68,24 +68,24 @@ def train(directory: pathlib.Path, steps: int, *, synchronous: str) -> None:
   for step in range(first, steps):
     uids = [f'{step}/{i}' for i in range(SIZE)]
     answered, admitted = uids[:-1], uids[1:-1]
-    store.issue(issues(uids), step)
+    store.at(step).issue(issues(uids))
     acknowledge('issue', uids, step)
-    store.append([make_sample(uid) for uid in answered], step)
+    store.at(step).append([make_sample(uid) for uid in answered])
     acknowledge('append', answered, step)
     with store.transaction():
-      store.score([score_of(uid) for uid in answered], step)
-      store.drop(uids[:1], 'filtered', step)
+      store.at(step).score([score_of(uid) for uid in answered])
+      store.at(step).drop(uids[:1], 'filtered')
     acknowledge('drop', uids[:1], step)
-    store.admit(admitted, step)
+    store.at(step).admit(admitted)
     acknowledge('admit', admitted, step)
     if step:
       trained = [f'{step - 1}/{i}' for i in range(1, SIZE - 1)]
       late = f'{step - 1}/{SIZE - 1}'
-      store.append([make_sample(late)], step)
+      store.at(step).append([make_sample(late)])
       acknowledge('append', [late], step)
-      store.record_plan(step, trained)
-      store.seal(trained, step)
-      store.trained(trained, step)
+      store.at(step).record_plan(trained)
+      store.at(step).seal(trained)
+      store.at(step).trained(trained)
       acknowledge('trained', trained, step)
     if step % 2:
       store.flush()

@@ -178,8 +178,8 @@ class Exploration:
         self.explorer.advance(step, step)
         batch, counts = await self.explorer.collect()
         uids = [*dict.fromkeys(chosen.scored.sample.uid for chosen in batch)]
-        self.store.seal(uids, step)
-        self.store.trained(uids, step)
+        self.store.at(step).seal(uids)
+        self.store.at(step).trained(uids)
         found.append((batch, counts))
     return found
 

@@ -41,9 +41,9 @@ def score_of(uid: str, value: float | None = 0.5) -> Score:
 
 
 def store_group(store, uids, step, version=0):
-  store.issue(issues(uids), step)
-  store.append([make_sample(uid, version=version) for uid in uids], step)
-  store.admit(uids, step)
+  store.at(step).issue(issues(uids))
+  store.at(step).append([make_sample(uid, version=version) for uid in uids])
+  store.at(step).admit(uids)
 
 
 def states(store, uids) -> list[str]:

@@ -76,8 +76,8 @@ class Explorer:
     self._config, self._runner, self._sampler, self._store = config, runner, sampler, store
     self._gate = Gate(bound=config.bound, groups_per_batch=config.groups_per_batch, batches=config.batches)
     self._events = events
-    self._step = 0
-    """Completed batches of the run; stamps changes of the store."""
+    self._writer = store.at(0)
+    """Stamps changes with the completed batches of the run."""
     self._started = 0
     self._groups: dict[int, _Group] = {}
     """By group number, in order of start."""
@@ -120,13 +120,13 @@ class Explorer:
       in_hand = {self._name(group.task, group.visit) for group in self._groups.values()} | self._handed_out
       live = [entry for entry in self._store.live() if entry.attempt == self._store.attempt]
       unfinished = [entry for entry in live if entry.group_id in in_hand]
-      self._store.drop([entry.uid for entry in unfinished], 'given up', self._step)
+      self._writer.drop([entry.uid for entry in unfinished], 'given up')
       for group in dict.fromkeys(entry.group_id for entry in unfinished):
         self._events.message(Edge.DROP, group=group, reason='given up')
 
   def advance(self, step: int, served: int) -> None:
     """Records that `step` batches of the run are complete, and `served` of this stage are in the engines' weights."""
-    self._step, self._handed_out = step, set()
+    self._writer, self._handed_out = self._store.at(step), set()
     self._sampler.advance(served)
     self._gate.advance(served)
 
@@ -137,12 +137,12 @@ class Explorer:
     """
     chosen, counts = await self.collect()
     if (past := self._config.past) is not None:
-      groups = await asyncio.to_thread(past.draw, self._store, self._step)
+      groups = await asyncio.to_thread(past.draw, self._store, self._writer.step)
       chosen += await asyncio.to_thread(self._recall, [uid for group in groups for uid in group.uids])
       counts['past_groups'] = len(groups)
     asked = self._events.request(Edge.FETCH, source='rollouts')
     uids = [*dict.fromkeys(choice.scored.sample.uid for choice in chosen)]
-    places = await asyncio.to_thread(self._store.seal, uids, self._step)
+    places = await asyncio.to_thread(self._writer.seal, uids)
     self._events.reply(asked, count=len(places))
     return Drawn(chosen, places, counts)
 
@@ -181,11 +181,11 @@ class Explorer:
 
   def complete(self, uids: Sequence[str], experts: Sequence[Issue] = ()) -> None:
     """Records that the batch is complete and was trained on these samples and on these rows of static data."""
-    self._store.trained(uids, self._step)
-    self._store.join(experts, self._step)
-    self._store.trained([row.uid for row in experts], self._step)
+    self._writer.trained(uids)
+    self._writer.join(experts)
+    self._writer.trained([row.uid for row in experts])
     # A commit of this batch excludes store changes from here on, so the committed state is captured at the same point.
-    self._step, self._handed_out = self._step + 1, set()
+    self._writer, self._handed_out = self._store.at(self._writer.step + 1), set()
     self._completed = self._now()
 
   def _tell(self, last: int) -> None:
@@ -228,8 +228,8 @@ class Explorer:
 
   def _start(self, tasks: asyncio.TaskGroup, groups: Mapping[int, _Group]) -> None:
     with self._store.transaction():
-      self._store.offer([group.task for group in groups.values()], self._step)
-      self._store.issue([row for group in groups.values() for row in self._issued(group.task, group.visit)], self._step)
+      self._writer.offer([group.task for group in groups.values()])
+      self._writer.issue([row for group in groups.values() for row in self._issued(group.task, group.visit)])
     for number, group in groups.items():
       self._events.message(Edge.TASK, group=self._name(group.task, group.visit))
       tasks.create_task(self._group(number, group.task, group.visit))
@@ -302,7 +302,7 @@ class Explorer:
 
   def _give_up(self, number: int, task: Task, visit: int, reason: str) -> None:
     issued = self._issued(task, visit)
-    self._store.drop([row.uid for row in issued], reason, self._step)
+    self._writer.drop([row.uid for row in issued], reason)
     self._counts[f'dropped/{reason}'] += len(issued)
     self._drop_group(number, reason, f'task {task.uid} took too long ({reason}, limits {self._config.limits})')
     self._progress.set()
@@ -315,20 +315,20 @@ class Explorer:
     if scorable:
       correct = sum(bool(m.reward.correct) for m in scorable)
       self._outcomes[number] = (scorable[0].task.uid, correct, len(scorable))
-    verified = process(self._config.processors, scorable, self._step)
+    verified = process(self._config.processors, scorable, self._writer.step)
     chosen = choose(self._config.selection, verified.members) if verified.members else []
     admitted = dict.fromkeys(c.scored.sample.uid for c in chosen)
     left = [m.sample.uid for m in verified.members if m.sample.uid not in admitted]
     dropped = {'scorer_failed' if scorer_failed else 'unscorable': unscorable, **verified.dropped, 'not_selected': left}
     asked = self._events.request(Edge.STORE, group=members[0].sample.group_id, count=len(members))
     with self._store.transaction():
-      self._store.append([m.sample for m in members], self._step)
-      self._store.score([s for m in members for s in m.scores], self._step)
-      self._store.derive([*verified.lineage, *experience_rows(chosen)], self._step)
-      self._store.admit([*admitted], self._step)
+      self._writer.append([m.sample for m in members])
+      self._writer.score([s for m in members for s in m.scores])
+      self._writer.derive([*verified.lineage, *experience_rows(chosen)])
+      self._writer.admit([*admitted])
       for reason, uids in dropped.items():
         if uids:
-          self._store.drop(uids, reason.replace('_', ' '), self._step)
+          self._writer.drop(uids, reason.replace('_', ' '))
     self._events.reply(asked, admitted=len(admitted))
     self._counts.update({f'dropped/{reason}': len(uids) for reason, uids in dropped.items()})
     self._counts.update({f'processors/{name}': count for name, count in verified.counts.items()})

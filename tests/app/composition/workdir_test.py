@@ -171,7 +171,7 @@ def resumable(tmp_path):
   """A run directory, and what its commit at step 2 names."""
   store = open_store(tmp_path / 'replay')
   for step in range(2):
-    store.record_plan(step, {})
+    store.at(step).record_plan({})
   name = store.name
   store.close()
   for file in ('metrics.jsonl', 'tokenizer/tokenizer.json', 'data/sft.arrayrecord'):

@@ -265,8 +265,8 @@ def test_above_a_bound_of_0_the_sampler_is_told_in_the_order_of_start_and_no_fur
         for step in range(3):
           batch, _ = await exploration.explorer.collect()
           assert told == [task.uid for task in exploration.tasks[: 2 * (step + 1)]]
-          store.seal(uids(batch), step)
-          store.trained(uids(batch), step)
+          store.at(step).seal(uids(batch))
+          store.at(step).trained(uids(batch))
 
     run(main())
     store.close()
@@ -347,8 +347,8 @@ def test_leaving_cancels_what_is_in_flight_and_every_sample_ends_in_one_state(to
     async with exploration.explorer.running():
       exploration.explorer.advance(0, 0)
       batch, _ = await exploration.explorer.collect()
-      store.seal(uids(batch), 0)
-      store.trained(uids(batch), 0)
+      store.at(0).seal(uids(batch))
+      store.at(0).trained(uids(batch))
       exploration.explorer.advance(1, 1)
       while len(exploration.engine.requests) < 8 or store.counts()['admitted'] < 3 * 2:
         await asyncio.sleep(0.001)

@@ -196,26 +196,24 @@ def test_a_run_killed_with_groups_in_flight_trains_every_task_once(tmp_path, tok
   have had, what had ended by the commit is not rolled out again, and the store adds up."""
   tasks = exploring.make_tasks(BATCHES * 2)
 
-  def explore(directory, delays):
+  def explore(directory, delays, commit=0):
     store = open_store(directory, synchronous='normal')
+    store.recover(commit)
     judge = lambda attempt: float(attempt.uid.endswith('1'))
     return exploring.Exploration(
       tokenizer, store, judge, delays=delays, bound=bound, batches=BATCHES, tasks=tasks
     ), store
 
   whole, store = explore(tmp_path / 'whole', 0)
-  store.recover(0)
   expected = asyncio.run(go(whole, publish_every=publish_every, turns=30))
   store.close()
 
   first, store = explore(tmp_path / 'replay', 1)
-  store.recover(0)
   before = asyncio.run(go(first, publish_every=publish_every, end=step + 2, turns=30))
   store.close()
   state = before.states[step]
   waiting = [g for g in json.loads(state)['explorer']['groups'] if g['ended']]
-  again, store = explore(tmp_path / 'replay', 2)
-  store.recover(step)
+  again, store = explore(tmp_path / 'replay', 2, step)
   after = asyncio.run(go(again, publish_every=publish_every, start=step, state=state, turns=30))
   groups = lambda plans: [row.group for plan in plans for row in plan.rows]
   assert groups(before.plans[:step] + after.plans) == groups(expected.plans)
@@ -236,20 +234,19 @@ def test_a_group_in_flight_at_a_commit_is_asked_for_again_once_weights_are_serve
   tasks = exploring.make_tasks(30)
   name = lambda i: f'grpo/{tasks[i].uid}/0'
 
-  def explore(hold):
+  def explore(hold, commit):
     store = open_store(tmp_path / 'replay', synchronous='normal')
+    store.recover(commit)
     exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, bound=1, batches=BATCHES, tasks=tasks)
     exploration.engine.hold = lambda request: hold and request.uid == name(3)
     return exploration, store
 
-  first, store = explore(True)
-  store.recover(0)
+  first, store = explore(True, 0)
   before = asyncio.run(go(first, publish_every=1, end=1, turns=200))
   store.close()
   flight = {g['number']: g['ended'] for g in json.loads(before.states[1])['explorer']['groups']}
   assert flight == {2: True, 3: False}
-  again, store = explore(False)
-  store.recover(1)
+  again, store = explore(False, 1)
   after = asyncio.run(go(again, publish_every=1, start=1, end=2, state=before.states[1], turns=200))
   assert [row.group for row in after.plans[0].rows] == [name(2)] * 2 + [name(3)] * 2
   assert again.engine.requests[0].uid == name(3) and name(2) not in {r.uid for r in again.engine.requests}
