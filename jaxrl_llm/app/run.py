@@ -19,6 +19,7 @@ from rich.console import Console
 from jaxrl_llm.app.composition.chosen import settle
 from jaxrl_llm.app.composition.host import Host, build_parts, open_host
 from jaxrl_llm.app.composition.prepare import Prepared, base_of, checkpoint_directory, prepare
+from jaxrl_llm.app.composition.setup import Setup
 from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
 from jaxrl_llm.app.composition.state import committed_state, critic_model
 from jaxrl_llm.app.composition.workdir import Workdir
@@ -28,7 +29,9 @@ from jaxrl_llm.app.schema import Config
 from jaxrl_llm.app.summary import print_summary
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.master import loop
+from jaxrl_llm.master.keeper import Start
 from jaxrl_llm.master.loop import Outcome
+from jaxrl_llm.master.process import Process
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.heads import with_head
 from jaxrl_llm.models.spec import ModelSpec, RopeScaling
@@ -37,6 +40,7 @@ from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.mesh import build_mesh
 from jaxrl_llm.rollout.publisher import Gatherer
 from jaxrl_llm.runtime.checkpoint import Checkpoints
+from jaxrl_llm.runtime.events import SILENT, EventLog
 from jaxrl_llm.runtime.machine import changes
 from jaxrl_llm.runtime.report import build as build_report
 from jaxrl_llm.tasks.taskset import taskset_loader
@@ -68,8 +72,8 @@ class Exports(NamedTuple):
   critic: Params | None = None
 
 
-class _Process(NamedTuple):
-  """This process's part in a run."""
+class _Launch(NamedTuple):
+  """What this process has before the run is set up."""
 
   device: DeviceThread
   coordinator: Coordinator
@@ -98,16 +102,16 @@ async def run(config: Config, path: pathlib.Path, *, on_start: Callable[[Stop], 
   else:
     on_start(request_stop)
   if not coordinator.leads:
-    return await _run(config, path, _Process(device, coordinator, None, stop, begun))
+    return await _run(config, path, _Launch(device, coordinator, None, stop, begun))
   workdir = Workdir(path)
   try:
-    return await _run(config, path, _Process(device, coordinator, workdir, stop, begun))
+    return await _run(config, path, _Launch(device, coordinator, workdir, stop, begun))
   finally:
     workdir.close()
 
 
-async def _run(config: Config, path: pathlib.Path, process: _Process) -> int:
-  device, coordinator, workdir, stop, begun = process
+async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
+  device, coordinator, workdir, stop, begun = launch
   checkpoints = Checkpoints(path / 'checkpoints', config.checkpoint, leads=coordinator.leads)
   prepared: Prepared | None = None
 
@@ -138,25 +142,19 @@ async def _run(config: Config, path: pathlib.Path, process: _Process) -> int:
   if coordinator.leads:
     Console(highlight=False).print(held_table(mesh, held(stages, model, critic_model(model), mesh)))
   committed = checkpoints.host(setting.step) if setting.step else None
-  state, base = await device.run(committed_state, config, setting.step, stages, checkpoints, model, mesh)
-  host = None
-  if coordinator.leads:
-    host = open_host(config, path, prepared, stages, device, setting.attempt, committed)
-  parts = build_parts(
-    config,
-    path,
-    model=model,
-    mesh=mesh,
+  events = EventLog(path, attempt=setting.attempt, step=setting.step) if coordinator.leads else SILENT
+  setup = Setup(
+    config=config,
+    workdir=path,
     stages=stages,
-    coordinator=coordinator,
-    device=device,
+    model=model,
     checkpoints=checkpoints,
-    stop=stop,
-    host=host,
-    attempt=setting.attempt,
-    best=tuple(committed['best']) if committed and committed['best'] else None,
-    base=base,
+    process=Process(coordinator=coordinator, device=device, mesh=mesh, events=events),
   )
+  state, base = await device.run(committed_state, setup, setting.step)
+  host = open_host(setup, prepared, committed) if coordinator.leads else None
+  best = tuple(committed['best']) if committed and committed['best'] else None
+  parts = build_parts(setup, Start(attempt=setting.attempt, stop=stop, best=best, base=base), host)
   left = state.step < stages[-1].end or not state.evaluated
   async with _opened(host, start=left):
     begun.set()

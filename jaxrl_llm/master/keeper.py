@@ -19,16 +19,14 @@ from jaxrl_llm.master.batches import Batches
 from jaxrl_llm.master.evaluation import Evaluator, SuiteConfig
 from jaxrl_llm.master.loop import LoopState, publish
 from jaxrl_llm.master.mismatch import MismatchConfig
+from jaxrl_llm.master.process import Process
 from jaxrl_llm.master.records import rollout_rows, step_metrics
 from jaxrl_llm.master.trainer import Batch, Stage, Updated
-from jaxrl_llm.parallel.coordinator import Coordinator
-from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.rollout.publisher import Publisher
 from jaxrl_llm.runtime.checkpoint import Checkpoints
-from jaxrl_llm.runtime.events import SILENT, Edge, Events
+from jaxrl_llm.runtime.events import Edge
 from jaxrl_llm.runtime.machine import fingerprint
-from jaxrl_llm.runtime.phases import PhaseManager
 from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
 
@@ -52,9 +50,22 @@ class Logs:
   machine_metrics: Callable[[], dict[str, float]]
   """Metrics of the process itself (heartbeat, compilations, clock decisions)."""
   mismatch: MismatchConfig = MismatchConfig()
-  events: Events = SILENT
   files: Mapping[str, int] = dataclasses.field(default_factory=dict)
   """Size in bytes of files that the run created and keeps reading, by path in the run directory."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+  """One start of a run."""
+
+  attempt: int
+  """Number of the start."""
+  stop: asyncio.Future
+  """Future of a signal number; setting it abandons a running evaluation."""
+  best: tuple[float, int] | None = None
+  """Accuracy and step of the best evaluation of earlier starts."""
+  base: str | None = None
+  """Digest of the base weights under the policy's adapters, which are not committed; None without adapters."""
 
 
 class RunKeeper:
@@ -62,32 +73,22 @@ class RunKeeper:
 
   def __init__(
     self,
+    process: Process,
+    start: Start,
     *,
-    coordinator: Coordinator,
-    device: DeviceThread,
-    phases: PhaseManager,
     publisher: Publisher,
     checkpoints: Checkpoints,
-    attempt: int,
-    stop: asyncio.Future,
     logs: Logs | None,
     generates: bool,
-    best: tuple[float, int] | None,
-    base: str | None = None,
   ):
     """
     Args:
-      stop: future of a signal number; setting it abandons a running evaluation.
       logs: set in process 0; None in the others.
       generates: whether there are suites, for which the engine must serve the policy.
-      best: accuracy and step of the best evaluation so far.
-      base: digest of the base weights under the policy's adapters, which are not committed; None without adapters.
     """
-    self._coordinator, self._device, self._phases = coordinator, device, phases
-    self._publisher, self._checkpoints, self._attempt = publisher, checkpoints, attempt
-    self._stop, self._logs, self._generates, self._best = stop, logs, generates, best
-    self._base = base
-    self._events = logs.events if logs is not None else SILENT
+    self._process, self._stopwatch, self._start = process, process.stopwatch, start
+    self._publisher, self._checkpoints, self._logs = publisher, checkpoints, logs
+    self._generates, self._best = generates, start.best
     self._warned: dict[str, int] = {}
     """Budget to the step of its last warning."""
 
@@ -98,7 +99,7 @@ class RunKeeper:
 
   async def after_step(self, state: LoopState, stage: Stage, batch: Batch, updated: Updated) -> LoopState:
     """Records the step; evaluates and commits if its plan says so."""
-    seconds = self._phases.take()
+    seconds = self._stopwatch.take()
     if self._logs is not None:
       self._write(state, stage, batch, updated, seconds)
     if batch.plan.evaluate:
@@ -147,9 +148,11 @@ class RunKeeper:
     logs = self._logs
     if not self._generates:
       return dataclasses.replace(state, evaluated=True)
-    with self._phases.timed('testing'):
-      await publish(self._publisher, state, self._attempt)
-      stop = await self._coordinator.broadcast(self._run_suites(logs, state, stage) if logs is not None else None)
+    with self._stopwatch.timed('testing'):
+      await publish(self._publisher, state, self._start.attempt)
+      stop = await self._process.coordinator.broadcast(
+        self._run_suites(logs, state, stage) if logs is not None else None
+      )
     return dataclasses.replace(state, evaluated=not stop, stop=stop)
 
   async def _run_suites(self, logs: Logs, state: LoopState, stage: Stage) -> int:
@@ -158,9 +161,9 @@ class RunKeeper:
     async def measure():
       return [(suite, *await logs.evaluator.run(suite, tasks)) for suite, tasks in logs.suites]
 
-    measured = await unless(self._stop, measure())
+    measured = await unless(self._start.stop, measure())
     if measured is None:
-      return self._stop.result()
+      return self._start.stop.result()
     for suite, metrics, rows in measured:
       logs.metrics.write(stage.name, state.step, metrics)
       logs.evals.write(stage.name, state.step, suite.name, rows)
@@ -173,7 +176,7 @@ class RunKeeper:
 
   async def _commit(self, state: LoopState, stage: Stage) -> None:
     host: Any = None
-    asked = self._events.request(Edge.COMMIT, commit=state.step)
+    asked = self._process.events.request(Edge.COMMIT, commit=state.step)
     if self._logs is not None:
       self._logs.store.flush()
       host = {
@@ -186,14 +189,14 @@ class RunKeeper:
         'batches': self._logs.batches[stage.name].state(),
         'reference_step': state.learned.reference_step,
         'algorithm_state': state.learned.algorithm_state,
-        'base': self._base,
-        'attempt': self._attempt,
+        'base': self._start.base,
+        'attempt': self._start.attempt,
         'store': self._logs.store.name,
         'files': dict(self._logs.files),
       }
     best = self._best[1] if self._best else None
-    with self._phases.timed('save_checkpoint'):
-      await self._device.run(self._checkpoints.save, state.step, state.learned.committed(), host, best=best)
-    self._events.reply(asked)
+    with self._stopwatch.timed('save_checkpoint'):
+      await self._process.device.run(self._checkpoints.save, state.step, state.learned.committed(), host, best=best)
+    self._process.events.reply(asked)
     if self._logs is not None:
       self._logs.store.prune(min(self._checkpoints.steps()))

@@ -14,11 +14,10 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.learner.algorithm import Annotation
 from jaxrl_llm.learner.state import Learned
 from jaxrl_llm.master.batches import Batches, Planner
+from jaxrl_llm.master.process import Process
 from jaxrl_llm.master.trainer import Batch, Stage, StageTrainer, Updated
-from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.rollout.publisher import Publisher
-from jaxrl_llm.runtime.events import SILENT, Edge, Events
-from jaxrl_llm.runtime.phases import Phase, PhaseManager
+from jaxrl_llm.runtime.events import Edge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,15 +58,13 @@ class Parts:
   """Components of the loop. `planner` and `batches` exist in process 0 only."""
 
   stages: tuple[Stage, ...]
-  coordinator: Coordinator
-  phases: PhaseManager
+  process: Process
   publisher: Publisher
   keeper: Keeper
   enter_stage: EnterStage
   planner: Planner | None
   batches: dict[str, Batches]
   attempt: int
-  events: Events = SILENT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,24 +85,24 @@ async def run(parts: Parts, state: LoopState) -> Outcome:
 
 async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
   trainer, state = await parts.enter_stage(stage, state)
-  batches = parts.batches.get(stage.name)
+  batches, process = parts.batches.get(stage.name), parts.process
   state = await parts.keeper.start(state, stage)
   async with batches.running() if batches else contextlib.nullcontext():
     while state.step < stage.end and not state.stop:
-      with parts.phases.timed('step'):
-        async with parts.phases.enter(Phase.ROLLOUT):
+      with process.stopwatch.timed('step'):
+        with process.stopwatch.timed('gen'):
           if stage.explores and _publication_due(parts, stage, state.step):
-            with parts.phases.timed('update_weights'):
+            with process.stopwatch.timed('update_weights'):
               await publish(parts.publisher, state, parts.attempt)
           plan = await _close(parts, stage, state.step, batches)
         if plan.stop:
           state = dataclasses.replace(state, stop=plan.stop)
           break
         if stage.trains:
-          state, batch, updated = await take_step(parts.phases, trainer, state, plan, parts.events)
+          state, batch, updated = await take_step(process, trainer, state, plan)
         else:
           state, batch, updated = pass_over(state, plan)
-        parts.events.advance(state.step)
+        process.events.advance(state.step)
       state = await parts.keeper.after_step(state, stage, batch, updated)
     if state.stop:
       await parts.keeper.leave(state, stage)
@@ -113,13 +110,14 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
 
 
 async def take_step(
-  phases: PhaseManager, trainer: StageTrainer, state: LoopState, plan: StepPlan, events: Events = SILENT
+  process: Process, trainer: StageTrainer, state: LoopState, plan: StepPlan
 ) -> tuple[LoopState, Batch, Updated]:
   """Runs annotation and update, which the plan alone determines. Donates the arrays of `state`."""
+  stopwatch, events = process.stopwatch, process.events
   data = events.request(Edge.TRAINING_DATA, batch=state.step + 1, count=len(plan.rows))
-  async with phases.enter(Phase.INFERENCE):
+  with stopwatch.timed('annotate'):
     batch = await trainer.annotate(state.learned, plan)
-  async with phases.enter(Phase.TRAIN):
+  with stopwatch.timed('train'):
     update = events.request(Edge.GRADIENT_UPDATE, batch=state.step + 1, updates=len(plan.optimizer_steps))
     learned, updated = await trainer.update(state.learned, batch)
     events.reply(update, moved=updated.moved)
@@ -152,10 +150,10 @@ def _publication_due(parts: Parts, stage: Stage, step: int) -> bool:
 async def _close(parts: Parts, stage: Stage, step: int, batches: Batches | None) -> StepPlan:
   """Returns one plan, the same in every process."""
   if batches is None:
-    return StepPlan.from_json(await parts.coordinator.broadcast(None))
+    return StepPlan.from_json(await parts.process.coordinator.broadcast(None))
   batches.advance(step, (parts.publisher.served.step if stage.explores else step) - stage.start)
 
   async def decide():
     return (await parts.planner.close(stage, step, batches)).to_json()
 
-  return StepPlan.from_json(await parts.coordinator.broadcast(decide()))
+  return StepPlan.from_json(await parts.process.coordinator.broadcast(decide()))

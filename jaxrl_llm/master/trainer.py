@@ -21,11 +21,10 @@ from jaxrl_llm.learner.forward import Score, Value, build_score, build_value
 from jaxrl_llm.learner.optimizer import OptimizerConfig
 from jaxrl_llm.learner.state import Learned, TrainState, copy_params, renewed
 from jaxrl_llm.learner.update import Report, Update, build_measure, build_update
+from jaxrl_llm.master.process import Process
 from jaxrl_llm.models.api import Model
-from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.rules import replicated
 from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, merge
-from jaxrl_llm.runtime.phases import PhaseManager
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,22 +116,13 @@ def value_pass(stage: Stage, critic: Model, mesh: Mesh) -> Score | Value:
 class StageTrainer:
   """Compiled programs of one stage, and the order in which they run."""
 
-  def __init__(
-    self,
-    stage: Stage,
-    *,
-    roles: Roles,
-    mesh: Mesh,
-    loader: RowLoader,
-    device: DeviceThread,
-    phases: PhaseManager,
-    learned: Learned,
-  ):
+  def __init__(self, stage: Stage, process: Process, *, roles: Roles, loader: RowLoader, learned: Learned):
     """
     Args:
       learned: state that `update` will be called with; gives the shardings.
     """
-    self._stage, self._loader, self._device, self._phases = stage, loader, device, phases
+    self._stage, self._loader = stage, loader
+    self._device, self._stopwatch, mesh = process.device, process.stopwatch, process.mesh
     # Results are sharded over the devices; each process needs a full copy of what it reads on the host.
     self._whole = jax.jit(lambda x: x, out_shardings=replicated(mesh))
     self._score: Score = build_score(roles.model, mesh, token_chunk=stage.token_chunk)
@@ -199,7 +189,7 @@ class StageTrainer:
     for name in sorted(algorithm.on_host | (passed if stage.epochs > 1 else set())):
       arrays = next_values if name == 'next_values' else [getattr(packed.chunks, name) for packed in first]
       columns[name] = await self._device.run(self._column, arrays, plan, first)
-    with self._phases.timed('adv'):
+    with self._stopwatch.timed('adv'):
       known = {name: columns[name] for name in algorithm.on_host}
       annotation = algorithm.annotate(Closed(plan.rows, plan.step - stage.start, known, learned.algorithm_state))
     masked = np.array([row.masked for row in plan.rows], bool)
@@ -228,18 +218,18 @@ class StageTrainer:
     """Returns the step with the passes' results, and the critic's values after each token if required."""
     chunks, passed, next_values = packed.chunks, self._passed(plan), None
     if 'proximal_logprobs' in passed:
-      with self._phases.timed('old_log_prob'):
+      with self._stopwatch.timed('old_log_prob'):
         params = learned.whole(learned.policy.params)
         logprobs = await self._device.run(self._score, params, chunks, packed.used)
         chunks = chunks.replace(proximal_logprobs=logprobs)
     if 'reference_logprobs' in passed:
-      with self._phases.timed('ref'):
+      with self._stopwatch.timed('ref'):
         logprobs = chunks.proximal_logprobs
         if not self._own_reference:
           logprobs = await self._device.run(self._score, learned.whole(learned.reference), chunks, packed.used)
         chunks = chunks.replace(reference_logprobs=logprobs)
     if 'values' in passed:
-      with self._phases.timed('values'):
+      with self._stopwatch.timed('values'):
         values = await self._device.run(self._value, learned.critic.params, chunks, packed.used)
         if self._bootstraps:
           values, next_values = values
@@ -272,13 +262,13 @@ class StageTrainer:
       policy = await self._device.run(self._renew, policy)
     for packed in batch.steps:
       if critic is not None:
-        with self._phases.timed('update_critic'):
+        with self._stopwatch.timed('update_critic'):
           critic, report = await self._apply(self._update_critic, critic, packed, constants)
         self._check(report, 'critic')
         metrics = merge(metrics, _report_metrics(report))
       outputs = packed.chunks.proximal_logprobs
       if trains:
-        with self._phases.timed('update_actor'):
+        with self._stopwatch.timed('update_actor'):
           policy, report = await self._apply(self._update, policy, packed, constants, learned.base)
         self._check(report, 'actor')
         metrics = merge(metrics, _report_metrics(report))
@@ -317,7 +307,7 @@ class StageTrainer:
     )
     metrics: dict[str, Metric] = {}
     params = learned.whole(learned.policy.params)
-    with self._phases.timed('testing'):
+    with self._stopwatch.timed('testing'):
       for number in range(len(parts)):
         packed = await self._device.run(self._loader.load, held_out, number, shape)
         packed, _ = await self._passes(learned, held_out, packed)

@@ -24,7 +24,8 @@ from jaxrl_llm.learner.supervised import SftConfig, sft
 from jaxrl_llm.master import loop
 from jaxrl_llm.master.batches import Planner
 from jaxrl_llm.master.evaluation import Evaluator, SuiteConfig
-from jaxrl_llm.master.keeper import Logs, RunKeeper
+from jaxrl_llm.master.keeper import Logs, RunKeeper, Start
+from jaxrl_llm.master.process import Process
 from jaxrl_llm.master.trainer import Batch, Stage, Updated
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
@@ -32,7 +33,6 @@ from jaxrl_llm.replay.index import open_store
 from jaxrl_llm.rollout.publisher import Gatherer, Publisher
 from jaxrl_llm.rollout.workflow import SingleTurn
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig, Checkpoints
-from jaxrl_llm.runtime.phases import PhaseManager
 from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
 
@@ -135,7 +135,7 @@ class Run:
     self.entered = []
 
   async def main(self):
-    device, phases = DeviceThread(), PhaseManager()
+    device = DeviceThread()
     stop = asyncio.get_running_loop().create_future()
     self.engine = engine = exploring.FakeEngine(self.tokenizer)
 
@@ -146,8 +146,8 @@ class Run:
       return stop.done()
 
     engine.hold = hold
-    coordinator = Coordinator(device, on_signal=lambda signum: None)
     mesh = Mesh(np.array(jax.devices()[:1]), ('x',))
+    process = Process(coordinator=Coordinator(device, on_signal=lambda signum: None), device=device, mesh=mesh)
     checkpoints = Checkpoints(self.workdir / 'checkpoints', CheckpointConfig(keep=50), leads=True)
     step = max(checkpoints.steps(), default=0)
     host = checkpoints.host(step) if step else None
@@ -172,17 +172,14 @@ class Run:
       token_text=str,
       machine_metrics=dict,
     )
+    best = tuple(host['best']) if host and host['best'] else None
     keeper = RunKeeper(
-      coordinator=coordinator,
-      device=device,
-      phases=phases,
+      process,
+      Start(attempt=store.attempt, stop=stop, best=best),
       publisher=(publisher := Publisher(engine, Gatherer(mesh), device)),
       checkpoints=checkpoints,
-      attempt=store.attempt,
-      stop=stop,
       logs=logs,
       generates=bool(self.suites),
-      best=tuple(host['best']) if host and host['best'] else None,
     )
 
     async def enter(stage, state):
@@ -191,8 +188,7 @@ class Run:
 
     parts = loop.Parts(
       stages=self.stages,
-      coordinator=coordinator,
-      phases=phases,
+      process=process,
       publisher=publisher,
       keeper=keeper,
       enter_stage=enter,

@@ -21,9 +21,10 @@ from jaxrl_llm.data.load import PackedStep, RowLoader
 from jaxrl_llm.learner.algorithm import Annotation
 from jaxrl_llm.learner.state import Learned, TrainState, init_state, place_params
 from jaxrl_llm.master.evaluation import Evaluator
-from jaxrl_llm.master.keeper import Logs, RunKeeper
+from jaxrl_llm.master.keeper import Logs, RunKeeper, Start
 from jaxrl_llm.master.loop import LoopState
 from jaxrl_llm.master.mismatch import MismatchConfig, mismatch_metrics, over_budget
+from jaxrl_llm.master.process import Process
 from jaxrl_llm.master.trainer import Batch, Roles, StageTrainer, Updated
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
@@ -33,7 +34,6 @@ from jaxrl_llm.rollout.publisher import Gatherer, Publisher
 from jaxrl_llm.rollout.workflow import SingleTurn
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig, Checkpoints
 from jaxrl_llm.runtime.metrics import METRICS, describe, resolve
-from jaxrl_llm.runtime.phases import PhaseManager
 from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
 
@@ -167,11 +167,9 @@ def test_logprobs_are_of_the_policy_before_the_batch_in_every_minibatch(tmp_path
     learned = Learned(init_state(place_params(model, mesh, start), stage.optimizer, mesh))
     trainer = StageTrainer(
       stage,
+      Process(coordinator=Coordinator(device, on_signal=lambda signum: None), device=device, mesh=mesh),
       roles=Roles(model, None),
-      mesh=mesh,
       loader=RowLoader(tmp_path, mesh),
-      device=device,
-      phases=PhaseManager(),
       learned=learned,
     )
     batch = await trainer.annotate(learned, plan)
@@ -218,7 +216,7 @@ def kept(workdir, tokenizer, differences, config, *, taken=TAKEN):
   packing = pack_step(plan, 0, stage.shape)
   packed = PackedStep(None, None, packing=packing, rows=plan.optimizer_steps[0], grid=None, loss_mask=None)
   batch = Batch(plan, Annotation(np.zeros(8), np.ones(8, bool), {}), [packed])
-  store, phases = exploring.new_store(workdir / 'replay'), PhaseManager()
+  store, mesh = exploring.new_store(workdir / 'replay'), build_mesh(MeshConfig(), jax.devices()[:1])
   engine = exploring.FakeEngine(tokenizer)
   logs = Logs(
     metrics=MetricsWriter(workdir, committed=0, tensorboard=False),
@@ -240,21 +238,19 @@ def kept(workdir, tokenizer, differences, config, *, taken=TAKEN):
 
   async def main():
     device = DeviceThread()
+    process = Process(coordinator=Coordinator(device, on_signal=lambda signum: None), device=device, mesh=mesh)
     keeper = RunKeeper(
-      coordinator=Coordinator(device, on_signal=lambda signum: None),
-      device=device,
-      phases=phases,
-      publisher=Publisher(engine, Gatherer(build_mesh(MeshConfig(), jax.devices()[:1])), device),
+      process,
+      Start(attempt=0, stop=asyncio.get_running_loop().create_future()),
+      publisher=Publisher(engine, Gatherer(mesh), device),
       checkpoints=Checkpoints(workdir / 'checkpoints', CheckpointConfig(), leads=True),
-      attempt=0,
-      stop=asyncio.get_running_loop().create_future(),
       logs=logs,
       generates=False,
-      best=None,
     )
     train = TrainState(params={}, opt_state=(), updates=jnp.zeros((), jnp.int32), skipped=jnp.zeros((), jnp.int32))
     for step, difference in enumerate(differences, start=1):
-      with phases.timed('step'), phases.timed('gen'), phases.timed('update_weights'):
+      timed = process.stopwatch.timed
+      with timed('step'), timed('gen'), timed('update_weights'):
         trainer = {i: s.behaviour_logprobs + np.float32(difference) for i, s in enumerate(SAMPLES)}
       rows = tuple(dataclasses.replace(row, version_step=step - 1) for row in plan.rows)
       done = batch._replace(plan=dataclasses.replace(plan, step=step - 1, rows=rows))

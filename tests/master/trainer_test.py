@@ -30,8 +30,9 @@ from jaxrl_llm.learner.preference import DpoConfig, dpo
 from jaxrl_llm.learner.state import Learned, abstract_state, init_state, place_params
 from jaxrl_llm.master.batches import Planner
 from jaxrl_llm.master.evaluation import Evaluator
-from jaxrl_llm.master.keeper import Logs, RunKeeper
+from jaxrl_llm.master.keeper import Logs, RunKeeper, Start
 from jaxrl_llm.master.loop import LoopState
+from jaxrl_llm.master.process import Process
 from jaxrl_llm.master.trainer import Batch, Roles, Stage, StageTrainer, Updated
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.families import tiny
@@ -44,7 +45,6 @@ from jaxrl_llm.rollout.publisher import Gatherer, Publisher
 from jaxrl_llm.rollout.workflow import SingleTurn
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig, Checkpoints
 from jaxrl_llm.runtime.metrics import describe, resolve
-from jaxrl_llm.runtime.phases import PhaseManager
 from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
 
@@ -113,20 +113,16 @@ class Training:
 
   def __init__(self, folder, stage: Stage):
     self._stage, self._mesh = stage, build_mesh(MeshConfig(), jax.devices()[:1])
-    self._device, self._phases = DeviceThread(), PhaseManager()
+    self._device = DeviceThread()
+    coordinator = Coordinator(self._device, on_signal=lambda signum: None)
+    self._process = Process(coordinator=coordinator, device=self._device, mesh=self._mesh)
     has_critic = stage.algorithm.critic_loss is not None
     self._roles = Roles(bigram(), bigram('value') if has_critic else None)
     draw = lambda model, seed: jax.device_get(model.init(jax.random.key(seed)))
     self._policy = draw(self._roles.model, 0)
     self._critic = draw(self._roles.critic, 1) if has_critic else None
     self._trainer = StageTrainer(
-      stage,
-      roles=self._roles,
-      mesh=self._mesh,
-      loader=RowLoader(folder, self._mesh),
-      device=self._device,
-      phases=self._phases,
-      learned=self.begin(),
+      stage, self._process, roles=self._roles, loader=RowLoader(folder, self._mesh), learned=self.begin()
     )
 
   def begin(self, policy=None, reference=None) -> Learned:
@@ -151,11 +147,11 @@ class Training:
       found = []
       for step in range(BEGIN, BEGIN + count):
         plan = change(await planner.close(self._stage, step, Rows(rows, held_out)))
-        self._phases.take()
+        self._process.stopwatch.take()
         before = own(state)
         batch = await self._trainer.annotate(state, plan)
         state, updated = await self._trainer.update(state, batch)
-        passes = set(self._phases.take()) & {'old_log_prob', 'ref', 'values', 'testing'}
+        passes = set(self._process.stopwatch.take()) & {'old_log_prob', 'ref', 'values', 'testing'}
         found.append(Done(batch, updated, passes, before, own(state)))
       return found
 
@@ -483,16 +479,12 @@ def test_a_commit_holds_all_that_is_learned(tmp_path):
   async def main():
     device = DeviceThread()
     keeper = RunKeeper(
-      coordinator=Coordinator(device, on_signal=lambda signum: None),
-      device=device,
-      phases=PhaseManager(),
+      Process(coordinator=Coordinator(device, on_signal=lambda signum: None), device=device, mesh=mesh),
+      Start(attempt=0, stop=asyncio.get_running_loop().create_future()),
       publisher=Publisher(None, Gatherer(mesh), device),
       checkpoints=checkpoints,
-      attempt=0,
-      stop=asyncio.get_running_loop().create_future(),
       logs=logs,
       generates=False,
-      best=None,
     )
     await keeper.leave(LoopState(learned, BEGIN + 2, evaluated=True), stage)
     device.close()

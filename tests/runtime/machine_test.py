@@ -14,7 +14,7 @@ import pytest
 
 from jaxrl_llm.runtime import machine
 from jaxrl_llm.runtime.machine import CompilationCounter, Heartbeat, resources
-from jaxrl_llm.runtime.phases import Phase, PhaseManager
+from jaxrl_llm.runtime.stopwatch import Stopwatch
 
 
 def test_a_program_is_counted_when_it_is_compiled_and_not_when_it_runs_again():
@@ -76,25 +76,21 @@ def test_peak_device_memory_is_that_of_the_fullest_device(monkeypatch, tmp_path)
   assert resources(tmp_path)['perf/max_memory_allocated_gb'] == 3.0
 
 
-def test_seconds_of_a_phase_add_up_until_they_are_taken(monkeypatch):
+def test_seconds_of_a_part_add_up_until_they_are_taken(monkeypatch):
   clock = iter([0.0, 1.0, 3.0, 10.0, 14.0, 15.0])
   monkeypatch.setattr(time, 'perf_counter', lambda: next(clock))
-
-  async def main():
-    phases = PhaseManager()
-    with phases.timed('step'):  # 0 … 15
-      async with phases.enter(Phase.ROLLOUT):  # 1 … 3
-        pass
-      with phases.timed('gen'):  # 10 … 14
-        pass
-    assert phases.take() == {'gen': 6.0, 'step': 15.0}
-    assert phases.take() == {}
-
-  asyncio.run(main())
+  stopwatch = Stopwatch()
+  with stopwatch.timed('step'):  # 0 … 15
+    with stopwatch.timed('gen'):  # 1 … 3
+      pass
+    with stopwatch.timed('gen'):  # 10 … 14
+      pass
+  assert stopwatch.take() == {'gen': 6.0, 'step': 15.0}
+  assert stopwatch.take() == {}
 
 
-def test_a_phase_that_fails_has_taken_its_time_too():
-  phases = PhaseManager()
-  with pytest.raises(ValueError), phases.timed('gen'):
+def test_a_part_that_fails_has_taken_its_time_too():
+  stopwatch = Stopwatch()
+  with pytest.raises(ValueError), stopwatch.timed('gen'):
     raise ValueError
-  assert set(phases.take()) == {'gen'}
+  assert set(stopwatch.take()) == {'gen'}

@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import pathlib
+from collections.abc import Callable
 from typing import Any
-
-from jax.sharding import Mesh
 
 from jaxrl_llm.app.composition.engines import build_engine, needs_proof, publishes_adapters
 from jaxrl_llm.app.composition.prepare import (
@@ -18,11 +17,12 @@ from jaxrl_llm.app.composition.prepare import (
   static_file,
 )
 from jaxrl_llm.app.composition.scorers import build_scorers
+from jaxrl_llm.app.composition.setup import Setup
 from jaxrl_llm.app.composition.stages import build_processors
 from jaxrl_llm.app.composition.state import begin_stage, critic_model
 from jaxrl_llm.app.composition.workdir import made_files
 from jaxrl_llm.app.composition.workflows import build_workflow
-from jaxrl_llm.app.schema import Config, StageConfig
+from jaxrl_llm.app.schema import StageConfig
 from jaxrl_llm.app.serve import explorer
 from jaxrl_llm.data.load import RowLoader
 from jaxrl_llm.data.streams import RowStream, all_rows
@@ -33,14 +33,11 @@ from jaxrl_llm.master.exploring.explorer import Explorer
 from jaxrl_llm.master.exploring.hub import MasterHub
 from jaxrl_llm.master.exploring.past import Past
 from jaxrl_llm.master.exploring.runner import GroupRunner
-from jaxrl_llm.master.keeper import Logs, RunKeeper
+from jaxrl_llm.master.keeper import Logs, RunKeeper, Start
 from jaxrl_llm.master.loop import EnterStage, LoopState, Parts
 from jaxrl_llm.master.recorded import RecordedBatches, RecordedGroups
 from jaxrl_llm.master.trainer import Roles, Stage, StageTrainer
 from jaxrl_llm.models import lora
-from jaxrl_llm.models.api import Model
-from jaxrl_llm.parallel.coordinator import Coordinator
-from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.replay.index import ReplayStore, open_store
 from jaxrl_llm.rewards.pool import live
 from jaxrl_llm.rewards.pool.pool import ScorerPool
@@ -52,10 +49,8 @@ from jaxrl_llm.rollout.explorers.explorer import Welcome
 from jaxrl_llm.rollout.probe import Prober
 from jaxrl_llm.rollout.publisher import Gatherer, Publisher
 from jaxrl_llm.rollout.workflow import Workflow, completion_text
-from jaxrl_llm.runtime.checkpoint import Checkpoints
-from jaxrl_llm.runtime.events import SILENT, EventLog, Events
+from jaxrl_llm.runtime.events import Events
 from jaxrl_llm.runtime.machine import CompilationCounter, Heartbeat, resources
-from jaxrl_llm.runtime.phases import PhaseManager
 from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
 from jaxrl_llm.tasks.sampler import TaskSampler
@@ -86,18 +81,11 @@ class Rollouts:
     return self.crew.take_metrics() if self.crew is not None else {}
 
 
-def build_rollouts(
-  config: Config,
-  workdir: pathlib.Path,
-  prepared: Prepared,
-  engine: Engine | None,
-  scorers: ScorerPool,
-  events: Events = SILENT,
-) -> Rollouts:
+def build_rollouts(setup: Setup, prepared: Prepared, engine: Engine | None, scorers: ScorerPool) -> Rollouts:
   """Builds the workflow and its auxiliary models and explorers, without starting them."""
-  rollout, tokenizer = config.rollout, prepared.tokenizer
+  rollout, tokenizer = setup.config.rollout, prepared.tokenizer
   auxiliary = {model.name: AuxiliaryModel(model) for model in rollout.auxiliary}
-  hub = MasterHub(engine, scorers, config.rewards, auxiliary=auxiliary, events=events)
+  hub = MasterHub(engine, scorers, setup.config.rewards, auxiliary=auxiliary, events=setup.process.events)
   # The master always builds it, so that an invalid workflow is reported before any explorer starts.
   workflow = build_workflow(rollout.workflow, hub, tokenizer, rollout.max_response_length)
   crew = None
@@ -110,7 +98,7 @@ def build_rollouts(
       welcome=welcome.row(),
       text=workflow.text,
       bounds=Bounds(vocab_size=prepared.spec.vocab_size, max_length=longest),
-      logs=workdir.absolute() / 'logs',
+      logs=setup.workdir.absolute() / 'logs',
       command=explorer.command,
     )
   return Rollouts(workflow=crew or workflow, auxiliary=tuple(auxiliary.values()), crew=crew)
@@ -120,7 +108,7 @@ def build_rollouts(
 class Host:
   """Process 0's resources beside the loop's parts; `open_host` opens them, `close` releases them."""
 
-  store: ReplayStore
+  events: Events
   engine: Engine | None
   """None if nothing is sampled."""
   scorers: ScorerPool
@@ -138,7 +126,7 @@ class Host:
   async def close(self) -> None:
     """Closes everything, even if `start` failed half-way."""
     async with contextlib.AsyncExitStack() as rest:
-      for part in (self.logs.events, self.store, self.logs.metrics):
+      for part in (self.events, self.logs.store, self.logs.metrics):
         rest.callback(part.close)
       rest.push_async_callback(self.scorers.close)
       if self.engine is not None:
@@ -146,23 +134,15 @@ class Host:
       rest.push_async_callback(self.rollouts.close)
 
 
-def open_host(
-  config: Config,
-  workdir: pathlib.Path,
-  prepared: Prepared,
-  stages: tuple[Stage, ...],
-  device: DeviceThread,
-  attempt: int,
-  host: Any,
-) -> Host:
-  """Opens process 0's logs, store, engine and scorers, as the commit's `host` state (None: no commit) left them."""
-  step = host['step'] if host else 0
-  events = EventLog(workdir, attempt=attempt, step=step)
+def open_host(setup: Setup, prepared: Prepared, committed: Any) -> Host:
+  """Opens process 0's logs, store, engine and scorers, as the commit's host state left them (None: no commit)."""
+  config, workdir, stages, process = setup.config, setup.workdir, setup.stages, setup.process
+  step = committed['step'] if committed else 0
   store = open_store(workdir / 'replay', max_uses=config.max_uses, synchronous='normal')
   store.recover(step)
-  engine = build_engine(config, workdir, prepared, device) if config.generates else None
+  engine = build_engine(config, workdir, prepared, process.device) if config.generates else None
   scorers = ScorerPool(build_scorers(config.rewards), config.rewards, live=workdir / live.FILE)
-  rolling = build_rollouts(config, workdir, prepared, engine, scorers, events)
+  rolling = build_rollouts(setup, prepared, engine, scorers)
   compilations, heartbeat = CompilationCounter(), Heartbeat()
 
   def machine_metrics() -> dict[str, float]:
@@ -178,16 +158,13 @@ def open_host(
       **rolling.take_metrics(),
     }
 
-  metrics = MetricsWriter(workdir, committed=host['metrics_offset'] if host else 0)
+  metrics = MetricsWriter(workdir, committed=committed['metrics_offset'] if committed else 0)
   rollouts, evals = RolloutsWriter(workdir), EvalsWriter(workdir)
-  committed = {stage.name: min(step, stage.end) for stage in stages if host and stage.start < step}
-  rollouts.discard_later(committed)
-  evals.discard_later(committed)
-  batches = {
-    stage.name: _batches(config, stage_config, stage, workdir, prepared, store, scorers, rolling.workflow, events)
-    for stage_config, stage in zip(config.stages, stages, strict=True)
-    if stage.end > step
-  }
+  begun = {stage.name: min(step, stage.end) for stage in stages if committed and stage.start < step}
+  rollouts.discard_later(begun)
+  evals.discard_later(begun)
+  runner = lambda of: GroupRunner(of, workflow=rolling.workflow, scorers=scorers, events=process.events)
+  batches = {stage.name: _batches(setup, prepared, stage, store, runner) for stage in stages if stage.end > step}
   explorers = [source.explorer for source in batches.values() if isinstance(source, RolloutBatches)]
   logs = Logs(
     metrics=metrics,
@@ -201,32 +178,28 @@ def open_host(
       scorers=scorers,
       rewards=config.rewards,
       deadline_s=config.rollout.collect_deadline_s,
-      events=events,
+      events=process.events,
     ),
     suites=prepared.suites,
     token_text=prepared.tokenizer.token_text,
     machine_metrics=machine_metrics,
     mismatch=config.rollout.mismatch,
-    events=events,
     files=made_files(workdir),
   )
-  if host and host['stage'] in logs.batches:
-    logs.batches[host['stage']].restore(host['batches'])
-  return Host(store=store, engine=engine, scorers=scorers, rollouts=rolling, logs=logs, heartbeat=heartbeat)
+  if committed and committed['stage'] in logs.batches:
+    logs.batches[committed['stage']].restore(committed['batches'])
+  return Host(events=process.events, engine=engine, scorers=scorers, rollouts=rolling, logs=logs, heartbeat=heartbeat)
 
 
 def _batches(
-  config: Config,
-  stage_config: StageConfig,
-  stage: Stage,
-  workdir: pathlib.Path,
+  setup: Setup,
   prepared: Prepared,
+  stage: Stage,
   store: ReplayStore,
-  scorers: ScorerPool,
-  workflow: Workflow,
-  events: Events,
+  runner: Callable[[ExplorerConfig], GroupRunner],
 ) -> Batches:
-  seed = config.seed
+  config, workdir, events, seed = setup.config, setup.workdir, setup.process.events, setup.config.seed
+  stage_config = next(configured for configured in config.stages if configured.name == stage.name)
   if stage_config.preferences is not None:
     pairs = stage_config.preferences
     rows = stage_config.sequences_per_batch
@@ -237,10 +210,10 @@ def _batches(
     file = static_file(stage_config)
     stream = RowStream(workdir, file, rows=stage_config.sequences_per_batch, seed=seed)
     return StreamBatches(stream, events=events)
-  tasksets = [prepared.tasksets[name] for name in stage_config.tasksets]
   if stage_config.recorded is not None:
     groups = recorded_groups(workdir, stage_config, prepared)
     return RecordedBatches(groups, count=stage_config.groups_per_batch, seed=seed, events=events)
+  tasksets = [prepared.tasksets[name] for name in stage_config.tasksets]
   explorer_config = ExplorerConfig(
     stage=stage.name,
     earlier=tuple(before.name for before in config.stages[: config.stages.index(stage_config)]),
@@ -258,7 +231,7 @@ def _batches(
   )
   explorer = Explorer(
     explorer_config,
-    GroupRunner(explorer_config, workflow=workflow, scorers=scorers, events=events),
+    runner(explorer_config),
     sampler=TaskSampler(tasksets, stage_config.sampler, seed=seed),
     store=store,
     events=events,
@@ -284,92 +257,59 @@ def recorded_groups(workdir: pathlib.Path, stage: StageConfig, prepared: Prepare
   return RecordedGroups(workdir, static_file(stage), tasks=tasks, text=text)
 
 
-def build_publisher(
-  config: Config, model: Model, mesh: Mesh, engine: Engine | None, device: DeviceThread, events: Events = SILENT
-) -> Publisher:
+def build_publisher(setup: Setup, engine: Engine | None) -> Publisher:
   """Builds the publisher that sends the parameters of all processes to process 0's `engine`."""
+  config, model, process = setup.config, setup.model, setup.process
   longest = config.rollout.max_prompt_length + config.rollout.max_response_length
   apart = publishes_adapters(config)
   return Publisher(
     engine,
-    Gatherer(mesh, None if apart else config.policy.lora),
-    device,
-    prober=Prober(model, mesh, max_length=longest) if needs_proof(config) else None,
+    Gatherer(process.mesh, None if apart else config.policy.lora),
+    process.device,
+    prober=Prober(model, process.mesh, max_length=longest) if needs_proof(config) else None,
     changing=(lambda params: lora.split(params, model.spec, model.options)[0]) if apart else lambda params: params,
-    events=events,
+    events=process.events,
   )
 
 
-def stage_entrance(
-  config: Config, workdir: pathlib.Path, *, model: Model, mesh: Mesh, device: DeviceThread, phases: PhaseManager
-) -> EnterStage:
+def stage_entrance(setup: Setup) -> EnterStage:
   """Returns a function that enters a stage: begins its state if needed and builds its trainer on rows in `workdir`."""
-  critic, loader = critic_model(model), RowLoader(workdir, mesh)
+  process, critic = setup.process, critic_model(setup.model)
+  loader = RowLoader(setup.workdir, process.mesh)
 
   async def enter_stage(stage: Stage, state: LoopState) -> tuple[StageTrainer, LoopState]:
     if state.step == stage.start:
-      state = await device.run(begin_stage, stage, config, state, mesh, critic)
+      state = await process.device.run(begin_stage, stage, setup.config, state, process.mesh, critic)
     has_critic = stage.algorithm.critic_loss is not None
-    trainer = StageTrainer(
-      stage,
-      roles=Roles(model, critic if has_critic else None),
-      mesh=mesh,
-      loader=loader,
-      device=device,
-      phases=phases,
-      learned=state.learned,
-    )
-    return trainer, state
+    roles = Roles(setup.model, critic if has_critic else None)
+    return StageTrainer(stage, process, roles=roles, loader=loader, learned=state.learned), state
 
   return enter_stage
 
 
-def build_parts(
-  config: Config,
-  workdir: pathlib.Path,
-  *,
-  model: Model,
-  mesh: Mesh,
-  stages: tuple[Stage, ...],
-  coordinator: Coordinator,
-  device: DeviceThread,
-  checkpoints: Checkpoints,
-  stop: asyncio.Future,
-  host: Host | None,
-  attempt: int,
-  best: tuple[float, int] | None,
-  base: str | None,
-) -> Parts:
-  """Builds the loop's parts; `host` is None except on process 0, `base` is the digest of the base below adapters."""
-  phases = PhaseManager()
-  events = host.logs.events if host else SILENT
-  publisher = build_publisher(config, model, mesh, host.engine if host else None, device, events)
+def build_parts(setup: Setup, start: Start, host: Host | None) -> Parts:
+  """Builds the loop's parts; `host` is None except on process 0."""
+  config = setup.config
+  publisher = build_publisher(setup, host.engine if host else None)
   return Parts(
-    stages=stages,
-    coordinator=coordinator,
-    phases=phases,
+    stages=setup.stages,
+    process=setup.process,
     publisher=publisher,
     keeper=RunKeeper(
-      coordinator=coordinator,
-      device=device,
-      phases=phases,
+      setup.process,
+      start,
       publisher=publisher,
-      checkpoints=checkpoints,
-      attempt=attempt,
-      stop=stop,
+      checkpoints=setup.checkpoints,
       logs=host.logs if host else None,
       generates=bool(config.evaluation),
-      best=best,
-      base=base,
     ),
-    enter_stage=stage_entrance(config, workdir, model=model, mesh=mesh, device=device, phases=phases),
+    enter_stage=stage_entrance(setup),
     planner=Planner(
       seed=config.seed,
       every_steps=config.checkpoint.every_steps,
       every_minutes=config.checkpoint.every_minutes,
-      stop=stop,
+      stop=start.stop,
     ),
     batches=dict(host.logs.batches) if host else {},
-    attempt=attempt,
-    events=events,
+    attempt=start.attempt,
   )

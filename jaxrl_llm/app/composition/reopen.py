@@ -10,12 +10,11 @@ import pathlib
 import shutil
 from collections.abc import AsyncIterator, Mapping
 
-from jax.sharding import Mesh
-
 from jaxrl_llm.app.composition.engines import build_engine
 from jaxrl_llm.app.composition.host import build_publisher, build_rollouts
 from jaxrl_llm.app.composition.prepare import Prepared, prepare
 from jaxrl_llm.app.composition.scorers import build_scorers
+from jaxrl_llm.app.composition.setup import Setup
 from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
 from jaxrl_llm.app.composition.state import committed_state
 from jaxrl_llm.app.composition.workdir import DATA, TOKENIZER
@@ -27,8 +26,9 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.files import parse_json
 from jaxrl_llm.core.types import Params, Version
 from jaxrl_llm.master.loop import LoopState
-from jaxrl_llm.master.trainer import Stage
-from jaxrl_llm.models.api import Model, build_model
+from jaxrl_llm.master.process import Process
+from jaxrl_llm.models.api import build_model
+from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.mesh import build_mesh
 from jaxrl_llm.rewards.pool.pool import ScorerPool
@@ -82,29 +82,21 @@ def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str,
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reopened:
-  """An existing run, without its training loop."""
+class Reopened(Setup):
+  """An existing run, without its training loop; `workdir` is a temporary folder outside it, removed at the end."""
 
-  config: Config
-  scratch: pathlib.Path
-  """Temporary folder outside the run, removed at the end."""
   prepared: Prepared
-  mesh: Mesh
-  device: DeviceThread
-  stages: tuple[Stage, ...]
-  model: Model
-  checkpoints: Checkpoints
 
   async def state(self, step: int) -> LoopState:
     """Loads the state committed at `step`; 0: the initial state."""
-    return await self.device.run(self._state, step)
+    return await self.process.device.run(self._state, step)
 
   async def policy(self, step: int) -> Params:
     """Loads only the policy's parameters committed at `step`, with the base below its adapters."""
-    return await self.device.run(self._policy, step)
+    return await self.process.device.run(self._policy, step)
 
   def _state(self, step: int) -> LoopState:
-    return committed_state(self.config, step, self.stages, self.checkpoints, self.model, self.mesh)[0]
+    return committed_state(self, step)[0]
 
   def _policy(self, step: int) -> Params:
     learned = self._state(step).learned
@@ -120,13 +112,12 @@ async def reopen(config: Config, run: pathlib.Path) -> AsyncIterator[Reopened]:
     opened.callback(device.close)
     yield Reopened(
       config=config,
-      scratch=scratch,
-      prepared=prepared,
-      mesh=mesh,
-      device=device,
+      workdir=scratch,
       stages=build_stages(config, mesh, prepared.spec.vocab_size, prepared.lengths),
       model=build_model(model_spec(config, prepared.spec), policy_options(config), mesh),
       checkpoints=Checkpoints(run / 'checkpoints', config.checkpoint, leads=True),
+      process=Process(coordinator=Coordinator(device, on_signal=lambda signum: None), device=device, mesh=mesh),
+      prepared=prepared,
     )
 
 
@@ -164,10 +155,10 @@ async def serving(past: Reopened) -> AsyncIterator[Serving]:
     scorers = ScorerPool(build_scorers(config.rewards), config.rewards)
     opened.push_async_callback(scorers.close)
     await scorers.start()
-    engine = build_engine(config, past.scratch, past.prepared, past.device)
+    engine = build_engine(config, past.workdir, past.prepared, past.process.device)
     opened.push_async_callback(engine.close)
     await engine.start()
-    rollouts = build_rollouts(config, past.scratch, past.prepared, engine, scorers)
+    rollouts = build_rollouts(past, past.prepared, engine, scorers)
     opened.push_async_callback(rollouts.close)
     await rollouts.start()
     yield Serving(
@@ -175,5 +166,5 @@ async def serving(past: Reopened) -> AsyncIterator[Serving]:
       engine=engine,
       workflow=rollouts.workflow,
       scorers=scorers,
-      publisher=build_publisher(config, past.model, past.mesh, engine, past.device),
+      publisher=build_publisher(past, engine),
     )

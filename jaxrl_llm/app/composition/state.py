@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import xxhash
 from jax.sharding import Mesh
 
 from jaxrl_llm.app.composition.prepare import checkpoint_directory, model_directory
+from jaxrl_llm.app.composition.setup import Setup
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Params
@@ -113,10 +114,9 @@ def initial_params(config: Config, model: Model, mesh: Mesh) -> tuple[Params, Pa
   return lora.split(placed, model.spec, model.options)
 
 
-def committed_state(
-  config: Config, step: int, stages: Sequence[Stage], checkpoints: Checkpoints, model: Model, mesh: Mesh
-) -> tuple[LoopState, str | None]:
+def committed_state(setup: Setup, step: int) -> tuple[LoopState, str | None]:
   """Returns the state committed at `step` (0: the initial state), and the digest of the base below its adapters."""
+  config, model, mesh = setup.config, setup.model, setup.process.mesh
   params, base, base_hash = None, None, None
   if step == 0 or model.options.lora is not None:
     params, base = initial_params(config, model, mesh)
@@ -125,10 +125,11 @@ def committed_state(
   if step == 0:
     policy = TrainState(params=params, opt_state=None, updates=None, skipped=None)
     return LoopState(Learned(policy, base=base), 0), base_hash
-  host = checkpoints.host(step)
+  host = setup.checkpoints.host(step)
   check_base(base_hash, host, config)
-  stage = next(s for s in stages if s.name == host['stage'])
-  return restore_state(stage, step, checkpoints, model, mesh, base), base_hash
+  stage = next(s for s in setup.stages if s.name == host['stage'])
+  state = restore_state(stage, step, setup.checkpoints, model, mesh)
+  return dataclasses.replace(state, learned=state.learned._replace(base=base)), base_hash
 
 
 def base_digest(base: Params, mesh: Mesh) -> str:
@@ -150,10 +151,8 @@ def check_base(found: str | None, committed: Mapping[str, Any], config: Config) 
     )
 
 
-def restore_state(
-  stage: Stage, step: int, checkpoints: Checkpoints, model: Model, mesh: Mesh, base: Params | None = None
-) -> LoopState:
-  """Restores the state committed at `step`, inside or at the end of `stage`; `base` lies below its adapters."""
+def restore_state(stage: Stage, step: int, checkpoints: Checkpoints, model: Model, mesh: Mesh) -> LoopState:
+  """Restores what was committed at `step`, inside or at the end of `stage`: all but the base below adapters."""
   algorithm = stage.algorithm
   like = {'train': abstract_state(model, stage.optimizer, mesh, offload=stage.optimizer_config.offload)}
   if 'reference' in algorithm.reads and algorithm.reference.every != 1:
@@ -168,6 +167,5 @@ def restore_state(
     arrays.get('reference'),
     reference_step=host['reference_step'],
     algorithm_state=host['algorithm_state'],
-    base=base,
   )
   return LoopState(learned, step, evaluated=host['evaluated'])

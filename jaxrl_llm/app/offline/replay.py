@@ -35,7 +35,6 @@ from jaxrl_llm.rollout.vllm.publication import digest
 from jaxrl_llm.rollout.workflow import completion_text
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.runtime.machine import changes
-from jaxrl_llm.runtime.phases import PhaseManager
 from jaxrl_llm.runtime.writers import METRICS_FILE, STAGE, STEP, finite_row, read_jsonl
 
 _OF_A_STEP = 'perf/time_per_step'
@@ -113,12 +112,11 @@ async def replay(config: Config, run: pathlib.Path, way: Course) -> AsyncIterato
     UserError: a plan, or a sample that it names, no longer exists.
   """
   async with reopen(config, run) as past:
-    store = open_copy(run / 'replay', past.scratch / 'replay')
+    store = open_copy(run / 'replay', past.workdir / 'replay')
     try:
       plans = _plans(store, run, way)
-      phases = PhaseManager()
       recorded = {stage.name: recorded_groups(run, stage, past.prepared) for stage in config.stages if stage.recorded}
-      enter_stage = stage_entrance(config, run, model=past.model, mesh=past.mesh, device=past.device, phases=phases)
+      enter_stage = stage_entrance(dataclasses.replace(past, workdir=run))
       state = await past.state(way.commit)
       for stage in past.stages:
         if not state.step < min(stage.end, way.step):
@@ -127,7 +125,7 @@ async def replay(config: Config, run: pathlib.Path, way: Course) -> AsyncIterato
         while state.step < min(stage.end, way.step):
           plan = plans[state.step]
           if stage.trains:
-            state, batch, updated = await take_step(phases, trainer, state, plan)
+            state, batch, updated = await take_step(past.process, trainer, state, plan)
           else:
             state, batch, updated = pass_over(state, plan)
           known = taken(store, past, plan, recorded.get(stage.name))
@@ -135,7 +133,7 @@ async def replay(config: Config, run: pathlib.Path, way: Course) -> AsyncIterato
           differences = _metric_differences(row, way.rows.get(state.step, {}))
           arrays = 0
           if state.step == way.step and way.step in past.checkpoints.steps():
-            arrays, more = await past.device.run(_commit_differences, state.learned, past.checkpoints, way.step)
+            arrays, more = await past.process.device.run(_commit_differences, state.learned, past.checkpoints, way.step)
             differences += more
           yield Compared(
             step=plan.step + 1, stage=stage.name, metrics=row, arrays=arrays, differences=tuple(differences)

@@ -27,13 +27,13 @@ from jaxrl_llm.learner.policy_options import GrpoConfig
 from jaxrl_llm.learner.state import Learned, TrainState
 from jaxrl_llm.master import loop
 from jaxrl_llm.master.batches import Planner, RolloutBatches
+from jaxrl_llm.master.process import Process
 from jaxrl_llm.master.trainer import Batch, Stage, Updated
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.index import open_store
 from jaxrl_llm.rollout.publisher import Gatherer, Publisher
-from jaxrl_llm.runtime.phases import PhaseManager
 
 SETTINGS = [(0, 1), (1, 1), (1, 2), (2, 1), (2, 3), (4, 2)]
 """Bound and batches between publications."""
@@ -112,8 +112,7 @@ async def go(exploration, *, publish_every, start=0, end=BATCHES, batches=BATCHE
 
     parts = loop.Parts(
       stages=(stage,),
-      coordinator=Coordinator(device, on_signal=lambda signum: None),
-      phases=PhaseManager(),
+      process=Process(coordinator=Coordinator(device, on_signal=lambda signum: None), device=device, mesh=mesh),
       publisher=Publisher(exploration.engine, Gatherer(mesh), device),
       keeper=ledger,
       enter_stage=enter,

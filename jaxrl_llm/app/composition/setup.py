@@ -1,0 +1,26 @@
+"""A configured run on the devices of this process, before its state is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.master.process import Process
+from jaxrl_llm.master.trainer import Stage
+from jaxrl_llm.models.api import Model
+from jaxrl_llm.runtime.checkpoint import Checkpoints
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+  """A configured run, the same in every process."""
+
+  config: Config
+  workdir: pathlib.Path
+  """Directory that the run's files are read from and written to."""
+  stages: tuple[Stage, ...]
+  model: Model
+  """The policy, or the reward model trained in its place."""
+  checkpoints: Checkpoints
+  process: Process

@@ -1,0 +1,28 @@
+"""Seconds of the parts of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+
+class Stopwatch:
+  """Adds up seconds by name: `gen` until a batch is closed, `annotate`, `train`, and the parts within them."""
+
+  def __init__(self):
+    self._seconds: dict[str, float] = {}
+
+  @contextlib.contextmanager
+  def timed(self, name: str) -> Iterator[None]:
+    """Adds the block's seconds to `timing_s/<name>` of the step."""
+    start = time.perf_counter()
+    try:
+      yield
+    finally:
+      self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+  def take(self) -> dict[str, float]:
+    """Returns the seconds by name since the last call."""
+    seconds, self._seconds = self._seconds, {}
+    return seconds
