@@ -7,8 +7,8 @@ instead of being sent.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,6 +20,10 @@ _DRAWS = 16
 """Number of optimizer steps drawn to plan a shape."""
 _KEPT = 0.97
 """Minimum utilisation, relative to that of the narrowest micro-batches."""
+
+
+_ABSENT: Mapping[str, Json] = {'version_step': -1, 'trajectory': '', 'pair': '', 'label': 0}
+"""What files hold in place of None, by field of Row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,22 +43,31 @@ class Row:
   is_expert: bool
   truncated: bool
   """Ended by the length limit."""
-  version_step: int
-  """Step of the oldest policy version that generated any of its tokens; -1 if no version of this run did."""
+  version_step: int | None
+  """Step of the oldest policy version that generated any of its tokens; None if no version of this run did."""
   correct: bool | None = None
   """Correctness by the taskset's own measure; None = unknown, or not a rollout."""
   turn_rewards: tuple[float, ...] = ()
   """Per-turn rewards, in addition to `reward`; each is credited at its turn's last token."""
-  trajectory: str = ''
-  """Id shared by the rows of a trajectory recorded step by step; empty: the row is a whole trajectory."""
+  trajectory: str | None = None
+  """Id shared by the rows of a trajectory recorded step by step; None: the row is a whole trajectory."""
   step_index: int = 0
   """Index of the row's step in its trajectory."""
   masked: bool = False
   """Counts in its group's baseline but is not trained on."""
-  pair: str = ''
-  """Id of the row's preference pair; empty: none."""
-  label: int = 0
+  pair: str | None = None
+  """Id of the row's preference pair."""
+  label: Literal[1, -1] | None = None
   """Role in the pair: 1 chosen, -1 rejected."""
+
+  def to_json(self) -> dict[str, Json]:
+    row = dataclasses.asdict(self)
+    return row | {name: placeholder for name, placeholder in _ABSENT.items() if row[name] is None}
+
+  @classmethod
+  def from_json(cls, value: Mapping[str, Any]) -> Row:
+    absent = {name: None for name, placeholder in _ABSENT.items() if value.get(name) == placeholder}
+    return cls(**{**value, **absent, 'turn_rewards': tuple(value['turn_rewards'])})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,14 +95,12 @@ class StepPlan:
   """Counters from collecting the batch (dropped samples and groups by reason)."""
 
   def to_json(self) -> Json:
-    return dataclasses.asdict(self)
+    rows, held_out = ([row.to_json() for row in part] for part in (self.rows, self.held_out))
+    return {**dataclasses.asdict(dataclasses.replace(self, rows=(), held_out=())), 'rows': rows, 'held_out': held_out}
 
   @classmethod
   def from_json(cls, value: Any) -> StepPlan:
-    rows, held_out = (
-      tuple(Row(**{**row, 'turn_rewards': tuple(row['turn_rewards'])}) for row in value[name])
-      for name in ('rows', 'held_out')
-    )
+    rows, held_out = (tuple(map(Row.from_json, value[name])) for name in ('rows', 'held_out'))
     steps = tuple(tuple(step) for step in value['optimizer_steps'])
     return cls(**{**value, 'rows': rows, 'optimizer_steps': steps, 'held_out': held_out})
 

@@ -97,7 +97,7 @@ class RowLoader:
       arrays['is_expert'][at] = row.is_expert
       arrays['behaviour_logprobs'][at] = sample.behaviour_logprobs
       arrays['temperature'][segment] = sample.temperature
-      arrays['pair'][segment], arrays['label'][segment] = pairs[i], row.label
+      arrays['pair'][segment], arrays['label'][segment] = pairs[i], row.label or 0
     for name in ('behaviour_logprobs', 'temperature'):
       _check_finite(name, arrays[name])
     chunks = Chunks(**{name: grid.place(array) for name, array in arrays.items()})
@@ -127,7 +127,7 @@ class RowLoader:
 
 def _pair_numbers(plan: StepPlan, numbers: Sequence[int], packing: Packing) -> list[int]:
   """Pair number of each row of the step, from 1 in each micro-batch; 0 for rows without a pair."""
-  known: dict[tuple[int, str], int] = {}
+  known: dict[tuple[int, str | None], int] = {}
   counts: collections.Counter[int] = collections.Counter()
   pairs = []
   for i, number in enumerate(numbers):

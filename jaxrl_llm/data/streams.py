@@ -80,7 +80,7 @@ class _Units:
       reward=None,
       is_expert=not preference,
       truncated=False,
-      version_step=-1,
-      pair=preference.get('pair_id', ''),
-      label={'chosen': 1, 'rejected': -1}.get(preference.get('label', ''), 0),
+      version_step=None,
+      pair=preference.get('pair_id'),
+      label={'chosen': 1, 'rejected': -1}.get(preference.get('label')),
     )

@@ -178,7 +178,7 @@ def rollout_row(chosen: Chosen, place: Ref) -> Row:
     version_step=min(segment.version.step for segment in sample.segments),
     correct=scored.reward.correct,
     turn_rewards=scored.reward.turn_values,
-    trajectory=sample.trajectory_id if sample.trajectory_id != sample.uid else '',
+    trajectory=sample.trajectory_id if sample.trajectory_id != sample.uid else None,
     step_index=sample.step_index,
     masked=scored.masked,
     pair=chosen.pair,

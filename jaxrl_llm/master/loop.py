@@ -129,10 +129,9 @@ async def take_step(
 
 def pass_over(state: LoopState, plan: StepPlan) -> tuple[LoopState, Batch, Updated]:
   """Completes a batch without training: no advantages, and no logprobs but the sampler's."""
-  rows = plan.rows
-  batch = Batch(plan, Annotation(np.zeros(len(rows)), np.zeros(len(rows), bool), {}), [])
-  unknown = {i: np.full(row.length, np.nan, np.float32) for i, row in enumerate(rows)}
-  updated = Updated({}, unknown, moved=False, late=frozenset(unknown))
+  count = len(plan.rows)
+  batch = Batch(plan, Annotation(np.zeros(count), np.zeros(count, bool), {}), [])
+  updated = Updated({}, None, moved=False)
   return dataclasses.replace(state, step=state.step + 1, evaluated=False), batch, updated
 
 

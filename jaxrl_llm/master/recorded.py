@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import os
 import pathlib
@@ -62,14 +61,14 @@ def _recorded(scored: Scored, file: str, index: int) -> dict[str, Any]:
     reward=reward.value,
     is_expert=False,
     truncated=sample.finish_reason == Finish.LENGTH,
-    version_step=-1,  # No version of this run.
+    version_step=None,
     correct=reward.correct,
     turn_rewards=reward.turn_values,
-    trajectory=sample.trajectory_id if sample.trajectory_id != sample.uid else '',
+    trajectory=sample.trajectory_id if sample.trajectory_id != sample.uid else None,
     step_index=sample.step_index,
     masked=scored.masked,
   )
-  return {'row': dataclasses.asdict(row), 'parts': reward.parts}
+  return {'row': row.to_json(), 'parts': reward.parts}
 
 
 class RecordedGroups:
@@ -83,11 +82,7 @@ class RecordedGroups:
       text: returns a sample's completion.
     """
     recorded = json.loads(_groups_file(workdir / file).read_text())
-    self._members = [
-      (Row(**{**member['row'], 'turn_rewards': tuple(member['row']['turn_rewards'])}), member['parts'])
-      for group in recorded
-      for member in group
-    ]
+    self._members = [(Row.from_json(member['row']), member['parts']) for group in recorded for member in group]
     numbers = iter(range(len(self._members)))
     self._groups = [[next(numbers) for _ in group] for group in recorded]
     self._reader, self._name = open_segment_reader((workdir / file).parent), pathlib.Path(file).name

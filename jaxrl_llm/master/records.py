@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
-from jaxrl_llm.batching.plan import StepPlan
+from jaxrl_llm.batching.plan import Row
 from jaxrl_llm.core.records.sample import Finish, Role, Sample
 from jaxrl_llm.master.exploring.selection import Scored
 from jaxrl_llm.master.mismatch import OVER_BUDGET, MismatchConfig, Pair, mismatch_metrics, over_budget
@@ -53,7 +54,8 @@ def batch_metrics(batch: Batch, taken: Mapping[str, Scored]) -> dict[str, Metric
     metrics |= spread('num_turns', [_turns(sample) for sample in samples])
     metrics['response/aborted_ratio'] = mean_of(sample.finish_reason == Finish.ABORT for sample in samples)
     metrics |= spread('critic/score', scores) | spread('critic/rewards', rewards)
-    metrics |= spread('staleness', [plan.step - row.version_step for row in rows if row.version_step >= 0])
+    versions = [row.version_step for row in rows if row.version_step is not None]
+    metrics |= spread('staleness', [plan.step - version for version in versions])
     metrics |= _advantage_metrics(batch) | _scorer_metrics(taken)
     # Most were dropped before the batch was closed, so the algorithm never sees them.
     unscorable = len(rows) - len(scores) + plan.counts.get('dropped/unscorable', 0)
@@ -103,10 +105,11 @@ def logprob_pairs(batch: Batch, updated: Updated, taken: Mapping[str, Scored], *
     fresh: only rollouts of the policy that the batch updates, which differ by numerics alone.
   """
   pairs = []
-  for i in _rollouts(batch, taken):
-    if i in updated.late or (fresh and batch.plan.rows[i].version_step < batch.plan.step):
+  for i in _rollouts(batch, taken) if updated.logprobs is not None else ():
+    row = batch.plan.rows[i]
+    if i in updated.late or (fresh and row.version_step != batch.plan.step):
       continue
-    sample = taken[batch.plan.rows[i].uid].sample
+    sample = taken[row.uid].sample
     tokens = sample.loss_mask & sample.sampled
     pairs.append((updated.logprobs[i][tokens], sample.behaviour_logprobs[tokens]))
   return pairs
@@ -127,17 +130,20 @@ def rollout_rows(
   """One row per trained sample for `rollouts/`; arrays are per completion token."""
   return [
     _rollout_row(
-      batch.plan, i, batch.annotation.advantages[i], updated.logprobs[i], taken[batch.plan.rows[i].uid], token_text
+      batch.plan.rows[i],
+      batch.annotation.advantages[i],
+      None if updated.logprobs is None else updated.logprobs[i],
+      taken[batch.plan.rows[i].uid],
+      token_text,
     )
     for i in _rollouts(batch, taken)
   ]
 
 
 def _rollout_row(
-  plan: StepPlan,
-  i: int,
+  row: Row,
   advantage: Any,
-  logprobs: np.ndarray,
+  logprobs: Float[np.ndarray, 'tokens'] | None,
   scored: Scored,
   token_text: Callable[[int], str],
 ) -> dict[str, Any]:
@@ -157,7 +163,7 @@ def _rollout_row(
     # Null where no sampler drew the token: 0 would read as probability 1.
     'behaviour_logprobs': np.where(sample.sampled, sample.behaviour_logprobs, np.nan)[after],
     # Null where none was computed.
-    'trainer_logprobs': np.where(sample.loss_mask, logprobs, np.nan)[after],
+    'trainer_logprobs': np.where(sample.loss_mask, np.nan if logprobs is None else logprobs, np.nan)[after],
     'advantages': (advantage * sample.loss_mask)[after],
     'reward': scored.reward.value,
     'scores': {
@@ -165,5 +171,5 @@ def _rollout_row(
       for score in scored.scores
     },
     'finish_reason': str(Finish(sample.finish_reason)),
-    'version_step': plan.rows[i].version_step,
+    'version_step': row.to_json()['version_step'],
   }

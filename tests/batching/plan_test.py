@@ -21,8 +21,8 @@ def rows_of(lengths, **fields) -> tuple[Row, ...]:
 def test_a_plan_survives_json():
   rows = (
     *rows_of([4, 7], reward=0.1, correct=True, turn_rewards=(0.5, 0.25), trajectory='t', step_index=1),
-    *rows_of([2], reward=None, version_step=-1, is_expert=True),
-    *rows_of([3], reward=None, version_step=-1, pair='p', label=-1),
+    *rows_of([2], reward=None, version_step=None, is_expert=True),
+    *rows_of([3], reward=None, version_step=None, pair='p', label=-1),
   )
   plan = StepPlan(
     step=12,

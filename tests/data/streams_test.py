@@ -68,7 +68,7 @@ def test_a_row_says_what_its_record_holds(workdir):
     assert (row.uid, row.source, row.length, row.prompt_len) == (f'sft/{i}', SOURCE, i + 2, i % 3 + 1)
     assert row.is_expert
     assert row.reward is None
-    assert (row.pair, row.label) == ('', 0)
+    assert (row.pair, row.label) == (None, None)
 
 
 @pytest.mark.parametrize('rows', [1, 3, 4, COUNT])

@@ -361,7 +361,7 @@ def test_a_mixed_batch_has_fixed_numbers_of_both_and_resumes_exactly(tmp_path, t
     assert json.dumps(batches.state()) == before, 'drawn, not trained'
     assert [row.is_expert for row in rows] == [False] * 4 + [True] * 3
     assert list(batches.taken()) == [row.uid for row in rows[:4]], 'what the experts wrote was not sampled'
-    assert all(row.version_step == -1 and row.reward is None for row in rows[4:])
+    assert all(row.version_step is None and row.reward is None for row in rows[4:])
     batches.trained(StepPlan(step=number, stage='mix', rows=tuple(rows)))
     return before, [row.uid for row in rows], counts
 

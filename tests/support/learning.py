@@ -112,7 +112,7 @@ def rollouts(rewards=REWARDS) -> tuple[Row, ...]:
 
 
 def experts() -> tuple[Row, ...]:
-  return tuple(planned(i, None, is_expert=True, version_step=-1) for i in EXPERTS)
+  return tuple(planned(i, None, is_expert=True, version_step=None) for i in EXPERTS)
 
 
 def pairs() -> tuple[Row, ...]:

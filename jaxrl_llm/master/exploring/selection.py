@@ -36,9 +36,9 @@ class Chosen:
   """A member selected for training."""
 
   scored: Scored
-  pair: str = ''
-  """Id of its preference pair; empty: none."""
-  label: int = 0
+  pair: str | None = None
+  """Id of its preference pair."""
+  label: Literal[1, -1] | None = None
   """Role in the pair: 1 chosen, -1 rejected."""
   imitated: bool = False
   """Trained on as a demonstration."""
@@ -117,7 +117,7 @@ def experience_rows(chosen: Sequence[Chosen]) -> list[tuple[str, str, Json]]:
   rows = []
   for uid, choices in uses.items():
     scored = choices[0][1].scored
-    uses_of = [[place, choice.pair, choice.label, choice.imitated] for place, choice in choices]
+    uses_of = [[place, choice.pair or '', choice.label or 0, choice.imitated] for place, choice in choices]
     rows.append((uid, EXPERIENCE, {'reward': scored.reward.value, 'masked': scored.masked, 'uses': uses_of}))
   return rows
 
@@ -135,5 +135,5 @@ def read_experiences(rows: Mapping[str, Json], members: Mapping[str, Scored]) ->
     scored = dataclasses.replace(members[uid], reward=reward, masked=row['masked'])
     for place, pair, label, imitated in row['uses']:
       chosen = groups.setdefault(scored.sample.group_id, {})
-      chosen[place] = Chosen(scored=scored, pair=pair, label=label, imitated=imitated)
+      chosen[place] = Chosen(scored=scored, pair=pair or None, label=label or None, imitated=imitated)
   return [chosen[place] for chosen in groups.values() for place in sorted(chosen)]

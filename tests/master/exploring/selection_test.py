@@ -66,7 +66,7 @@ MIXED = group((5, True), (2, False), (4, True), (9, True), (7, False))
 def test_all_takes_every_member_as_it_is():
   found = choose(SelectionConfig(), MIXED)
   assert [c.scored for c in found] == MIXED
-  assert {(c.pair, c.label, c.imitated) for c in found} == {('', 0, False)}
+  assert {(c.pair, c.label, c.imitated) for c in found} == {(None, None, False)}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_all_takes_every_member_as_it_is():
 def test_mixed_takes_whole_groups_that_have_two_rewards(members, count):
   found = choose(SelectionConfig(kind='mixed'), members)
   assert [c.scored for c in found] == members[:count]
-  assert {(c.pair, c.label, c.imitated) for c in found} <= {('', 0, False)}
+  assert {(c.pair, c.label, c.imitated) for c in found} <= {(None, None, False)}
 
 
 def earning(member: Scored, *turns: float) -> Scored:
@@ -102,7 +102,7 @@ def test_mixed_counts_what_turns_have_earned():
 
 def test_the_shortest_correct_one_is_imitated_alone():
   (found,) = choose(SelectionConfig(kind='shortest_correct'), MIXED)
-  assert found.scored is MIXED[2] and found.imitated and (found.pair, found.label) == ('', 0)
+  assert found.scored is MIXED[2] and found.imitated and (found.pair, found.label) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -181,4 +181,4 @@ def test_a_plans_row_says_how_it_was_chosen():
   ]
   (imitated,) = choose(SelectionConfig(kind='shortest_correct'), MIXED)
   row = rollout_row(imitated, ('0.arrayrecord', 0))
-  assert (row.is_expert, row.pair, row.label, row.correct, row.uid) == (True, '', 0, True, 'g/2')
+  assert (row.is_expert, row.pair, row.label, row.correct, row.uid) == (True, None, None, True, 'g/2')
