@@ -16,7 +16,7 @@ from jaxrl_llm.batching.plan import Shape, StepPlan, units_of
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.data.load import PackedStep, RowLoader, unpack
-from jaxrl_llm.learner.algorithm import Algorithm, Annotation, Closed, Constants
+from jaxrl_llm.learner.algorithm import Algorithm, Annotation, Closed, Constants, Loss
 from jaxrl_llm.learner.forward import Score, Value, build_score, build_value
 from jaxrl_llm.learner.optimizer import OptimizerConfig
 from jaxrl_llm.learner.state import Learned, TrainState, copy_params, renewed
@@ -25,6 +25,13 @@ from jaxrl_llm.master.process import Process
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.parallel.rules import replicated
 from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, merge
+
+
+class Optimization(NamedTuple):
+  """How a stage trains one role."""
+
+  optimizer: optax.GradientTransformation
+  config: OptimizerConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,13 +43,11 @@ class Stage:
   """Completed batches of the run when the stage begins."""
   end: int
   algorithm: Algorithm
-  optimizer: optax.GradientTransformation
-  optimizer_config: OptimizerConfig
+  policy: Optimization
+  critic: Optimization | None = None
+  """Set if the algorithm has a critic."""
   keep_optimizer: bool
   """Whether to continue with the optimizer state of the previous stage."""
-  critic_optimizer: optax.GradientTransformation | None = None
-  critic_optimizer_config: OptimizerConfig | None = None
-  """Both set if the algorithm has a critic."""
   shape: Shape
   token_chunk: int
   minibatches: int
@@ -85,10 +90,10 @@ class Batch(NamedTuple):
 
 class Updated(NamedTuple):
   metrics: dict[str, Metric]
-  logprobs: dict[int, Any]
+  logprobs: dict[int, Any] | None
   """By plan row number: logprobs of the sample's trained tokens under the policy before the batch; 0 elsewhere.
 
-  Includes rows left out of the loss.
+  Includes rows left out of the loss. None: the batch was not trained on, so none were computed.
 
   For `late` rows: under the policy before the first optimizer step on them.
   """
@@ -104,6 +109,15 @@ class Roles(NamedTuple):
   model: Model
   """Model of the policy, or the reward model trained in its place."""
   critic: Model | None
+
+
+class _Trained(NamedTuple):
+  """A role that the stage trains: the policy or its critic."""
+
+  name: Literal['actor', 'critic']
+  """Prefix of its metrics."""
+  update: Update
+  config: OptimizerConfig
 
 
 def value_pass(stage: Stage, critic: Model, mesh: Mesh) -> Score | Value:
@@ -129,35 +143,30 @@ class StageTrainer:
     algorithm = stage.algorithm
     self._own_reference = algorithm.reference.every == 1
     self._bootstraps = 'next_values' in algorithm.on_host
-    self._update: Update = build_update(
+
+    def trained(name: str, model: Model, loss: Loss, by: Optimization, state: TrainState, **options: Any) -> _Trained:
+      fields = dict(token_chunk=stage.token_chunk, metrics=name, **options)
+      return _Trained(name, build_update(model, loss, *by, mesh, state, **fields), by.config)
+
+    self._policy = trained(
+      'actor',
       roles.model,
       algorithm.loss,
-      stage.optimizer,
-      stage.optimizer_config,
-      mesh,
+      stage.policy,
       learned.policy,
       updates=stage.updates,
-      token_chunk=stage.token_chunk,
       on_policy=self._on_policy(),
     )
     self._renew = jax.jit(
-      lambda state: renewed(state, stage.optimizer),
+      lambda state: renewed(state, stage.policy.optimizer),
       donate_argnums=0,
       out_shardings=jax.tree.map(lambda x: x.sharding, learned.policy),
     )
     self._measure_loss = build_measure(roles.model, algorithm.loss, mesh, token_chunk=stage.token_chunk)
     if roles.critic is not None:
       self._value: Score | Value = value_pass(stage, roles.critic, mesh)
-      self._update_critic: Update = build_update(
-        roles.critic,
-        algorithm.critic_loss,
-        stage.critic_optimizer,
-        stage.critic_optimizer_config,
-        mesh,
-        learned.critic,
-        updates=stage.critic_updates,
-        token_chunk=stage.token_chunk,
-        metrics='critic',
+      self._critic = trained(
+        'critic', roles.critic, algorithm.critic_loss, stage.critic, learned.critic, updates=stage.critic_updates
       )
 
   def _on_policy(self) -> tuple[str, ...]:
@@ -262,15 +271,11 @@ class StageTrainer:
       policy = await self._device.run(self._renew, policy)
     for packed in batch.steps:
       if critic is not None:
-        with self._stopwatch.timed('update_critic'):
-          critic, report = await self._apply(self._update_critic, critic, packed, constants)
-        self._check(report, 'critic')
+        critic, report = await self._apply(self._critic, critic, packed, constants)
         metrics = merge(metrics, _report_metrics(report))
       outputs = packed.chunks.proximal_logprobs
       if trains:
-        with self._stopwatch.timed('update_actor'):
-          policy, report = await self._apply(self._update, policy, packed, constants, learned.base)
-        self._check(report, 'actor')
+        policy, report = await self._apply(self._policy, policy, packed, constants, learned.base)
         metrics = merge(metrics, _report_metrics(report))
         moved |= not (report.skipped or report.empty)
         outputs = outputs if batch.plan.proximal else report.outputs
@@ -288,11 +293,13 @@ class StageTrainer:
     return learned, Updated(metrics, logprobs, moved, frozenset(late))
 
   async def _apply(
-    self, update: Update, state: TrainState, packed: PackedStep, constants: Constants, base: Params | None = None
-  ):
-    """Runs one optimizer step of one role; the outputs of its report stay on the devices."""
-    state, report = await self._device.run(update, state, packed.chunks, packed.used, constants, base)
-    fetched = await self._device.run(jax.device_get, report._replace(outputs=None))
+    self, role: _Trained, state: TrainState, packed: PackedStep, constants: Constants, base: Params | None = None
+  ) -> tuple[TrainState, Report]:
+    """Runs and checks one optimizer step of a role; the outputs of its report stay on the devices."""
+    with self._stopwatch.timed(f'update_{role.name}'):
+      state, report = await self._device.run(role.update, state, packed.chunks, packed.used, constants, base)
+      fetched = await self._device.run(jax.device_get, report._replace(outputs=None))
+    self._check(fetched, role)
     return state, fetched._replace(outputs=report.outputs)
 
   async def _measured(self, learned: Learned, plan: StepPlan, constants: Constants) -> dict[str, Metric]:
@@ -333,13 +340,12 @@ class StageTrainer:
   def _gather(self, array: jax.Array) -> np.ndarray:
     return jax.device_get(self._whole(array))
 
-  def _check(self, report: Report, role: Literal['actor', 'critic']) -> None:
-    config = self._stage.optimizer_config if role == 'actor' else self._stage.critic_optimizer_config
-    if report.in_a_row >= config.max_skipped_updates:
+  def _check(self, report: Report, role: _Trained) -> None:
+    if report.in_a_row >= role.config.max_skipped_updates:
       raise RunError(
-        f'stage {self._stage.name}: {int(report.in_a_row)} updates of the {role} in a row skipped, their gradients '
-        f'were not finite or above skip_grad_norm={config.skip_grad_norm:g} (last norm '
-        f'{float(report.stats[f"{role}/grad_norm"].total):g}); '
+        f'stage {self._stage.name}: {int(report.in_a_row)} updates of the {role.name} in a row skipped, their '
+        f'gradients were not finite or above skip_grad_norm={role.config.skip_grad_norm:g} (last norm '
+        f'{float(report.stats[f"{role.name}/grad_norm"].total):g}); '
         'lower the learning rate or look at the last rollouts, then resume from the newest commit'
       )
 

@@ -25,7 +25,7 @@ from jaxrl_llm.learner.preference import DpoConfig, dpo
 from jaxrl_llm.learner.supervised import SftConfig, sft
 from jaxrl_llm.master.batches import Batches, MixedBatches, Planner, RolloutBatches, StreamBatches
 from jaxrl_llm.master.exploring.selection import SelectionConfig
-from jaxrl_llm.master.trainer import Stage
+from jaxrl_llm.master.trainer import Optimization, Stage
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.segments import SegmentReader, write_segment
 from jaxrl_llm.rollout.workflow import demonstration_sample
@@ -41,8 +41,7 @@ def make_stage(**fields) -> Stage:
     start=10,
     end=20,
     algorithm=GRPO,
-    optimizer=optax.sgd(1.0),
-    optimizer_config=OptimizerConfig(peak_lr=1.0),
+    policy=Optimization(optax.sgd(1.0), OptimizerConfig(peak_lr=1.0)),
     keep_optimizer=False,
     shape=plan_shape(rows=4, ranks=1, chunks=2, chunk_len=16),
     token_chunk=16,

@@ -26,7 +26,7 @@ from jaxrl_llm.master.batches import Planner
 from jaxrl_llm.master.evaluation import Evaluator, SuiteConfig
 from jaxrl_llm.master.keeper import Logs, RunKeeper, Start
 from jaxrl_llm.master.process import Process
-from jaxrl_llm.master.trainer import Batch, Stage, Updated
+from jaxrl_llm.master.trainer import Batch, Optimization, Stage, Updated
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.replay.index import open_store
@@ -47,8 +47,7 @@ def stages(*, explores=False):
     start=start,
     end=start + 2,
     algorithm=sft(SftConfig(), Setting(max_response_length=8)),
-    optimizer=optax.sgd(1.0),
-    optimizer_config=OptimizerConfig(peak_lr=1.0),
+    policy=Optimization(optax.sgd(1.0), OptimizerConfig(peak_lr=1.0)),
     keep_optimizer=False,
     shape=SHAPE,
     token_chunk=8,

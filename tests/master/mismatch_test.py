@@ -164,7 +164,7 @@ def test_logprobs_are_of_the_policy_before_the_batch_in_every_minibatch(tmp_path
 
   async def main():
     device = DeviceThread()
-    learned = Learned(init_state(place_params(model, mesh, start), stage.optimizer, mesh))
+    learned = Learned(init_state(place_params(model, mesh, start), stage.policy.optimizer, mesh))
     trainer = StageTrainer(
       stage,
       Process(coordinator=Coordinator(device, on_signal=lambda signum: None), device=device, mesh=mesh),

@@ -33,7 +33,7 @@ from jaxrl_llm.master.evaluation import Evaluator
 from jaxrl_llm.master.keeper import Logs, RunKeeper, Start
 from jaxrl_llm.master.loop import LoopState
 from jaxrl_llm.master.process import Process
-from jaxrl_llm.master.trainer import Batch, Roles, Stage, StageTrainer, Updated
+from jaxrl_llm.master.trainer import Batch, Optimization, Roles, Stage, StageTrainer, Updated
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.heads import with_head
@@ -93,15 +93,13 @@ def own(tree):
 
 def stage_of(algorithm, *, minibatches=1, epochs=1, optimizer=OPTIMIZER, **fields) -> Stage:
   """Of twenty batches."""
-  made = build_optimizer(optimizer, 20 * minibatches * epochs)
+  made = Optimization(build_optimizer(optimizer, 20 * minibatches * epochs), optimizer)
   return make_stage(
     start=BEGIN,
     end=BEGIN + 20,
     algorithm=algorithm,
-    optimizer=made,
-    optimizer_config=optimizer,
-    critic_optimizer=made,
-    critic_optimizer_config=optimizer,
+    policy=made,
+    critic=made,
     minibatches=minibatches,
     epochs=epochs,
     **{'shape': plan_shape(rows=8 // minibatches, ranks=1, chunks=2, chunk_len=16), **fields},
@@ -129,10 +127,10 @@ class Training:
     """What the stage begins with; host arrays may be given instead."""
     policy, algorithm = self._policy if policy is None else policy, self._stage.algorithm
     place = lambda params: place_params(self._roles.model, self._mesh, params)
-    learned = Learned(init_state(place(policy), self._stage.optimizer, self._mesh), reference_step=BEGIN)
+    learned = Learned(init_state(place(policy), self._stage.policy.optimizer, self._mesh), reference_step=BEGIN)
     if self._critic is not None:
       critic = place_params(self._roles.critic, self._mesh, self._critic)
-      learned = learned._replace(critic=init_state(critic, self._stage.critic_optimizer, self._mesh))
+      learned = learned._replace(critic=init_state(critic, self._stage.critic.optimizer, self._mesh))
     if 'reference' in algorithm.reads and algorithm.reference.every != 1:
       learned = learned._replace(reference=place(policy if reference is None else reference))
     return learned
@@ -464,8 +462,8 @@ def test_a_commit_holds_all_that_is_learned(tmp_path):
   )
   config, rng = PpoConfig(kl_loss_coef=0.1, kl_target=0.1), np.random.default_rng(0)
   stage = stage_of(policy_gradient(config, SETTING))
-  policy = abstract_state(model, stage.optimizer, mesh)
-  critic = abstract_state(build_model(with_head(model.spec, 'value')), stage.critic_optimizer, mesh)
+  policy = abstract_state(model, stage.policy.optimizer, mesh)
+  critic = abstract_state(build_model(with_head(model.spec, 'value')), stage.critic.optimizer, mesh)
   learned = Learned(
     drawn(policy, rng),
     drawn(critic, rng),

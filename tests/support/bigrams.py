@@ -16,7 +16,7 @@ from jaxrl_llm.learner.policy_gradient import policy_gradient
 from jaxrl_llm.learner.policy_options import GrpoConfig
 from jaxrl_llm.master.batches import rollout_row
 from jaxrl_llm.master.exploring.selection import Chosen, Scored
-from jaxrl_llm.master.trainer import Stage
+from jaxrl_llm.master.trainer import Optimization, Stage
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.heads import with_head
@@ -69,8 +69,7 @@ def make_stage(**fields) -> Stage:
     start=0,
     end=100,
     algorithm=policy_gradient(GrpoConfig(), Setting(max_response_length=8)),
-    optimizer=build_optimizer(config, 100),
-    optimizer_config=config,
+    policy=Optimization(build_optimizer(config, 100), config),
     keep_optimizer=False,
     shape=plan_shape(rows=4, ranks=2, chunks=2, chunk_len=16),
     token_chunk=16,

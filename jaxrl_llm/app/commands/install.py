@@ -53,4 +53,5 @@ def _main(argv: Sequence[str]) -> int:
   # Resolved, because the scripts work in the directory above theirs.
   command = ['bash', SCRIPTS.resolve() / f'install_{name}.sh', f'--target={target}']
   command += [f'--group={FLAGS.group}'] if FLAGS.group else []
-  return subprocess.run(command, env={'PYTHON': sys.executable, **os.environ}).returncode
+  environment = {'PYTHON': sys.executable, **os.environ}
+  return subprocess.run(command, env=environment).returncode  # wait install: the package installer's own timeouts

@@ -109,7 +109,7 @@ def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
   python = next((path for path in pythons if path.exists()), None)
   if python is None:
     raise UserError(
-      f"--topology={topology}: needs the compilers of {AOT_ENVIRONMENT}, which is not there; create it with "
+      f'--topology={topology}: needs the compilers of {AOT_ENVIRONMENT}, which is not there; create it with '
       "'jaxrl install --environment=aot'"
     )
   # By default libtpu queries the machine for its place in a slice and admits one process at a time.

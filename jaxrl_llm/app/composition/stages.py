@@ -21,7 +21,7 @@ from jaxrl_llm.learner.catalogue import ALGORITHMS, OFFLINE, PAIRWISE
 from jaxrl_llm.learner.optimizer import build_optimizer
 from jaxrl_llm.master.exploring.processors import PROCESSORS, Processor, ProcessorConfig
 from jaxrl_llm.master.exploring.selection import SelectionConfig
-from jaxrl_llm.master.trainer import Stage
+from jaxrl_llm.master.trainer import Optimization, Stage
 from jaxrl_llm.models.heads import with_head
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
 from jaxrl_llm.ops.logprobs import plan_token_chunk
@@ -118,11 +118,9 @@ def _stage(
     start=start,
     end=start + stage.steps,
     algorithm=algorithm,
-    optimizer=build_optimizer(optimizer, updates),
-    optimizer_config=optimizer,
+    policy=Optimization(build_optimizer(optimizer, updates), optimizer),
+    critic=Optimization(build_optimizer(critic, critic_updates), critic) if critic is not None else None,
     keep_optimizer=stage.keep_optimizer,
-    critic_optimizer=build_optimizer(critic, critic_updates) if critic is not None else None,
-    critic_optimizer_config=critic,
     shape=shape,
     token_chunk=plan_token_chunk(
       chunks=shape.chunks,

@@ -50,7 +50,7 @@ def begin_stage(stage: Stage, config: Config, state: LoopState, mesh: Mesh, crit
   reads, rule = 'reference' in stage.algorithm.reads, stage.algorithm.reference
   reference = copy_params(params) if reads and rule.every != 1 else None
   learned = Learned(
-    policy=init_state(params, stage.optimizer, mesh, offload=stage.optimizer_config.offload),
+    policy=init_state(params, stage.policy.optimizer, mesh, offload=stage.policy.config.offload),
     critic=_begin_critic(stage, config, state.learned, mesh, critic)
     if stage.algorithm.critic_loss is not None
     else None,
@@ -68,9 +68,9 @@ def begin_stage(stage: Stage, config: Config, state: LoopState, mesh: Mesh, crit
 def _begin_critic(stage: Stage, config: Config, before: Learned, mesh: Mesh, critic: Model) -> TrainState:
   """Starts from the configured reward model or critic, else the last stage's critic, else the policy's body."""
   source = next(s for s in config.stages if s.name == stage.name).critic.init_from
-  offload = stage.critic_optimizer_config.offload
+  offload = stage.critic.config.offload
   if source is None and before.critic is not None:
-    state = init_state(before.critic.params, stage.critic_optimizer, mesh, offload=offload)
+    state = init_state(before.critic.params, stage.critic.optimizer, mesh, offload=offload)
     if stage.keep_optimizer:
       state = state.replace(opt_state=with_schedule(before.critic.opt_state, state.opt_state))
     return state
@@ -92,7 +92,7 @@ def _begin_critic(stage: Stage, config: Config, before: Learned, mesh: Mesh, cri
     body = lora.merge(before.whole(before.policy.params), config.policy.lora)
     body = jax.tree.map(lambda leaf: leaf.astype(dtype), body)
     params = copy_params(with_output(critic, mesh, body, kernel))
-  return init_state(params, stage.critic_optimizer, mesh, offload=offload)
+  return init_state(params, stage.critic.optimizer, mesh, offload=offload)
 
 
 def initial_params(config: Config, model: Model, mesh: Mesh) -> tuple[Params, Params | None]:
@@ -154,12 +154,12 @@ def check_base(found: str | None, committed: Mapping[str, Any], config: Config) 
 def restore_state(stage: Stage, step: int, checkpoints: Checkpoints, model: Model, mesh: Mesh) -> LoopState:
   """Restores what was committed at `step`, inside or at the end of `stage`: all but the base below adapters."""
   algorithm = stage.algorithm
-  like = {'train': abstract_state(model, stage.optimizer, mesh, offload=stage.optimizer_config.offload)}
+  like = {'train': abstract_state(model, stage.policy.optimizer, mesh, offload=stage.policy.config.offload)}
   if 'reference' in algorithm.reads and algorithm.reference.every != 1:
     like['reference'] = like['train'].params
   if algorithm.critic_loss is not None:
-    critic, offload = critic_model(model), stage.critic_optimizer_config.offload
-    like['critic'] = abstract_state(critic, stage.critic_optimizer, mesh, offload=offload)
+    critic, offload = critic_model(model), stage.critic.config.offload
+    like['critic'] = abstract_state(critic, stage.critic.optimizer, mesh, offload=offload)
   arrays, host = checkpoints.restore(step, like), checkpoints.host(step)
   learned = Learned(
     arrays['train'],

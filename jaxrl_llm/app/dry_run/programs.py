@@ -11,10 +11,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.batching.chunks import Chunks
+from jaxrl_llm.learner.algorithm import Loss
 from jaxrl_llm.learner.forward import build_score
 from jaxrl_llm.learner.state import TrainState, abstract_base, abstract_state
 from jaxrl_llm.learner.update import build_update
-from jaxrl_llm.master.trainer import Stage, value_pass
+from jaxrl_llm.master.trainer import Optimization, Stage, value_pass
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.models.flops import causal_pairs, model_flops
@@ -46,26 +47,29 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
   arrays = batch_shapes(stage, mesh), jax.ShapeDtypeStruct((), np.int32)
   constants = {name: jax.ShapeDtypeStruct((), np.float32) for name in algorithm.constants}
 
-  def update(of: Model, loss, optimizer, config, updates: int) -> Callable[[], jax.stages.Lowered]:
-    state = abstract_state(of, optimizer, mesh, offload=config.offload)
-    built = build_update(of, loss, optimizer, config, mesh, state, updates=updates, token_chunk=stage.token_chunk)
+  def update(of: Model, loss: Loss, by: Optimization, updates: int) -> Callable[[], jax.stages.Lowered]:
+    state = abstract_state(of, by.optimizer, mesh, offload=by.config.offload)
+    built = build_update(of, loss, *by, mesh, state, updates=updates, token_chunk=stage.token_chunk)
     return lambda: built.lower(state, *arrays, constants, abstract_base(of, mesh))
 
   def score(built: Any, of: Model, state: TrainState) -> Callable[[], jax.stages.Lowered]:
     return lambda: built.lower(lora.join(state.params, abstract_base(of, mesh)), *arrays)
 
   flops = lambda of, backward: model_flops(of.spec, tokens, pairs=pairs, backward=backward)
-  policy_update = update(model, algorithm.loss, stage.optimizer, stage.optimizer_config, stage.updates)
+  policy_update = update(model, algorithm.loss, stage.policy, stage.updates)
   yield Program('update', policy_update, flops(model, True))
   if algorithm.reads & {'proximal', 'reference'}:
     built = build_score(model, mesh, token_chunk=stage.token_chunk)
-    yield Program('logprobs', score(built, model, abstract_state(model, stage.optimizer, mesh)), flops(model, False))
+    yield Program(
+      'logprobs', score(built, model, abstract_state(model, stage.policy.optimizer, mesh)), flops(model, False)
+    )
   if algorithm.critic_loss is not None:
-    optimizer, config = stage.critic_optimizer, stage.critic_optimizer_config
-    critic_update = update(critic, algorithm.critic_loss, optimizer, config, stage.critic_updates)
+    critic_update = update(critic, algorithm.critic_loss, stage.critic, stage.critic_updates)
     yield Program('critic update', critic_update, flops(critic, True))
     built = value_pass(stage, critic, mesh)
-    yield Program('values', score(built, critic, abstract_state(critic, optimizer, mesh)), flops(critic, False))
+    yield Program(
+      'values', score(built, critic, abstract_state(critic, stage.critic.optimizer, mesh)), flops(critic, False)
+    )
 
 
 def batch_shapes(stage: Stage, mesh: Mesh) -> Chunks:
@@ -92,7 +96,7 @@ def held(stages: Sequence[Stage], model: Model, critic: Model, mesh: Mesh) -> li
   if model.options.lora is not None:
     add('base', abstract_base(model, mesh))
   for stage in stages:
-    state = abstract_state(model, stage.optimizer, mesh, offload=stage.optimizer_config.offload)
+    state = abstract_state(model, stage.policy.optimizer, mesh, offload=stage.policy.config.offload)
     algorithm = stage.algorithm
     add('policy', state.params)
     add('gradients', state.params)
@@ -100,7 +104,7 @@ def held(stages: Sequence[Stage], model: Model, critic: Model, mesh: Mesh) -> li
     if 'reference' in algorithm.reads and algorithm.reference.every != 1:
       add('reference', state.params)
     if algorithm.critic_loss is not None:
-      state = abstract_state(critic, stage.critic_optimizer, mesh)
+      state = abstract_state(critic, stage.critic.optimizer, mesh)
       add('critic', state.params)
       add('critic optimizer', state.opt_state)
   return list(largest.values())

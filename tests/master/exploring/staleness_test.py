@@ -28,7 +28,7 @@ from jaxrl_llm.learner.state import Learned, TrainState
 from jaxrl_llm.master import loop
 from jaxrl_llm.master.batches import Planner, RolloutBatches
 from jaxrl_llm.master.process import Process
-from jaxrl_llm.master.trainer import Batch, Stage, Updated
+from jaxrl_llm.master.trainer import Batch, Optimization, Stage, Updated
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.replay.audit import audit
@@ -86,8 +86,7 @@ async def go(exploration, *, publish_every, start=0, end=BATCHES, batches=BATCHE
     start=0,
     end=end,
     algorithm=policy_gradient(GrpoConfig(), Setting(max_response_length=4)),
-    optimizer=optax.sgd(1.0),
-    optimizer_config=OptimizerConfig(peak_lr=1.0),
+    policy=Optimization(optax.sgd(1.0), OptimizerConfig(peak_lr=1.0)),
     keep_optimizer=False,
     shape=shape,
     token_chunk=16,
