@@ -21,20 +21,20 @@ from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.mesh import data_parallel_ranks
 from jaxrl_llm.parallel.rules import sharding_of_batch
 
+_CHUNKS_PER_RANK = 8
+"""Maximum per micro-batch; a chunk holds several sequences if they are short."""
+
 
 class RewardModel:
   """Maps sequences to scores: hidden · kernel at the last token, as in `…ForSequenceClassification`."""
 
-  def __init__(
-    self, model: Model, params: Params, mesh: Mesh, *, max_length: int, sequences: int = 32, chunks_per_rank: int = 8
-  ):
+  def __init__(self, model: Model, params: Params, mesh: Mesh, *, max_length: int, sequences: int = 32):
     """
     Args:
       model: with a 'scalar' head.
       params: parameters of `model`, on the mesh.
       max_length: tokens of the longest sequence.
       sequences: maximum per pass.
-      chunks_per_rank: maximum per micro-batch; each holds several sequences if they are short.
     """
     if model.spec.head != 'scalar':
       raise UserError(
@@ -44,7 +44,7 @@ class RewardModel:
     self._params, self._sharding = params, sharding_of_batch(mesh)
     chunk_len = -(-max_length // 8) * 8
     self._shape = plan_shape(
-      rows=sequences, ranks=data_parallel_ranks(mesh), chunks=min(chunks_per_rank, sequences), chunk_len=chunk_len
+      rows=sequences, ranks=data_parallel_ranks(mesh), chunks=min(_CHUNKS_PER_RANK, sequences), chunk_len=chunk_len
     )
     self._score = build_score(model, mesh, token_chunk=chunk_len)
 
