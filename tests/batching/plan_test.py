@@ -42,6 +42,17 @@ def test_a_plan_survives_json():
   assert StepPlan.from_json(json.loads(json.dumps(leave.to_json()))) == leave
 
 
+def test_files_keep_their_values_for_what_is_absent():
+  """Plans and recorded groups of earlier versions hold them, and are still read."""
+  (row,) = rows_of([3], version_step=None)
+  written = row.to_json()
+  assert [written[name] for name in ('version_step', 'trajectory', 'pair', 'label')] == [-1, '', '', 0]
+  (first,) = rows_of([3], version_step=0, trajectory='t', pair='p', label=-1)
+  written = first.to_json()
+  assert [written[name] for name in ('version_step', 'trajectory', 'pair', 'label')] == [0, 't', 'p', -1]
+  assert Row.from_json(row.to_json()) == row and Row.from_json(written) == first
+
+
 def test_a_plan_sends_its_numbers_bit_for_bit():
   reward = float(np.nextafter(0.1, 1.0))
   plan = StepPlan(step=0, stage='x', rows=rows_of([3], reward=reward), optimizer_steps=((0,),))

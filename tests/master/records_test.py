@@ -178,6 +178,15 @@ def test_rollouts_carry_each_completion_tokens_numbers_in_the_order_of_the_plan(
   json.dumps([{k: v for k, v in row.items() if not isinstance(v, np.ndarray)} for row in rows])
 
 
+def test_a_batch_that_was_not_trained_on_is_compared_with_no_trainer(closed):
+  batch, taken = closed
+  passed = Updated({}, None, False)
+  rows = rollout_rows(batch, passed, taken, token_text=str)
+  assert [len(row['trainer_logprobs']) for row in rows] == [len(row['token_ids']) for row in rows]
+  assert all(np.isnan(row['trainer_logprobs']).all() for row in rows), 'null in the file'
+  assert logprob_pairs(batch, passed, taken) == []
+
+
 def test_trainer_and_sampler_are_compared_on_trained_and_sampled_tokens_alone(closed):
   batch, taken = closed
   # Of the third's four completion tokens a tool wrote the second, and the last one is not trained on.
