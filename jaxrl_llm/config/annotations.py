@@ -17,6 +17,7 @@ import typing
 from collections.abc import Iterable
 from typing import Any
 
+from jaxrl_llm.config.moved import check_moved
 from jaxrl_llm.core.errors import UserError
 
 SCALARS = {bool: 'true or false', int: 'an integer', float: 'a number', str: 'text', types.NoneType: 'none'}
@@ -94,9 +95,10 @@ def describe(annotation: Any) -> str:
 
 
 def field_type(cls: type, name: str, where: str) -> Any:
-  """Returns the annotation of a dataclass's field. Raises UserError with the closest name if there is none."""
+  """Returns the annotation of a dataclass's field. Raises UserError with its new place, or the closest name."""
   kinds = field_types(cls)
   if name not in kinds:
+    check_moved(cls, name, where)
     raise UserError(f'{where}.{name}: {cls.__name__} has no field {name!r}; {nearest(name, kinds)}')
   return kinds[name]
 
