@@ -34,7 +34,7 @@ def measure(bound: int, folder: pathlib.Path, addresses: list[str]) -> list[dict
     'stages.0.steps': 1,
     'stages.1.steps': _STEPS.value,
     'stages.1.evaluate_every': 'null',
-    'stages.1.bound': bound,
+    'stages.1.source.bound': bound,
     'evaluation.held_out.tasks': 8,
     'checkpoint.every_steps': 1000,
     'rewards.scorers.0.options': '{"partial_credit":true}',

@@ -28,5 +28,6 @@ def get_config(variant: str = 'one_step_off') -> Config:
   config = quickstart.get_config()
   sft, grpo = config.stages
   algorithm = AlgorithmConfig(name='grpo', options={**grpo.algorithm.options, **LOSSES[loss]})
-  stage = dataclasses.replace(grpo, algorithm=algorithm, bound=BOUNDS[name])
+  source = dataclasses.replace(grpo.source, bound=BOUNDS[name])
+  stage = dataclasses.replace(grpo, algorithm=algorithm, source=source)
   return dataclasses.replace(config, name=variant.replace('+', '_'), stages=(sft, stage))

@@ -14,7 +14,7 @@ import dataclasses
 
 import quickstart
 
-from jaxrl_llm.api import AlgorithmConfig, Config, OptimizerConfig, PairsConfig, PreferenceSource, SelectionConfig
+from jaxrl_llm.api import AlgorithmConfig, Config, OptimizerConfig, Pairs, PreferenceSource, SelectionConfig
 
 
 def get_config(variant: str = 'pairs') -> Config:
@@ -30,19 +30,16 @@ def get_config(variant: str = 'pairs') -> Config:
       grpo,
       name='dpo',
       algorithm=dpo,
+      source=Pairs(train='train_pairs', held_out='eval_pairs', sequences_per_batch=64),
       steps=200,
-      tasksets=(),
-      preferences=PairsConfig(train='train_pairs', held_out='eval_pairs'),
-      sequences_per_batch=64,
       optimizer=optimizer,
       evaluate_every=50,
     )
   else:
     selection = SelectionConfig(kind='pairs' if variant == 'online' else 'shortest_correct')
     algorithm = dpo if variant == 'online' else AlgorithmConfig(name='sft')
-    stage = dataclasses.replace(
-      grpo, name=variant, algorithm=algorithm, selection=selection, optimizer=optimizer, max_dropped_groups=1000
-    )
+    source = dataclasses.replace(grpo.source, selection=selection, max_dropped_groups=1000)
+    stage = dataclasses.replace(grpo, name=variant, algorithm=algorithm, source=source, optimizer=optimizer)
   pairs = (
     PreferenceSource(name='train_pairs', source='taskset:train', chosen='{answer}', wrong=('{word}',), size=3000),
     PreferenceSource(name='eval_pairs', source='taskset:eval', chosen='{answer}', wrong=('{word}',), size=500),

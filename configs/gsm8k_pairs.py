@@ -16,11 +16,11 @@ import dataclasses
 from jaxrl_llm.api import (
   AlgorithmConfig,
   Config,
-  DemonstrationsConfig,
+  Demonstrations,
   EmbeddedConfig,
   LearnerConfig,
   OptimizerConfig,
-  PairsConfig,
+  Pairs,
   PolicyConfig,
   PreferenceSource,
   RolloutConfig,
@@ -52,10 +52,8 @@ def get_config(variant: str = 'sft,gsm8k') -> Config:
       StageConfig(
         name='sft',
         algorithm=AlgorithmConfig(name='sft'),
+        source=Demonstrations(tasksets=('solutions',), templates=('{answer}',), sequences_per_batch=32),
         steps=200,
-        tasksets=('solutions',),
-        demonstrations=DemonstrationsConfig(templates=('{answer}',)),
-        sequences_per_batch=32,
         optimizer=OptimizerConfig(peak_lr=2e-3, schedule='cosine', b2=0.99),
       ),
     ),
@@ -66,9 +64,8 @@ def get_config(variant: str = 'sft,gsm8k') -> Config:
   stage = StageConfig(
     name=kind,
     algorithm=AlgorithmConfig(name=kind),
+    source=Pairs(train='train', held_out='held_out', sequences_per_batch=32),
     steps=48,
-    preferences=PairsConfig(train='train', held_out='held_out'),
-    sequences_per_batch=32,
     optimizer=OptimizerConfig(peak_lr=RATES[kind], schedule='cosine', b2=0.99, weight_decay=0.1),
     evaluate_every=24,
   )

@@ -14,15 +14,15 @@ import dataclasses
 
 import quickstart
 
-from jaxrl_llm.api import Config, DemonstrationsConfig, LoraConfig
+from jaxrl_llm.api import Config, Demonstrations, LoraConfig
 
 
 def get_config(variant: str = 'adapters') -> Config:
   config = quickstart.get_config()
   sft, grpo = config.stages
   if variant == 'base':
-    copying = DemonstrationsConfig(templates=('{word}',), count=3000)
-    stage = dataclasses.replace(sft, name='copying', demonstrations=copying)
+    copying = Demonstrations(tasksets=('train',), templates=('{word}',), count=3000)
+    stage = dataclasses.replace(sft, name='copying', source=copying)
     return dataclasses.replace(config, name='lora_base', stages=(stage,))
   if variant != 'adapters':
     raise ValueError(f'variant {variant!r}: there are adapters, base')

@@ -13,9 +13,9 @@ import dataclasses
 
 import quickstart
 
-from jaxrl_llm.api import AlgorithmConfig, Config, DemonstrationsConfig, ExpertsConfig, OptimizerConfig
+from jaxrl_llm.api import AlgorithmConfig, Config, Demonstrations, ExpertsConfig, OptimizerConfig
 
-EXPERTS = DemonstrationsConfig(templates=('{answer}',), count=200)
+EXPERTS = dict(tasksets=('train',), templates=('{answer}',), count=200)
 
 
 def get_config(variant: str = 'mix') -> Config:
@@ -27,13 +27,13 @@ def get_config(variant: str = 'mix') -> Config:
     sft,
     name='copying',
     steps=200,
-    demonstrations=DemonstrationsConfig(templates=('{word}',), count=3000),
+    source=Demonstrations(tasksets=('train',), templates=('{word}',), count=3000),
     optimizer=OptimizerConfig(peak_lr=3e-3, schedule='cosine', b2=0.99),
   )
   optimizer = OptimizerConfig(peak_lr=5e-4, b2=0.99)
   if variant == 'sft':
     stage = dataclasses.replace(
-      sft, name='sft', steps=700, demonstrations=EXPERTS, optimizer=optimizer, evaluate_every=100
+      sft, name='sft', source=Demonstrations(**EXPERTS), steps=700, optimizer=optimizer, evaluate_every=100
     )
   else:
     clip = {'clip_ratio_high': 0.28}
@@ -49,6 +49,6 @@ def get_config(variant: str = 'mix') -> Config:
     stage = dataclasses.replace(
       stage,
       algorithm=AlgorithmConfig(name='mix', options={**clip, 'mu': {'mu': 0.3}}),
-      experts=ExpertsConfig(tasksets=('train',), demonstrations=EXPERTS, ratio=0.2),
+      source=dataclasses.replace(grpo.source, experts=ExpertsConfig(**EXPERTS, ratio=0.2)),
     )
   return dataclasses.replace(config, name=f'mix_{variant}', stages=(copying, stage))

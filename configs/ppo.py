@@ -10,7 +10,7 @@ import dataclasses
 
 import quickstart
 
-from jaxrl_llm.api import AlgorithmConfig, Config, CriticConfig, OptimizerConfig
+from jaxrl_llm.api import AlgorithmConfig, Config, CriticConfig, OptimizerConfig, Rollouts
 
 
 def get_config(task: str = '') -> Config:
@@ -25,8 +25,7 @@ def get_config(task: str = '') -> Config:
     steps=260,
     minibatches=4,
     # No groups: a critic learns more of 256 words than of 32 words eight times over.
-    groups_per_batch=256,
-    group_size=1,
+    source=Rollouts(tasksets=('train',), groups_per_batch=256, group_size=1),
     optimizer=OptimizerConfig(peak_lr=3e-4, schedule='linear', end_lr_fraction=0.1, b2=0.99),
     critic=CriticConfig(optimizer=OptimizerConfig(peak_lr=1e-3, b2=0.99)),
     evaluate_every=65,

@@ -20,5 +20,5 @@ def get_config() -> Config:
   config = quickstart.get_config()
   sft, grpo = config.stages
   past = PastConfig(groups=12, max_uses=4, draw=DrawConfig(order='priority', decay=2.0, cooldown=1))
-  stage = dataclasses.replace(grpo, groups_per_batch=4, past=past)
+  stage = dataclasses.replace(grpo, source=dataclasses.replace(grpo.source, groups_per_batch=4, past=past))
   return dataclasses.replace(config, name='replay', stages=(sft, stage))

@@ -10,7 +10,7 @@ import dataclasses
 
 import dpo
 
-from jaxrl_llm.api import AlgorithmConfig, Config, OptimizerConfig, PairsConfig, StageConfig
+from jaxrl_llm.api import AlgorithmConfig, Config, OptimizerConfig, Pairs, StageConfig
 
 
 def get_config() -> Config:
@@ -18,9 +18,8 @@ def get_config() -> Config:
   stage = StageConfig(
     name='reward_model',
     algorithm=AlgorithmConfig(name='reward_model'),
+    source=Pairs(train='train_pairs', held_out='eval_pairs', sequences_per_batch=64),
     steps=300,
-    preferences=PairsConfig(train='train_pairs', held_out='eval_pairs'),
-    sequences_per_batch=64,
     optimizer=OptimizerConfig(peak_lr=1e-3, schedule='cosine', b2=0.99),
     evaluate_every=50,
   )

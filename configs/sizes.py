@@ -10,7 +10,7 @@ import dataclasses
 
 import quickstart
 
-from jaxrl_llm.api import AlgorithmConfig, Config, LearnerConfig, OptimizerConfig, PolicyConfig, StageConfig
+from jaxrl_llm.api import AlgorithmConfig, Config, LearnerConfig, OptimizerConfig, PolicyConfig, Rollouts, StageConfig
 
 SIZES = {
   '0.5b': dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
@@ -39,10 +39,8 @@ def get_config(size: str = '0.5b') -> Config:
       StageConfig(
         name='grpo',
         algorithm=AlgorithmConfig(name='grpo', options={'kl_loss_coef': 1e-3}),
+        source=Rollouts(tasksets=('train',), groups_per_batch=32, group_size=8),
         steps=100,
-        tasksets=('train',),
-        groups_per_batch=32,
-        group_size=8,
         minibatches=2,
         optimizer=OptimizerConfig(peak_lr=1e-6),
       ),

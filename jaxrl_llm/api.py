@@ -15,8 +15,8 @@ _NAMES = (
   # Configurations
   (
     'jaxrl_llm.app.schema',
-    'AlgorithmConfig Config CriticConfig ExpertsConfig LearnerConfig PairsConfig PastConfig '
-    'PolicyConfig PreferenceSource RecordedConfig RolloutConfig StageConfig',
+    'AlgorithmConfig Config CriticConfig Demonstrations ExpertsConfig LearnerConfig Pairs PastConfig PolicyConfig '
+    'PreferenceSource Recorded RolloutConfig Rollouts StageConfig',
   ),
   ('jaxrl_llm.core.net.front', 'FrontConfig'),
   ('jaxrl_llm.learner.optimizer', 'OptimizerConfig'),
@@ -35,7 +35,7 @@ _NAMES = (
   ('jaxrl_llm.rollout.workflow', 'WorkflowConfig'),
   ('jaxrl_llm.runtime.checkpoint', 'CheckpointConfig'),
   ('jaxrl_llm.tasks.preferences', 'PreferencesConfig'),
-  ('jaxrl_llm.tasks.taskset', 'DemonstrationsConfig TasksetConfig'),
+  ('jaxrl_llm.tasks.taskset', 'TasksetConfig'),
   ('jaxrl_llm.tasks.tokenizer', 'TokenizerConfig'),
   # Scorers
   ('jaxrl_llm.rewards.api', 'Attempt Awaited PerGroup Reward Scorer Verdict'),
@@ -56,12 +56,21 @@ _NAMES = (
 )
 """Modules and the names that they export, by use."""
 
+_REPLACED = {
+  'DemonstrationsConfig': 'Demonstrations, as the source of a stage, or ExpertsConfig, which has its fields',
+  'PairsConfig': 'Pairs, as the source of a stage',
+  'RecordedConfig': 'Recorded, as the source of a stage',
+}
+"""Former names, and what replaces them."""
+
 _MODULES = {name: module for module, names in _NAMES for name in names.split()}
 
 __all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
+  if name in _REPLACED:  # An AttributeError would lose its text in `from jaxrl_llm.api import …`.
+    raise ImportError(f'{name}: replaced by {_REPLACED[name]}')
   if name not in _MODULES:
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
   value = getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,14 +1,16 @@
 from jaxrl_llm.app.schema import AlgorithmConfig as AlgorithmConfig
 from jaxrl_llm.app.schema import Config as Config
 from jaxrl_llm.app.schema import CriticConfig as CriticConfig
+from jaxrl_llm.app.schema import Demonstrations as Demonstrations
 from jaxrl_llm.app.schema import ExpertsConfig as ExpertsConfig
 from jaxrl_llm.app.schema import LearnerConfig as LearnerConfig
-from jaxrl_llm.app.schema import PairsConfig as PairsConfig
+from jaxrl_llm.app.schema import Pairs as Pairs
 from jaxrl_llm.app.schema import PastConfig as PastConfig
 from jaxrl_llm.app.schema import PolicyConfig as PolicyConfig
 from jaxrl_llm.app.schema import PreferenceSource as PreferenceSource
-from jaxrl_llm.app.schema import RecordedConfig as RecordedConfig
+from jaxrl_llm.app.schema import Recorded as Recorded
 from jaxrl_llm.app.schema import RolloutConfig as RolloutConfig
+from jaxrl_llm.app.schema import Rollouts as Rollouts
 from jaxrl_llm.app.schema import StageConfig as StageConfig
 from jaxrl_llm.app.training import TrainResult as TrainResult
 from jaxrl_llm.app.training import load_config as load_config
@@ -62,7 +64,6 @@ from jaxrl_llm.rollout.workflow import WorkflowConfig as WorkflowConfig
 from jaxrl_llm.rollout.workflow import completion_text as completion_text
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig as CheckpointConfig
 from jaxrl_llm.tasks.preferences import PreferencesConfig as PreferencesConfig
-from jaxrl_llm.tasks.taskset import DemonstrationsConfig as DemonstrationsConfig
 from jaxrl_llm.tasks.taskset import TasksetConfig as TasksetConfig
 from jaxrl_llm.tasks.tokenizer import Tokenizer as Tokenizer
 from jaxrl_llm.tasks.tokenizer import TokenizerConfig as TokenizerConfig

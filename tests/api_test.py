@@ -36,6 +36,11 @@ def test_an_unknown_name_is_an_attribute_error():
       _ = module.nothing_of_that_name
 
 
+def test_a_former_name_is_answered_with_what_replaces_it():
+  with pytest.raises(ImportError, match=r'^PairsConfig: replaced by Pairs, as the source of a stage$'):
+    from jaxrl_llm.api import PairsConfig  # noqa: F401
+
+
 def test_scorers_get_their_names_without_jax():
   program = 'import sys; from jaxrl_llm.api import Attempt, Verdict, Score; sys.exit("jax" in sys.modules)'
   subprocess.run([sys.executable, '-c', program], check=True, cwd=ROOT)

@@ -10,8 +10,9 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+from jaxrl_llm.config.moved import moved
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.optimizer import OptimizerConfig
 from jaxrl_llm.master.evaluation import SuiteConfig
@@ -41,6 +42,11 @@ def _at_least(where: str, config: Any, **bounds: int) -> None:
     value = getattr(config, name)
     if value is not None and value < least:
       raise UserError(f'{where}{name}: {value}, wanted at least {least}')
+
+
+def _check_tasksets(where: str, names: tuple[str, ...]) -> None:
+  if not names:
+    raise UserError(f'{where}tasksets: empty, wanted at least one; name a configured taskset')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,18 +98,18 @@ class CriticConfig:
   """Optimizer of the critic; None = the policy's."""
 
 
+@moved({'demonstrations': 'templates, with weights, count and seed beside it'})
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertsConfig:
+class ExpertsConfig(DemonstrationsConfig):
   """Expert demonstrations that join each batch of rollouts."""
 
   tasksets: tuple[str, ...]
   """Names of configured tasksets that the demonstrations come from."""
-  demonstrations: DemonstrationsConfig
-  """Format of the demonstrations."""
   ratio: float = 0.25
   """Least share of expert sequences in the batch, between 0 and 1; their number is rounded up."""
 
   def __post_init__(self):
+    super().__post_init__()
     if not 0 < self.ratio < 1:
       raise UserError(f'experts.ratio: {self.ratio}, wanted a share between 0 and 1')
 
@@ -128,27 +134,6 @@ class PastConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecordedConfig:
-  """Rollouts stored by another run, for offline training; those of tasks outside the stage's tasksets are skipped."""
-
-  run: str
-  """Directory of the other run; read once, when this run begins."""
-  stage: str | None = None
-  """Stage of the other run whose rollouts are used; None: all stages."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PairsConfig:
-  """Preference pairs to train on, and held-out pairs."""
-
-  train: str
-  """Name of the configured preferences to train on."""
-  held_out: str | None = None
-  """Name of the preferences measured after each step that ends with an evaluation
-  (`val-core/<name>/rewards/accuracies`); None: no measurement."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceSource(PreferencesConfig):
   """Preferences of a run: from a file, or made from a taskset's tasks by templates (`source='taskset:<name>'`)."""
 
@@ -158,145 +143,227 @@ class PreferenceSource(PreferencesConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StageConfig:
-  """One stage: an algorithm, its data, its steps.
+class Rollouts:
+  """Source of a stage's batches: groups of the policy's own rollouts."""
 
-  A stage trains on demonstrations, on preference pairs, on rollouts of another run, or, if none of these is set, on the
-  policy's own rollouts.
-  """
-
-  name: str
-  algorithm: AlgorithmConfig
-  steps: int
-  """Number of batches."""
-  tasksets: tuple[str, ...] = ()
-  """Names of configured tasksets to attempt or demonstrate."""
-  optimizer: OptimizerConfig | None = None
-  """Optimizer of the policy; None = `learner.optimizer`."""
-  keep_optimizer: bool = False
-  """Keep the optimizer state of the previous stage instead of starting fresh."""
-  demonstrations: DemonstrationsConfig | None = None
-  """Offline stages (sft): format of the tasks' demonstrations; None: no demonstrations."""
-  preferences: PairsConfig | None = None
-  """Offline stages (dpo, reward_model): preference pairs; None: no pairs."""
-  recorded: RecordedConfig | None = None
-  """Offline stages (grpo, opmd, …): stored rollouts of another run; None: no stored rollouts."""
-  experts: ExpertsConfig | None = None
-  """Rollout stages (mix): expert rows that join the rollouts; None: none."""
-  processors: tuple[ProcessorConfig, ...] = ()
-  """Rollout stages: processors applied in order to a finished group before selection; see `master.processors`."""
-  selection: SelectionConfig = SelectionConfig()
-  """Rollout stages: rule for the samples of a finished group that are trained on."""
-  critic: CriticConfig = CriticConfig()
-  """Critic, for algorithms that have one."""
-  sequences_per_batch: int = 64
-  """Offline stages: sequences per batch; a pair counts as two."""
-  groups_per_batch: int = 16
-  """Rollout stages: tasks per batch."""
-  group_size: int = 8
-  """Rollout stages: samples per task."""
-  temperature: float = 1.0
-  """Rollout stages: sampling temperature. Training rollouts are unfiltered (top_p 1, no top_k): the trainer compares
-  whole distributions."""
-  minibatches: int = 1
-  """Parts that a batch is split into, with one optimizer step each."""
-  epochs: int = 1
-  """Passes over each batch."""
+  tasksets: tuple[str, ...]
+  """Names of configured tasksets to attempt."""
   sampler: SamplerConfig = SamplerConfig()
-  """Rollout stages: order in which tasks are drawn."""
-  past: PastConfig | None = None
-  """Rollout stages: groups of earlier batches to train on again, whose age `past.draw.max_age` bounds; None: none."""
-  bound: int = 0
-  """Rollout stages: most updates by which a rollout's weights may lag those that train on it; 0 = on-policy."""
-  publish_every: int = 1
-  """Rollout stages: updates between two publications of the weights to the engine."""
-  evaluate_every: int | None = None
-  """Steps between evaluations; None = evaluate only after the stage."""
-  rollout_only: bool = False
-  """Rollout stages: generate, score, process and store without training; optimizer and critic state ends there."""
+  """Order in which tasks are drawn."""
+  groups_per_batch: int = 16
+  """Tasks per batch."""
+  group_size: int = 8
+  """Samples per task."""
+  temperature: float = 1.0
+  """Sampling temperature. Training rollouts are unfiltered (top_p 1, no top_k): the trainer compares whole
+  distributions."""
+  limits: TaskLimits = TaskLimits()
+  """Time limits of a group."""
   max_dropped_groups: int = 100
   """Groups without a scorable or selected sample allowed while one batch is collected; one more ends the run."""
-  limits: TaskLimits = TaskLimits()
-  """Rollout stages: time limits of a group."""
-
-  @property
-  def explores(self) -> bool:
-    """Whether its batches are the policy's own rollouts."""
-    return self.demonstrations is None and self.preferences is None and self.recorded is None
-
-  @property
-  def rollouts(self) -> bool:
-    """Whether its batches are groups of scored rollouts, the policy's own or recorded ones."""
-    return self.explores or self.recorded is not None
-
-  @property
-  def groups(self) -> int:
-    """Most tasks in a batch of rollouts."""
-    return self.groups_per_batch + (self.past.groups if self.past is not None else 0)
+  processors: tuple[ProcessorConfig, ...] = ()
+  """Processors applied in order to a finished group before selection; see `master.processors`."""
+  selection: SelectionConfig = SelectionConfig()
+  """Rule for the samples of a finished group that are trained on."""
+  experts: ExpertsConfig | None = None
+  """For mix: expert rows that join the rollouts; None: none."""
+  past: PastConfig | None = None
+  """Groups of earlier batches to train on again, whose age `past.draw.max_age` bounds; None: none."""
+  bound: int = 0
+  """Most updates by which a rollout's weights may lag those that train on it; 0 = on-policy."""
+  publish_every: int = 1
+  """Updates between two publications of the weights to the engine."""
+  rollout_only: bool = False
+  """Generate, score, process and store without training; optimizer and critic state ends there."""
 
   @property
   def unit(self) -> int:
     """Number of sequences that must stay together: 2 for pairs, else 1."""
-    return 2 if self.preferences is not None else self.selection.unit
+    return self.selection.unit
+
+  @property
+  def groups(self) -> int:
+    """Most tasks in a batch."""
+    return self.groups_per_batch + (self.past.groups if self.past is not None else 0)
+
+  @property
+  def expert_rows(self) -> int:
+    """Number of expert sequences in a batch."""
+    return self.experts.rows(self._usual) if self.experts is not None else 0
 
   @property
   def sequences(self) -> int:
     """Most sequences in a batch."""
-    if not self.rollouts:
-      return self.sequences_per_batch
-    usual = self.groups * self.selection.most(self.group_size)
-    return usual + (self.experts.rows(usual) if self.experts is not None else 0)
+    return self._usual + self.expert_rows
 
-  def __post_init__(self):
-    if sum(source is not None for source in (self.demonstrations, self.preferences, self.recorded)) > 1:
+  @property
+  def _usual(self) -> int:
+    """Most sequences of the policy in a batch."""
+    return self.groups * self.selection.most(self.group_size)
+
+  def check(self, where: str) -> None:
+    """Raises UserError for values that have no meaning, alone or together; `where` prefixes the field's name."""
+    _check_tasksets(where, self.tasksets)
+    _at_least(where, self, groups_per_batch=1, group_size=1, max_dropped_groups=0, bound=0, publish_every=1)
+    self.sampler.check_tasksets(self.tasksets, where)
+    check_processors(self.processors, f'{where}processors')
+    if self.temperature <= 0:
+      raise UserError(f'{where}temperature: {self.temperature} is not above 0: training needs samples to differ')
+    if self.selection.kind == 'pairs' and self.group_size < 2:
+      raise UserError(f'{where}group_size: 1 sample makes no pair; wanted at least 2')
+    if self.experts is not None and self.selection.kind not in ('all', 'mixed'):
+      raise UserError(f'{where}selection: {self.selection.kind!r} has no place beside experts; wanted all or mixed')
+    if self.rollout_only and (self.past is not None or self.experts is not None):
       raise UserError(
-        f'stages.{self.name}: demonstrations, preferences and recorded exclude each other; give one of them'
+        f'{where}rollout_only: trains on nothing, so that no earlier groups or experts join the rollouts; remove it, '
+        'or those'
       )
-    if self.recorded is not None and self.experts is not None:
-      raise UserError(f'stages.{self.name}.experts: join rollouts of the policy, not recorded ones; remove one of them')
-    if self.preferences is not None and self.tasksets:
-      raise UserError(f'stages.{self.name}.tasksets: has no meaning beside preferences; remove it')
-    if self.rollouts and not self.tasksets:
-      raise UserError(f'stages.{self.name}.tasksets: empty, and rollouts want tasks; name a configured taskset')
-    if not self.explores and self.sampler != SamplerConfig():
-      raise UserError(f'stages.{self.name}.sampler: draws tasks to attempt, and this stage learns from static data')
-    if not self.explores and self.processors:
-      raise UserError(
-        f'stages.{self.name}.processors: of rollouts, and this stage learns from static data; remove them'
-      )
-    if self.rollout_only and (not self.explores or self.past is not None or self.experts is not None):
-      raise UserError(
-        f'stages.{self.name}.rollout_only: of stages that roll out, and no earlier groups or experts join them there; '
-        'remove it, or those'
-      )
-    if not self.explores and (self.bound, self.publish_every) != (0, 1):
-      raise UserError(f'stages.{self.name}: bound and publish_every are of rollouts, and this stage makes none')
     if self.past is not None:
-      self._check_past(self.past)
-    check_processors(self.processors, f'stages.{self.name}.processors')
-    self.sampler.check_tasksets(self.tasksets, f'stages.{self.name}.')
-    batch = dict(sequences_per_batch=1, groups_per_batch=1, group_size=1, minibatches=1, epochs=1)
-    least = dict(steps=1, evaluate_every=1, max_dropped_groups=0, bound=0, publish_every=1)
-    _at_least(f'stages.{self.name}.', self, **least, **batch)
+      most = self.groups_per_batch * (self.past.max_uses - 1)
+      if self.past.groups > most:
+        raise UserError(
+          f'{where}past.groups: {self.past.groups}, and {self.groups_per_batch} new groups a batch, each used at most '
+          f'{self.past.max_uses - 1} times more, leave {most}; lower it, or raise max_uses'
+        )
     if self.publish_every > self.bound + 1:
       age = self.publish_every - 1
       raise UserError(
-        f'stages.{self.name}.publish_every: {self.publish_every} > bound + 1 = {self.bound + 1}: the last batch before '
-        f'a publication would train on rollouts of weights {age} updates old; raise bound to {age}, or publish more '
-        'often'
+        f'{where}publish_every: {self.publish_every} > bound + 1 = {self.bound + 1}: the last batch before a '
+        f'publication would train on rollouts of weights {age} updates old; raise bound to {age}, or publish more often'
       )
 
-  def _check_past(self, past: PastConfig) -> None:
-    """Raises UserError if there are no rollouts to draw from, or fewer than `past.groups` per batch."""
-    where = f'stages.{self.name}.past'
-    if not self.explores:
-      raise UserError(f'{where}: of rollouts, and this stage learns from static data; remove it')
-    most = self.groups_per_batch * (past.max_uses - 1)
-    if past.groups > most:
-      raise UserError(
-        f'{where}.groups: {past.groups}, and {self.groups_per_batch} new groups a batch, each used at most '
-        f'{past.max_uses - 1} times more, leave {most}; lower it, or raise max_uses'
-      )
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Demonstrations(DemonstrationsConfig):
+  """Source of a stage's batches: answers to tasks, to be imitated."""
+
+  tasksets: tuple[str, ...]
+  """Names of configured tasksets to demonstrate."""
+  sequences_per_batch: int = 64
+  """Sequences per batch."""
+  unit: ClassVar[int] = 1
+  """Number of sequences that must stay together."""
+
+  @property
+  def sequences(self) -> int:
+    """Most sequences in a batch."""
+    return self.sequences_per_batch
+
+  def check(self, where: str) -> None:
+    """Raises UserError for values that have no meaning; `where` prefixes the field's name."""
+    _check_tasksets(where, self.tasksets)
+    _at_least(where, self, sequences_per_batch=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pairs:
+  """Source of a stage's batches: preference pairs."""
+
+  train: str
+  """Name of the configured preferences to train on."""
+  held_out: str | None = None
+  """Name of the preferences measured after each step that ends with an evaluation
+  (`val-core/<name>/rewards/accuracies`); None: no measurement."""
+  sequences_per_batch: int = 64
+  """Sequences per batch; a pair counts as two."""
+  tasksets: ClassVar[tuple[str, ...]] = ()
+  """Pairs bring their own prompts."""
+  unit: ClassVar[int] = 2
+  """Number of sequences that must stay together."""
+
+  @property
+  def sequences(self) -> int:
+    """Most sequences in a batch."""
+    return self.sequences_per_batch
+
+  def check(self, where: str) -> None:
+    """Raises UserError for values that have no meaning; `where` prefixes the field's name."""
+    _at_least(where, self, sequences_per_batch=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recorded:
+  """Source of a stage's batches: groups of rollouts that another run stored, for offline training."""
+
+  run: str
+  """Directory of the other run; read once, when this run begins."""
+  stage: str | None = None
+  """Stage of the other run whose rollouts are used; None: all stages."""
+  tasksets: tuple[str, ...]
+  """Names of configured tasksets; rollouts of other tasks are skipped."""
+  groups_per_batch: int = 16
+  """Tasks per batch."""
+  group_size: int = 8
+  """Most samples per task."""
+  unit: ClassVar[int] = 1
+  """Number of sequences that must stay together."""
+
+  @property
+  def sequences(self) -> int:
+    """Most sequences in a batch."""
+    return self.groups_per_batch * self.group_size
+
+  def check(self, where: str) -> None:
+    """Raises UserError for values that have no meaning; `where` prefixes the field's name."""
+    _check_tasksets(where, self.tasksets)
+    _at_least(where, self, groups_per_batch=1, group_size=1)
+
+
+_OF_ROLLOUTS = (
+  *('experts', 'processors', 'selection', 'temperature', 'sampler', 'past', 'bound', 'publish_every', 'rollout_only'),
+  *('max_dropped_groups', 'limits'),
+)
+
+
+@moved(
+  {
+    'tasksets': 'source.tasksets, of Rollouts, Demonstrations or Recorded',
+    'demonstrations': 'source, as Demonstrations(tasksets=…, templates=…)',
+    'preferences': 'source, as Pairs(train=…)',
+    'recorded': 'source, as Recorded(run=…, tasksets=…)',
+    'sequences_per_batch': 'source.sequences_per_batch, of Demonstrations or Pairs',
+    'groups_per_batch': 'source.groups_per_batch, of Rollouts or Recorded',
+    'group_size': 'source.group_size, of Rollouts or Recorded',
+    **{name: f'source.{name}, of Rollouts' for name in _OF_ROLLOUTS},
+  }
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageConfig:
+  """One stage: an algorithm, the source of its batches, its steps."""
+
+  name: str
+  algorithm: AlgorithmConfig
+  source: Rollouts | Demonstrations | Pairs | Recorded
+  """What the batches consist of."""
+  steps: int
+  """Number of batches."""
+  minibatches: int = 1
+  """Parts that a batch is split into, with one optimizer step each."""
+  epochs: int = 1
+  """Passes over each batch."""
+  optimizer: OptimizerConfig | None = None
+  """Optimizer of the policy; None = `learner.optimizer`."""
+  keep_optimizer: bool = False
+  """Keep the optimizer state of the previous stage instead of starting fresh."""
+  critic: CriticConfig = CriticConfig()
+  """Critic, for algorithms that have one."""
+  evaluate_every: int | None = None
+  """Steps between evaluations; None = evaluate only after the stage."""
+
+  @property
+  def explores(self) -> bool:
+    """Whether its batches are the policy's own rollouts."""
+    return isinstance(self.source, Rollouts)
+
+  @property
+  def trains(self) -> bool:
+    """Whether it updates the policy."""
+    return not (isinstance(self.source, Rollouts) and self.source.rollout_only)
+
+  def __post_init__(self):
+    where = f'stages.{self.name}.'
+    _at_least(where, self, steps=1, minibatches=1, epochs=1, evaluate_every=1)
+    self.source.check(f'{where}source.')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -321,6 +388,11 @@ class RolloutConfig:
   """Processes that run the workflow; None: the trainer's process runs it."""
   auxiliary: tuple[AuxiliaryConfig, ...] = ()
   """Models besides the policy that workflows may query."""
+
+  @property
+  def max_length(self) -> int:
+    """Longest sequence in tokens, prompt and response."""
+    return self.max_prompt_length + self.max_response_length
 
   def __post_init__(self):
     _at_least('rollout.', self, max_prompt_length=1, max_response_length=1)
@@ -374,7 +446,8 @@ class Config:
   @property
   def max_uses(self) -> int:
     """Most batches that may train on one rollout."""
-    return max((stage.past.max_uses for stage in self.stages if stage.past is not None), default=1)
+    pasts = [stage.source.past for stage in self.stages if isinstance(stage.source, Rollouts)]
+    return max((past.max_uses for past in pasts if past is not None), default=1)
 
   @property
   def generates(self) -> bool:
@@ -387,13 +460,14 @@ class Config:
     if self.rollout.vllm.lora == 'adapter' and self.policy.lora is None:
       raise UserError("rollout.vllm.lora: 'adapter', and the policy has none; set policy.lora, or remove it")
     for before, stage in itertools.pairwise(self.stages):
-      if before.rollout_only and stage.keep_optimizer:
+      if not before.trains and stage.keep_optimizer:
         raise UserError(
           f'stages.{stage.name}.keep_optimizer: {before.name} before it only rolls out and has none; put that stage '
           'elsewhere, or remove keep_optimizer'
         )
     for stage in self.stages:
-      stage.limits.check(self.rollout.collect_deadline_s, f'stages.{stage.name}.')
+      if isinstance(stage.source, Rollouts):
+        stage.source.limits.check(self.rollout.collect_deadline_s, f'stages.{stage.name}.source.')
     named = {part: getattr(self, part) for part in ('tasksets', 'preferences', 'stages', 'evaluation')}
     for part, items in (*named.items(), ('rollout.auxiliary', self.rollout.auxiliary)):
       names = [item.name for item in items]
@@ -409,4 +483,4 @@ class Config:
 def scored_tasksets(config: Config) -> set[str]:
   """Names of the tasksets that rollouts or evaluations draw from."""
   names = {suite.taskset for suite in config.evaluation}
-  return names | {name for stage in config.stages if stage.explores for name in stage.tasksets}
+  return names | {name for stage in config.stages if stage.explores for name in stage.source.tasksets}

@@ -1,13 +1,27 @@
 """Numbers that mean nothing are refused when a configuration is built, by the name of the field."""
 
+import dataclasses
+import re
+
 import pytest
 from paths import ROOT
 
-from jaxrl_llm.app.schema import AlgorithmConfig, Config, ExpertsConfig, PairsConfig, StageConfig
+from jaxrl_llm.app.schema import (
+  AlgorithmConfig,
+  Config,
+  Demonstrations,
+  ExpertsConfig,
+  Pairs,
+  PastConfig,
+  Recorded,
+  Rollouts,
+  StageConfig,
+)
+from jaxrl_llm.config.annotations import field_types
 from jaxrl_llm.config.load import apply_overrides, load_file
+from jaxrl_llm.config.moved import moved_fields
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.master.exploring.selection import SelectionConfig
-from jaxrl_llm.tasks.taskset import DemonstrationsConfig
 
 
 @pytest.fixture(scope='module')
@@ -19,7 +33,7 @@ def config():
   ('key', 'text', 'words'),
   [
     ('stages.grpo.minibatches', '0', ['stages.grpo.minibatches: 0', 'at least 1']),
-    ('stages.grpo.group_size', '-3', ['stages.grpo.group_size: -3']),
+    ('stages.grpo.source.group_size', '-3', ['stages.grpo.source.group_size: -3']),
     ('stages.sft.steps', '0', ['stages.sft.steps: 0']),
     ('stages.sft.evaluate_every', '0', ['stages.sft.evaluate_every: 0']),
     ('learner.chunks_per_rank', '0', ['learner.chunks_per_rank: 0']),
@@ -41,24 +55,36 @@ def test_a_number_that_means_nothing_is_one_line(config, key, text, words):
     assert word in str(caught.value)
 
 
-DEMONSTRATIONS = DemonstrationsConfig(templates=('{truth}',))
+def stage(source, **fields):
+  return StageConfig(**{'name': 's', 'algorithm': AlgorithmConfig(name='grpo'), 'source': source, 'steps': 1, **fields})
 
 
-def stage(**fields):
-  return StageConfig(
-    **{'name': 's', 'algorithm': AlgorithmConfig(name='grpo'), 'steps': 1, 'tasksets': ('t',), **fields}
-  )
+def rollouts(**fields):
+  return Rollouts(tasksets=('t',), groups_per_batch=4, group_size=6, **fields)
 
 
 def experts(ratio=0.25):
-  return ExpertsConfig(tasksets=('t',), demonstrations=DEMONSTRATIONS, ratio=ratio)
+  return ExpertsConfig(tasksets=('t',), templates=('{truth}',), ratio=ratio)
+
+
+PAIRED = SelectionConfig(kind='pairs')
+RECORDED = Recorded(run='r', tasksets=('t',), groups_per_batch=4, group_size=6)
 
 
 @pytest.mark.parametrize(
   ('make', 'message'),
   [
-    (lambda: stage(demonstrations=DEMONSTRATIONS, preferences=PairsConfig(train='p')), 'exclude each other'),
-    (lambda: stage(tasksets=()), 'stages.s.tasksets: empty'),
+    (lambda: stage(Rollouts(tasksets=())), 'stages.s.source.tasksets: empty'),
+    (lambda: stage(Demonstrations(tasksets=(), templates=('{truth}',))), 'stages.s.source.tasksets: empty'),
+    (lambda: stage(dataclasses.replace(RECORDED, tasksets=())), 'stages.s.source.tasksets: empty'),
+    (lambda: stage(dataclasses.replace(RECORDED, group_size=0)), 'stages.s.source.group_size: 0, wanted at least 1'),
+    (lambda: stage(Pairs(train='p', sequences_per_batch=0)), 'stages.s.source.sequences_per_batch: 0'),
+    (lambda: stage(rollouts(temperature=0.0)), 'stages.s.source.temperature: 0.0 is not above 0'),
+    (lambda: stage(rollouts(rollout_only=True, experts=experts())), 'stages.s.source.rollout_only'),
+    (lambda: stage(rollouts(rollout_only=True, past=PastConfig(groups=1, max_uses=2))), 'stages.s.source.rollout_only'),
+    (lambda: stage(Rollouts(tasksets=('t',), group_size=1, selection=PAIRED)), 'group_size: 1 sample makes no pair'),
+    (lambda: stage(rollouts(selection=PAIRED, experts=experts())), "stages.s.source.selection: 'pairs' has no place"),
+    (lambda: Demonstrations(tasksets=('t',), templates=()), '0 templates and 1 weights'),
     (lambda: experts(0.0), 'experts.ratio: 0.0'),
     (lambda: experts(1.0), 'experts.ratio: 1.0'),
   ],
@@ -67,6 +93,35 @@ def test_a_stage_that_means_nothing_is_one_line(make, message):
   with pytest.raises(UserError, match=r'^[^\n]*$') as caught:
     make()
   assert message in str(caught.value)
+
+
+@pytest.mark.parametrize('name', moved_fields(StageConfig))
+def test_a_field_that_a_source_took_over_is_answered_with_its_place(config, name):
+  place = moved_fields(StageConfig)[name]
+  if place.startswith('source.'):
+    having = {kind.__name__ for kind in (Rollouts, Demonstrations, Pairs, Recorded) if name in field_types(kind)}
+    assert having and having == set(re.findall(r'[A-Z]\w+', place))
+  line = lambda where: f'^{re.escape(f"{where}.{name}: moved to {where}.{place}")}$'
+  with pytest.raises(UserError, match=line('StageConfig')):
+    StageConfig(name='s', algorithm=AlgorithmConfig(name='grpo'), steps=1, **{name: None})
+  with pytest.raises(UserError, match=line('StageConfig')):
+    dataclasses.replace(config.stages[0], **{name: None})
+  with pytest.raises(AttributeError, match=line('StageConfig')):
+    getattr(config.stages[0], name)
+  for key in (name, f'{name}.count'):
+    with pytest.raises(UserError, match=line('--config.stages.grpo')):
+      apply_overrides(config, {f'stages.grpo.{key}': '1'})
+
+
+def test_a_field_of_another_source_is_refused_by_the_name_of_the_stages_own(config):
+  with pytest.raises(UserError, match=r"^--config\.stages\.sft\.source\.bound: Demonstrations has no field 'bound'; "):
+    apply_overrides(config, {'stages.sft.source.bound': '1'})
+
+
+def test_another_source_is_given_by_its_name(config):
+  given = '{"@type": "Recorded", "run": "r", "tasksets": ["train"]}'
+  grpo = apply_overrides(config, {'stages.grpo.source': given, 'stages.grpo.source.group_size': '4'}).stages[1]
+  assert grpo == dataclasses.replace(config.stages[1], source=Recorded(run='r', tasksets=('train',), group_size=4))
 
 
 @pytest.mark.parametrize(
@@ -80,22 +135,23 @@ def test_so_many_experts_join_that_their_share_is_at_least_the_ratio(usual, rati
 
 
 @pytest.mark.parametrize(
-  ('fields', 'sequences', 'unit'),
+  ('source', 'sequences', 'unit'),
   [
-    ({}, 4 * 6, 1),
-    ({'experts': experts()}, 4 * 6 + 8, 1),
-    ({'selection': SelectionConfig(kind='mixed')}, 4 * 6, 1),
-    ({'selection': SelectionConfig(kind='shortest_correct')}, 4, 1),
-    ({'selection': SelectionConfig(kind='pairs', pairs_per_group=2)}, 4 * 2 * 2, 2),
-    ({'selection': SelectionConfig(kind='pairs', pairs_per_group=99)}, 4 * 5 * 2, 2),
-    ({'preferences': PairsConfig(train='p'), 'tasksets': (), 'sequences_per_batch': 10}, 10, 2),
-    ({'demonstrations': DEMONSTRATIONS, 'sequences_per_batch': 10}, 10, 1),
+    (rollouts(), 4 * 6, 1),
+    (rollouts(experts=experts()), 4 * 6 + 8, 1),
+    (rollouts(past=PastConfig(groups=3, max_uses=2)), (4 + 3) * 6, 1),
+    (rollouts(selection=SelectionConfig(kind='mixed')), 4 * 6, 1),
+    (rollouts(selection=SelectionConfig(kind='shortest_correct')), 4, 1),
+    (rollouts(selection=SelectionConfig(kind='pairs', pairs_per_group=2)), 4 * 2 * 2, 2),
+    (rollouts(selection=SelectionConfig(kind='pairs', pairs_per_group=99)), 4 * 5 * 2, 2),
+    (Pairs(train='p', sequences_per_batch=10), 10, 2),
+    (Demonstrations(tasksets=('t',), templates=('{truth}',), sequences_per_batch=10), 10, 1),
+    (RECORDED, 4 * 6, 1),
   ],
 )
-def test_what_a_batch_may_hold(fields, sequences, unit):
-  made = stage(groups_per_batch=4, group_size=6, **fields)
-  assert (made.sequences, made.unit) == (sequences, unit)
-  assert made.explores == ('preferences' not in fields and 'demonstrations' not in fields)
+def test_what_a_batch_may_hold(source, sequences, unit):
+  assert (source.sequences, source.unit) == (sequences, unit)
+  assert stage(source).explores == isinstance(source, Rollouts)
 
 
 def test_adapters_reach_servers_as_files(config):

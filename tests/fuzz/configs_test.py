@@ -85,8 +85,8 @@ def check_config(config):
   assert from_json(json.loads(json.dumps(to_json(config))), Config) == config
   assert difference(config, config) == []
   refused(lambda: build_scorers(config.rewards))
-  for stage in config.stages:
-    refused(lambda stage=stage: build_processors(stage.processors))
+  for source in (stage.source for stage in config.stages if stage.explores):
+    refused(lambda source=source: build_processors(source.processors))
   refused(lambda: build_stages(config, MESH, 64, {}))
 
 

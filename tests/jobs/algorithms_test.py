@@ -70,7 +70,7 @@ def test_exported_critics_and_reward_models_are_loaded_by_transformers_and_start
     ),
     (
       'mix.py:mix',
-      ('--config.stages.1.minibatches=2', '--config.stages.1.experts.demonstrations.count=40'),
+      ('--config.stages.1.minibatches=2', '--config.stages.1.source.experts.count=40'),
       'mix',
       'actor/expert_logprob',
     ),
@@ -116,7 +116,7 @@ def test_a_users_own_algorithm_and_scorer(tmp_path):
 
 
 def test_tasks_are_drawn_by_what_became_of_them_and_a_killed_run_remembers_it(tmp_path):
-  drawn = job.small('grpo.py:dapo', '--config.stages.1.sampler.order=prioritised', steps=8)
+  drawn = job.small('grpo.py:dapo', '--config.stages.1.source.sampler.order=prioritised', steps=8)
   job.train(tmp_path / 'whole', config=drawn)
   run = job.killed_and_resumed(tmp_path / 'run', 17, config=drawn)
   job.assert_equal_runs(run, tmp_path / 'whole')

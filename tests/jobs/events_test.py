@@ -15,7 +15,7 @@ pytestmark = pytest.mark.full
 FLAGS = (
   '--config.stages.sft.steps=4',
   '--config.stages.grpo.steps=4',
-  '--config.stages.grpo.selection.kind=mixed',  # some groups are dropped
+  '--config.stages.grpo.source.selection.kind=mixed',  # some groups are dropped
   '--config.stages.grpo.evaluate_every=2',
 )
 

@@ -127,7 +127,8 @@ def test_other_algorithms_train_adapters_too(base, tmp_path, name, flags, stage,
   own = [flag for flag in config(base, *flags) if not flag.startswith(('--config=', '--config.stages.grpo'))]
   own = [flag.replace('stages.sft', 'stages.0') for flag in own]
   pairs = ('--config.preferences.0.size=300', '--config.preferences.1.size=50') if stage == 'dpo' else ()
-  small = ('--config.stages.1.groups_per_batch=6', '--config.stages.1.group_size=4') if stage == 'ppo' else ()
+  small = ('groups_per_batch=6', 'group_size=4') if stage == 'ppo' else ()
+  small = tuple(f'--config.stages.1.source.{setting}' for setting in small)
   job.train(run, config=(f'--config=configs/{name}', *own, *pairs, *small))
   assert len([row for row in job.rows(run) if row['stage'] == stage and key in row]) == 3
   assert all('lora_' in p or not shape or 'critic' in p for p, (_, shape, _) in job.newest_arrays(run).items())

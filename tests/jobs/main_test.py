@@ -148,8 +148,8 @@ def test_every_documented_metric_is_written_by_a_run(finished):
 
 
 def test_changed_configuration_is_refused_on_resume(finished, tmp_path):
-  result = job.train(job.copy(finished, tmp_path / 'run'), '--config.stages.grpo.group_size=8', expect=2)
-  assert 'stages.grpo.group_size' in result.stderr and '--init_from' in result.stderr
+  result = job.train(job.copy(finished, tmp_path / 'run'), '--config.stages.grpo.source.group_size=8', expect=2)
+  assert 'stages.grpo.source.group_size' in result.stderr and '--init_from' in result.stderr
   assert len(result.stderr.strip().splitlines()) == 1
 
 

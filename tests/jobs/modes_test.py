@@ -1,5 +1,7 @@
 """One half of the loop alone: a run that only rolls out, and runs that learn from what it stored."""
 
+import json
+
 import job
 import pytest
 
@@ -11,14 +13,15 @@ pytestmark = pytest.mark.full
 @pytest.fixture(scope='module')
 def stored(tmp_path_factory):
   """Eight batches of six groups of four, at a bound of one, killed in between."""
-  flags = ('--config.stages.grpo.rollout_only=true', '--config.stages.grpo.bound=1')
+  flags = ('--config.stages.grpo.source.rollout_only=true', '--config.stages.grpo.source.bound=1')
   return job.killed_and_resumed(tmp_path_factory.mktemp('stored') / 'run', 12 + 4, flags=flags)
 
 
-def recorded(run, **fields):
+def recorded(run, *, steps=8, **fields):
   """Flags of a run that learns from it, of another seed."""
-  given = {'recorded': f'{{"run":"{run}","stage":"grpo"}}', **fields}
-  return ('--config.seed=1', *(f'--config.stages.grpo.{name}={value}' for name, value in given.items()))
+  source = {'@type': 'Recorded', 'tasksets': ['train'], 'groups_per_batch': 6, 'group_size': 4}
+  source |= {'run': str(run), 'stage': 'grpo', **fields}
+  return ('--config.seed=1', f'--config.stages.grpo.steps={steps}', f'--config.stages.grpo.source={json.dumps(source)}')
 
 
 @pytest.fixture(scope='module')
@@ -59,14 +62,13 @@ def test_another_run_learns_from_it_each_group_once_a_pass_and_resumes_exactly(s
 @pytest.mark.parametrize(
   ('fields', 'words'),
   [
-    ({'recorded': '{"run":"no/such/run"}'}, ('no/such/run is not the directory of a run', 'config.json')),
-    ({'recorded': '{"run":"STORED","stage":"sft"}'}, ('0 groups', 'do not fill a batch of 6')),
-    ({'group_size': 2}, ('stages.grpo.group_size: 2', 'groups of 4', 'raise it')),
-    ({'bound': 1}, ('bound and publish_every are of rollouts',)),
+    ({'run': 'no/such/run'}, ('no/such/run is not the directory of a run', 'config.json')),
+    ({'stage': 'sft'}, ('0 groups', 'do not fill a batch of 6')),
+    ({'group_size': 2}, ('stages.grpo.source.group_size: 2', 'groups of 4', 'raise it')),
+    ({'bound': 1}, ("Recorded has no field 'bound'",)),
   ],
 )
 def test_what_cannot_be_learned_from_is_said_in_one_line(stored, tmp_path, fields, words):
-  fields = {name: str(value).replace('STORED', str(stored)) for name, value in fields.items()}
   done = job.train(tmp_path / 'run', *recorded(stored, **fields), expect=2)
   (line,) = [line for line in done.stderr.splitlines() if line.startswith('error:')]
   assert all(word in line for word in words), line

@@ -103,7 +103,7 @@ def training(run, rows, *flags):
 def test_a_run_outlives_the_death_of_both_its_servers(tmp_path):
   """One API server, then the other's engine process alone, killed in mid-run; both are started again."""
   run = tmp_path / 'run'
-  flags = ('--config.stages.grpo.steps=24', '--config.stages.grpo.group_size=16')
+  flags = ('--config.stages.grpo.steps=24', '--config.stages.grpo.source.group_size=16')
   with training(run, 12 + 4, *flags) as (process, tree, files):
     first, second = serving.api_servers(process.pid)
     serving.kill(first)

@@ -266,7 +266,7 @@ def test_after_twenty_kills_without_filters_every_task_was_trained_once(pair, tm
 @pytest.mark.parametrize(('flag', 'lag'), [('bound=1', 1), ('bound=4', 4), ('rollout_only=true', 0)])
 def test_each_mode_runs_on_real_servers(pair, tmp_path, flag, lag):
   run = tmp_path / 'run'
-  job.train(run, *serving.attached_job(pair), f'--config.stages.grpo.{flag}', '--config.stages.grpo.steps=6')
+  job.train(run, *serving.attached_job(pair), f'--config.stages.grpo.source.{flag}', '--config.stages.grpo.steps=6')
   steps = [row for row in job.rows(run) if 'staleness/max' in row]
   assert len(steps) == 6 and max(row['staleness/max'] for row in steps) <= lag
   report = audit(run / 'replay')

@@ -8,7 +8,7 @@ import json
 import exploring
 import pytest
 
-from jaxrl_llm.app.schema import AlgorithmConfig, PastConfig, StageConfig
+from jaxrl_llm.app.schema import AlgorithmConfig, PastConfig, Rollouts, StageConfig
 from jaxrl_llm.batching.plan import StepPlan
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Version
@@ -120,11 +120,14 @@ def test_a_killed_run_draws_what_it_would_have_drawn(tokenizer, tmp_path, step):
 
 
 def test_more_draws_than_there_can_be_are_refused_with_the_arithmetic():
-  stage = dict(name='rl', algorithm=AlgorithmConfig(name='grpo'), steps=4, tasksets=('train',), groups_per_batch=4)
-  assert StageConfig(**stage, past=PastConfig(groups=12, max_uses=4)).sequences == 16 * 8
+  def source(past):
+    rollouts = Rollouts(tasksets=('train',), groups_per_batch=4, past=past)
+    return StageConfig(name='rl', algorithm=AlgorithmConfig(name='grpo'), source=rollouts, steps=4).source
+
+  assert source(PastConfig(groups=12, max_uses=4)).sequences == 16 * 8
   with pytest.raises(
-    UserError, match=r'stages\.rl\.past\.groups: 13, and 4 new groups a batch, .* 3 times more, leave 12'
+    UserError, match=r'stages\.rl\.source\.past\.groups: 13, and 4 new groups a batch, .* 3 times more, leave 12'
   ):
-    StageConfig(**stage, past=PastConfig(groups=13, max_uses=4))
+    source(PastConfig(groups=13, max_uses=4))
   with pytest.raises(UserError, match='max_uses: 1, wanted at least 2'):
     PastConfig(groups=1, max_uses=1)

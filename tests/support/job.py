@@ -37,11 +37,11 @@ SMALL = (
 QUICK = (
   '--config=configs/quickstart.py',
   *SMALL,
-  '--config.stages.sft.demonstrations.count=400',
+  '--config.stages.sft.source.count=400',
   '--config.stages.sft.steps=12',
   '--config.stages.grpo.steps=8',
-  '--config.stages.grpo.groups_per_batch=6',
-  '--config.stages.grpo.group_size=4',
+  '--config.stages.grpo.source.groups_per_batch=6',
+  '--config.stages.grpo.source.group_size=4',
   '--config.stages.grpo.evaluate_every=4',
 )
 """The quickstart's job in seconds."""
@@ -56,11 +56,11 @@ def small(config: str, *flags: str, steps: int = 6) -> tuple[str, ...]:
   return (
     f'--config=configs/{config}',
     *SMALL,
-    '--config.stages.0.demonstrations.count=400',
+    '--config.stages.0.source.count=400',
     '--config.stages.0.steps=12',
     f'--config.stages.1.steps={steps}',
-    '--config.stages.1.groups_per_batch=6',
-    '--config.stages.1.group_size=4',
+    '--config.stages.1.source.groups_per_batch=6',
+    '--config.stages.1.source.group_size=4',
     *flags,
   )
 
@@ -299,10 +299,10 @@ def plans(workdir: pathlib.Path, stage: str) -> list[dict]:
   return [plan for plan in found if plan['stage'] == stage]
 
 
-ASYNCHRONOUS = ('--config.stages.grpo.bound=2', '--config.stages.grpo.publish_every=2')
+ASYNCHRONOUS = ('--config.stages.grpo.source.bound=2', '--config.stages.grpo.source.publish_every=2')
 PROCESSED = (
-  '--config.stages.grpo.processors=[{"name":"mask_truncated"},{"name":"reward_std"}]',
-  '--config.stages.grpo.past={"groups":6,"max_uses":3,"draw":{"order":"priority"}}',
+  '--config.stages.grpo.source.processors=[{"name":"mask_truncated"},{"name":"reward_std"}]',
+  '--config.stages.grpo.source.past={"groups":6,"max_uses":3,"draw":{"order":"priority"}}',
 )
 """Filters and replay."""
 

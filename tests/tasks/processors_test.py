@@ -114,7 +114,7 @@ def test_what_cannot_be_processed_is_one_line(name, options, message):
 
 
 def test_what_is_measured_is_not_trained_on_and_stays(tmp_path):
-  overrides = {'stages.sft.demonstrations.count': '100', 'evaluation.held_out.tasks': 'null'}
+  overrides = {'stages.sft.source.count': '100', 'evaluation.held_out.tasks': 'null'}
   config = apply_overrides(load_file(f'{ROOT}/configs/quickstart.py', Config), overrides)
   train, held_out = (dataclasses.replace(one, size=400) for one in config.tasksets)
   both = dataclasses.replace(train, split='all')

@@ -22,7 +22,7 @@ from jaxrl_llm.app.composition.stages import build_processors
 from jaxrl_llm.app.composition.state import begin_stage, critic_model
 from jaxrl_llm.app.composition.workdir import made_files
 from jaxrl_llm.app.composition.workflows import build_workflow
-from jaxrl_llm.app.schema import StageConfig
+from jaxrl_llm.app.schema import PastConfig, Recorded, Rollouts, StageConfig
 from jaxrl_llm.app.serve import explorer
 from jaxrl_llm.data.load import RowLoader
 from jaxrl_llm.data.streams import RowStream, all_rows
@@ -57,7 +57,7 @@ from jaxrl_llm.tasks.sampler import TaskSampler
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rollouts:
+class RolloutServices:
   """The workflow of a run, with its auxiliary models and explorer processes."""
 
   workflow: Workflow
@@ -81,7 +81,7 @@ class Rollouts:
     return self.crew.take_metrics() if self.crew is not None else {}
 
 
-def build_rollouts(setup: Setup, prepared: Prepared, engine: Engine | None, scorers: ScorerPool) -> Rollouts:
+def build_rollouts(setup: Setup, prepared: Prepared, engine: Engine | None, scorers: ScorerPool) -> RolloutServices:
   """Builds the workflow and its auxiliary models and explorers, without starting them."""
   rollout, tokenizer = setup.config.rollout, prepared.tokenizer
   auxiliary = {model.name: AuxiliaryModel(model) for model in rollout.auxiliary}
@@ -91,17 +91,16 @@ def build_rollouts(setup: Setup, prepared: Prepared, engine: Engine | None, scor
   crew = None
   if rollout.explorers is not None and engine is not None:
     welcome = Welcome(workflow=rollout.workflow, max_tokens=rollout.max_response_length, tokenizer=tokenizer.files)
-    longest = rollout.max_prompt_length + rollout.max_response_length
     crew = Crew(
       hub,
       rollout.explorers,
       welcome=welcome.row(),
       text=workflow.text,
-      bounds=Bounds(vocab_size=prepared.spec.vocab_size, max_length=longest),
+      bounds=Bounds(vocab_size=prepared.spec.vocab_size, max_length=rollout.max_length),
       logs=setup.workdir.absolute() / 'logs',
       command=explorer.command,
     )
-  return Rollouts(workflow=crew or workflow, auxiliary=tuple(auxiliary.values()), crew=crew)
+  return RolloutServices(workflow=crew or workflow, auxiliary=tuple(auxiliary.values()), crew=crew)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +111,7 @@ class Host:
   engine: Engine | None
   """None if nothing is sampled."""
   scorers: ScorerPool
-  rollouts: Rollouts
+  rollouts: RolloutServices
   logs: Logs
   heartbeat: Heartbeat
 
@@ -200,59 +199,52 @@ def _batches(
 ) -> Batches:
   config, workdir, events, seed = setup.config, setup.workdir, setup.process.events, setup.config.seed
   stage_config = next(configured for configured in config.stages if configured.name == stage.name)
-  if stage_config.preferences is not None:
-    pairs = stage_config.preferences
-    rows = stage_config.sequences_per_batch
-    stream = RowStream(workdir, static_file(stage_config), rows=rows, seed=seed, unit=2)
-    held_out = all_rows(workdir, preferences_file(pairs.held_out)) if pairs.held_out is not None else ()
-    return StreamBatches(stream, held_out, events=events)
-  if stage_config.demonstrations is not None:
-    file = static_file(stage_config)
-    stream = RowStream(workdir, file, rows=stage_config.sequences_per_batch, seed=seed)
-    return StreamBatches(stream, events=events)
-  if stage_config.recorded is not None:
+  source = stage_config.source
+  if isinstance(source, Recorded):
     groups = recorded_groups(workdir, stage_config, prepared)
-    return RecordedBatches(groups, count=stage_config.groups_per_batch, seed=seed, events=events)
-  tasksets = [prepared.tasksets[name] for name in stage_config.tasksets]
+    return RecordedBatches(groups, count=source.groups_per_batch, seed=seed, events=events)
+  if not isinstance(source, Rollouts):
+    stream = RowStream(workdir, static_file(stage_config), rows=source.sequences, seed=seed, unit=source.unit)
+    held_out = all_rows(workdir, preferences_file(stage.held_out)) if stage.held_out is not None else ()
+    return StreamBatches(stream, held_out, events=events)
+  tasksets = [prepared.tasksets[name] for name in source.tasksets]
   explorer_config = ExplorerConfig(
     stage=stage.name,
     earlier=tuple(before.name for before in config.stages[: config.stages.index(stage_config)]),
-    groups_per_batch=stage_config.groups_per_batch,
-    group_size=stage_config.group_size,
-    bound=stage_config.bound,
+    groups_per_batch=source.groups_per_batch,
+    group_size=source.group_size,
+    bound=source.bound,
     batches=stage_config.steps,
-    temperature=stage_config.temperature,
-    selection=stage_config.selection,
-    processors=build_processors(stage_config.processors),
-    past=_past(stage_config, seed),
-    max_dropped_groups=stage_config.max_dropped_groups,
-    limits=stage_config.limits,
+    temperature=source.temperature,
+    selection=source.selection,
+    processors=build_processors(source.processors),
+    past=_past(stage.name, source.past, seed),
+    max_dropped_groups=source.max_dropped_groups,
+    limits=source.limits,
     collect_deadline_s=config.rollout.collect_deadline_s,
   )
   explorer = Explorer(
     explorer_config,
     runner(explorer_config),
-    sampler=TaskSampler(tasksets, stage_config.sampler, seed=seed),
+    sampler=TaskSampler(tasksets, source.sampler, seed=seed),
     store=store,
     events=events,
   )
-  if stage_config.experts is None:
+  if source.experts is None:
     return RolloutBatches(explorer, trains=stage.trains)
-  usual = stage_config.groups * stage_config.group_size
-  stream = RowStream(workdir, demonstrations_file(stage.name), rows=stage_config.sequences - usual, seed=seed)
+  stream = RowStream(workdir, demonstrations_file(stage.name), rows=source.expert_rows, seed=seed)
   return MixedBatches(explorer, StreamBatches(stream, events=events))
 
 
-def _past(stage: StageConfig, seed: int) -> Past | None:
-  past = stage.past
+def _past(stage: str, past: PastConfig | None, seed: int) -> Past | None:
   if past is None:
     return None
-  return Past(stage=stage.name, groups=past.groups, max_uses=past.max_uses, config=past.draw, seed=seed)
+  return Past(stage=stage, groups=past.groups, max_uses=past.max_uses, config=past.draw, seed=seed)
 
 
 def recorded_groups(workdir: pathlib.Path, stage: StageConfig, prepared: Prepared) -> RecordedGroups:
   """Opens the groups that a stage took over from another run."""
-  tasks = {task.uid: task for name in stage.tasksets for task in prepared.tasksets[name].tasks}
+  tasks = {task.uid: task for name in stage.source.tasksets for task in prepared.tasksets[name].tasks}
   text = lambda sample: completion_text(prepared.tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason)
   return RecordedGroups(workdir, static_file(stage), tasks=tasks, text=text)
 
@@ -260,13 +252,12 @@ def recorded_groups(workdir: pathlib.Path, stage: StageConfig, prepared: Prepare
 def build_publisher(setup: Setup, engine: Engine | None) -> Publisher:
   """Builds the publisher that sends the parameters of all processes to process 0's `engine`."""
   config, model, process = setup.config, setup.model, setup.process
-  longest = config.rollout.max_prompt_length + config.rollout.max_response_length
   apart = publishes_adapters(config)
   return Publisher(
     engine,
     Gatherer(process.mesh, None if apart else config.policy.lora),
     process.device,
-    prober=Prober(model, process.mesh, max_length=longest) if needs_proof(config) else None,
+    prober=Prober(model, process.mesh, max_length=config.rollout.max_length) if needs_proof(config) else None,
     changing=(lambda params: lora.split(params, model.spec, model.options)[0]) if apart else lambda params: params,
     events=process.events,
   )

@@ -14,7 +14,17 @@ from typing import Any
 from absl import logging
 
 from jaxrl_llm.app.composition.workdir import DATA, TOKENIZER
-from jaxrl_llm.app.schema import Config, PreferenceSource, StageConfig, scored_tasksets
+from jaxrl_llm.app.schema import (
+  Config,
+  Demonstrations,
+  ExpertsConfig,
+  Pairs,
+  PreferenceSource,
+  Recorded,
+  Rollouts,
+  StageConfig,
+  scored_tasksets,
+)
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.files import parse_json
@@ -34,14 +44,7 @@ from jaxrl_llm.rollout.workflow import completion_text, demonstration_sample
 from jaxrl_llm.runtime.writers import METRICS_FILE
 from jaxrl_llm.tasks.preferences import Preferences, load_preferences, pairs_of_tasks, preference_samples
 from jaxrl_llm.tasks.processors import Setting, process
-from jaxrl_llm.tasks.taskset import (
-  DemonstrationsConfig,
-  Taskset,
-  check_disjoint,
-  demonstrations,
-  drop_long,
-  taskset_loader,
-)
+from jaxrl_llm.tasks.taskset import Taskset, check_disjoint, demonstrations, drop_long, taskset_loader
 from jaxrl_llm.tasks.tokenizer import Tokenizer, build_tokenizer, task_texts
 from jaxrl_llm.weights.hf import read_spec, resolve
 
@@ -104,7 +107,8 @@ def prepare(config: Config, workdir: pathlib.Path, load: Callable[[str], Taskset
     tokenizer, spec = Tokenizer.from_directory(checkpoint), read_spec(checkpoint)
   else:
     tokenizer = _tokenizer(config, tasksets, preferences, workdir)
-    overrides = {'vocab_size': tokenizer.vocab_size, 'max_position_embeddings': _longest(config), **config.policy.model}
+    longest = config.rollout.max_length
+    overrides = {'vocab_size': tokenizer.vocab_size, 'max_position_embeddings': longest, **config.policy.model}
     spec = tiny(config.policy.family, **overrides)
     if spec.vocab_size < tokenizer.vocab_size:
       raise UserError(
@@ -126,7 +130,7 @@ def prepare(config: Config, workdir: pathlib.Path, load: Callable[[str], Taskset
   tasksets = {name: drop_long(taskset, limit, length) for name, taskset in tasksets.items()}
   tasksets = _processed(config, tasksets, length)
   for stage in config.stages:
-    for name in (*stage.tasksets, *(stage.experts.tasksets if stage.experts is not None else ())):
+    for name in _trained(stage):
       for suite in config.evaluation:
         check_disjoint(tasksets[name], tasksets[suite.taskset])
   fitting = {task.uid for taskset in tasksets.values() for task in taskset.tasks}
@@ -140,23 +144,19 @@ def prepare(config: Config, workdir: pathlib.Path, load: Callable[[str], Taskset
   for taskset in tasksets.values():
     if taskset.counts['too_long']:
       logging.info('taskset %s: %d prompts longer than %d tokens', taskset.name, taskset.counts['too_long'], limit)
-  longest = _longest(config)
+  longest = config.rollout.max_length
   for stage in config.stages:
-    if stage.demonstrations is not None:
-      file, count = demonstrations_file(stage.name), stage.sequences_per_batch
-      _write_demonstrations(stage.tasksets, stage.demonstrations, file, count, tasksets, tokenizer, workdir, longest)
-    if stage.experts is not None:
-      file, count = demonstrations_file(stage.name), stage.sequences - stage.groups * stage.group_size
-      experts = stage.experts
-      _write_demonstrations(
-        experts.tasksets, experts.demonstrations, file, count, tasksets, tokenizer, workdir, longest
-      )
-    if stage.recorded is not None:
-      _take_over(stage, config, tasksets, tokenizer, workdir)
+    match stage.source:
+      case Demonstrations() as shown:
+        _write_demonstrations(stage.name, shown, shown.sequences, tasksets, tokenizer, workdir, longest)
+      case Rollouts(experts=ExpertsConfig() as experts, expert_rows=count):
+        _write_demonstrations(stage.name, experts, count, tasksets, tokenizer, workdir, longest)
+      case Recorded() as recorded:
+        _take_over(stage, recorded, longest, tasksets, tokenizer, workdir)
   for source in config.preferences:
     _write_pairs(source, preferences[source.name], tokenizer, workdir, longest)
   lengths = {
-    stage.name: sample_lengths(workdir, static_file(stage), unit=stage.unit)
+    stage.name: sample_lengths(workdir, static_file(stage), unit=stage.source.unit)
     for stage in config.stages
     if not stage.explores
   }
@@ -174,11 +174,6 @@ def check_judged(taskset: Taskset, rewards: RewardsConfig) -> None:
       )
 
 
-def _longest(config: Config) -> int:
-  """Longest sequence in tokens that the configuration allows."""
-  return config.rollout.max_prompt_length + config.rollout.max_response_length
-
-
 def _processed(config: Config, tasksets: Mapping[str, Taskset], length_of: Callable[[Task], int]) -> dict[str, Taskset]:
   """Runs each taskset's processors, evaluation tasksets first, so that tasks in both are dropped from training."""
   measured = {suite.taskset for suite in config.evaluation}
@@ -189,17 +184,23 @@ def _processed(config: Config, tasksets: Mapping[str, Taskset], length_of: Calla
   return {name: processed[name] for name in tasksets}
 
 
+def _trained(stage: StageConfig) -> tuple[str, ...]:
+  """Names of the tasksets that a stage trains on, experts' included."""
+  experts = stage.source.experts if isinstance(stage.source, Rollouts) else None
+  return (*stage.source.tasksets, *(experts.tasksets if experts is not None else ()))
+
+
 def _check_names(config: Config, tasksets: Mapping[str, Taskset]) -> None:
   """Raises UserError if a stage names a taskset or preferences that are not configured."""
   known = [source.name for source in config.preferences]
   for stage in config.stages:
-    pairs = stage.preferences
-    for name in (pairs.train, pairs.held_out) if pairs is not None else ():
+    pairs = stage.source
+    for name in (pairs.train, pairs.held_out) if isinstance(pairs, Pairs) else ():
       if name is not None and name not in known:
-        raise UserError(f'stages.{stage.name}.preferences: no preferences {name!r}; configured are {sorted(known)}')
-    for name in (*stage.tasksets, *(stage.experts.tasksets if stage.experts is not None else ())):
+        raise UserError(f'stages.{stage.name}.source: no preferences {name!r}; configured are {sorted(known)}')
+    for name in _trained(stage):
       if name not in tasksets:
-        raise UserError(f'stages.{stage.name}.tasksets: no taskset {name!r}; configured are {sorted(tasksets)}')
+        raise UserError(f'stages.{stage.name}.source.tasksets: no taskset {name!r}; configured are {sorted(tasksets)}')
 
 
 def _check_pairs(
@@ -207,17 +208,17 @@ def _check_pairs(
 ) -> None:
   """Raises UserError if a prompt of training pairs is also measured."""
   for stage in config.stages:
-    if stage.preferences is None:
+    if not isinstance(stage.source, Pairs):
       continue
-    trained = {pair.task.digest for pair in preferences[stage.preferences.train].pairs}
+    trained = {pair.task.digest for pair in preferences[stage.source.train].pairs}
     measured = {suite.name: {task.digest for task in tasks} for suite, tasks in suites}
-    if stage.preferences.held_out is not None:
-      name = stage.preferences.held_out
+    if stage.source.held_out is not None:
+      name = stage.source.held_out
       measured[name] = {pair.task.digest for pair in preferences[name].pairs}
     for name, digests in measured.items():
       if common := trained & digests:
         raise UserError(
-          f'stages.{stage.name}: preferences {stage.preferences.train} (training) and {name} (held out) share '
+          f'stages.{stage.name}: preferences {stage.source.train} (training) and {name} (held out) share '
           f"{len(common)} prompts; give both the same holdout or fold, and split 'train' and 'eval'"
         )
 
@@ -256,9 +257,8 @@ def demonstrations_file(stage: str) -> str:
 
 
 def _write_demonstrations(
-  names: Sequence[str],
-  config: DemonstrationsConfig,
-  file: str,
+  stage: str,
+  config: Demonstrations | ExpertsConfig,
   batch: int,
   tasksets: Mapping[str, Taskset],
   tokenizer: Tokenizer,
@@ -266,6 +266,7 @@ def _write_demonstrations(
   longest: int,
 ) -> None:
   """Writes samples of the demonstrations of at most `longest` tokens; raises UserError for fewer than `batch`."""
+  file, names = demonstrations_file(stage), config.tasksets
   path = workdir / file
   if path.exists():
     return
@@ -283,19 +284,24 @@ def _write_demonstrations(
 
 
 def _take_over(
-  stage: StageConfig, config: Config, tasksets: Mapping[str, Taskset], tokenizer: Tokenizer, workdir: pathlib.Path
+  stage: StageConfig,
+  source: Recorded,
+  longest: int,
+  tasksets: Mapping[str, Taskset],
+  tokenizer: Tokenizer,
+  workdir: pathlib.Path,
 ) -> None:
   """Copies the other run's groups whose tasks are in this stage's tasksets and whose sequences fit."""
-  file, of = static_file(stage), stage.recorded
+  file = static_file(stage)
   if (workdir / file).exists():
     return
-  run = pathlib.Path(of.run).expanduser()
+  run = pathlib.Path(source.run).expanduser()
   checkpoint, theirs = _recorded_config(stage.name, run)
   _check_same_tokenizer(
     stage.name, run, run / TOKENIZER if checkpoint is None else model_directory(checkpoint), tokenizer
   )
   rewards = from_json(theirs, RewardsConfig, f'{run / "config.json"}: rewards')
-  tasks = {task.uid: task for name in stage.tasksets for task in tasksets[name].tasks}
+  tasks = {task.uid: task for name in source.tasksets for task in tasksets[name].tasks}
   text = lambda sample: completion_text(tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason)
   taken, counts = [], collections.Counter()
   with tempfile.TemporaryDirectory() as scratch:
@@ -303,39 +309,41 @@ def _take_over(
     with contextlib.closing(store):
       for uids in store.sealed():
         entry = store.entries(uids[:1])[uids[0]]
-        if of.stage is not None and not entry.group_id.startswith(f'{of.stage}/'):
+        if source.stage is not None and not entry.group_id.startswith(f'{source.stage}/'):
           continue
         if entry.task_id not in tasks:
           counts['other tasks'] += 1
           continue
         group = recall(store, uids, tasks=tasks.get, text=text, rewards=rewards)
         if any(choice.pair or choice.imitated for choice in group):
-          raise UserError(f'stages.{stage.name}.recorded: {of.run} stored pairs or answers to imitate; wanted groups')
+          raise UserError(f'stages.{stage.name}.source: {source.run} stored pairs or answers to imitate; wanted groups')
         sample = group[0].scored.sample
         if tokenizer.render_prompt(tasks[entry.task_id].prompt) != sample.tokens[: sample.prompt_len].tolist():
           raise UserError(
-            f'stages.{stage.name}.recorded: {of.run} wrote the prompt of {entry.task_id} in other tokens; give its '
+            f'stages.{stage.name}.source: {source.run} wrote the prompt of {entry.task_id} in other tokens; give its '
             'tokenizer and template (policy.init_from, or the same tasksets and policy.tokenizer)'
           )
-        if max(len(choice.scored.sample.tokens) for choice in group) > _longest(config):
+        if max(len(choice.scored.sample.tokens) for choice in group) > longest:
           counts['too long'] += 1
           continue
-        if len(group) > stage.group_size:
+        if len(group) > source.group_size:
           raise UserError(
-            f'stages.{stage.name}.group_size: {stage.group_size}, and {of.run} stored groups of {len(group)}; raise it'
+            f'stages.{stage.name}.source.group_size: {source.group_size}, and {source.run} stored groups of '
+            f'{len(group)}; raise it'
           )
         taken.append(group)
-  logging.info('%s: %d groups of %s; left out: %s', file, len(taken), of.run, dict(counts) or 'none')
-  if len(taken) < stage.groups_per_batch:
+  logging.info('%s: %d groups of %s; left out: %s', file, len(taken), source.run, dict(counts) or 'none')
+  if len(taken) < source.groups_per_batch:
     raise UserError(
-      f'stages.{stage.name}.recorded: {len(taken)} groups of {of.run} do not fill a batch of {stage.groups_per_batch} '
-      f'(left out: {dict(counts)}); give the tasksets that it rolled out, or lower groups_per_batch'
+      f'stages.{stage.name}.source: {len(taken)} groups of {source.run} do not fill a batch of '
+      f'{source.groups_per_batch} (left out: {dict(counts)}); give the tasksets that it rolled out, or lower '
+      'groups_per_batch'
     )
-  least = sum(sorted(map(len, taken))[: stage.groups_per_batch])
+  least = sum(sorted(map(len, taken))[: source.groups_per_batch])
   if least < stage.minibatches:
     raise UserError(
-      f'stages.{stage.name}.minibatches: {stage.minibatches}, and the smallest {stage.groups_per_batch} groups of '
-      f'{of.run} have {least} sequences; lower it'
+      f'stages.{stage.name}.minibatches: {stage.minibatches}, and the smallest {source.groups_per_batch} groups of '
+      f'{source.run} have {least} sequences; lower it'
     )
   write_recorded(workdir, file, taken)
 
@@ -350,14 +358,14 @@ def _recorded_config(stage: str, run: pathlib.Path) -> tuple[str | None, Any]:
     return checkpoint, rewards
   except (OSError, ValueError, KeyError, TypeError) as error:
     reason = f'lacks {error}' if isinstance(error, KeyError) else error
-    raise UserError(f'stages.{stage}.recorded.run: {run} is not the directory of a run ({reason})') from None
+    raise UserError(f'stages.{stage}.source.run: {run} is not the directory of a run ({reason})') from None
 
 
 def _check_same_tokenizer(stage: str, run: pathlib.Path, directory: pathlib.Path, tokenizer: Tokenizer) -> None:
   """Raises UserError if the recorded run's vocabulary differs: its token ids would mean other text."""
   if Tokenizer.from_directory(directory).vocabulary != tokenizer.vocabulary:
     raise UserError(
-      f'stages.{stage}.recorded: {run} had another vocabulary ({directory}); begin from its checkpoint, or give the '
+      f'stages.{stage}.source: {run} had another vocabulary ({directory}); begin from its checkpoint, or give the '
       'same tasksets and policy.tokenizer'
     )
 
@@ -369,7 +377,8 @@ def preferences_file(name: str) -> str:
 
 def static_file(stage: StageConfig) -> str:
   """Path of the static rows of a stage that samples nothing, relative to the run directory."""
-  return demonstrations_file(stage.name) if stage.preferences is None else preferences_file(stage.preferences.train)
+  pairs = isinstance(stage.source, Pairs)
+  return preferences_file(stage.source.train) if pairs else demonstrations_file(stage.name)
 
 
 _OF_TASKS = ('name', 'source', 'size', 'chosen', 'wrong')

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Mapping
 from jaxrl_llm.app.composition.engines import build_engine
 from jaxrl_llm.app.composition.host import build_publisher, build_rollouts
 from jaxrl_llm.app.composition.prepare import Prepared, prepare
+from jaxrl_llm.app.composition.saved import read_saved
 from jaxrl_llm.app.composition.scorers import build_scorers
 from jaxrl_llm.app.composition.setup import Setup
 from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
@@ -23,7 +24,6 @@ from jaxrl_llm.config.load import apply_overrides
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core import disk
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.files import parse_json
 from jaxrl_llm.core.types import Params, Version
 from jaxrl_llm.master.loop import LoopState
 from jaxrl_llm.master.process import Process
@@ -42,7 +42,7 @@ def config_of_run(run: pathlib.Path) -> Config:
   """Loads the configuration from the run's config.json."""
   file = run / 'config.json'
   try:
-    return from_json(parse_json(file.read_text()), Config)
+    return from_json(read_saved(file), Config)
   except FileNotFoundError:
     raise UserError(f'--workdir={run}: no run is there ({file.name} is missing); name the directory of a run') from None
   except ValueError as error:

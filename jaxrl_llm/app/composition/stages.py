@@ -10,7 +10,7 @@ from typing import Any
 from absl import logging
 from jax.sharding import Mesh
 
-from jaxrl_llm.app.schema import AlgorithmConfig, Config, CriticConfig, StageConfig
+from jaxrl_llm.app.schema import AlgorithmConfig, Config, CriticConfig, Pairs, Recorded, Rollouts, StageConfig
 from jaxrl_llm.batching.plan import plan_shape
 from jaxrl_llm.config.annotations import nearest
 from jaxrl_llm.config.own import own_part
@@ -20,7 +20,6 @@ from jaxrl_llm.learner.algorithm import Algorithm, Setting
 from jaxrl_llm.learner.catalogue import ALGORITHMS, OFFLINE, PAIRWISE
 from jaxrl_llm.learner.optimizer import build_optimizer
 from jaxrl_llm.master.exploring.processors import PROCESSORS, Processor, ProcessorConfig
-from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.master.trainer import Optimization, Stage
 from jaxrl_llm.models.heads import with_head
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
@@ -78,7 +77,7 @@ def build_stages(
 def _stage(
   stage: StageConfig, config: Config, mesh: Mesh, start: int, vocab_size: int, lengths: Sequence[int]
 ) -> Stage:
-  optimizer = stage.optimizer or config.learner.optimizer
+  source, optimizer = stage.source, stage.optimizer or config.learner.optimizer
   where = f'stages.{stage.name}'
   if optimizer is None:
     raise UserError(f'{where}.optimizer: missing, and learner.optimizer too; give one with its peak_lr')
@@ -86,7 +85,7 @@ def _stage(
   _check_stage(stage, config, algorithm)
   for line in algorithm.no_effect:
     logging.warning('%s.algorithm: %s', where, line)
-  longest = config.rollout.max_prompt_length + config.rollout.max_response_length
+  longest = config.rollout.max_length
   sequence = mesh.shape[SEQUENCE]
   chunk_len = config.learner.chunk_len or -(-longest // math.lcm(8, sequence)) * math.lcm(8, sequence)
   if chunk_len % sequence:
@@ -102,15 +101,15 @@ def _stage(
   updates = critic_updates - algorithm.critic_warmup * stage.minibatches * stage.epochs
   critic = (stage.critic.optimizer or optimizer) if algorithm.critic_loss is not None else None
   # Each kind of rows is split on its own, so a minibatch may hold one unit more of each than its share.
-  usual = stage.groups * stage.group_size if stage.experts is not None else stage.sequences
-  kinds = [usual, stage.sequences - usual]
-  rows = sum(-(-kind // stage.unit // stage.minibatches) * stage.unit for kind in kinds)
+  expert_rows = source.expert_rows if isinstance(source, Rollouts) else 0
+  kinds = [source.sequences - expert_rows, expert_rows]
+  rows = sum(-(-kind // source.unit // stage.minibatches) * source.unit for kind in kinds)
   shape = plan_shape(
     rows=rows,
     ranks=data_parallel_ranks(mesh),
     chunks=config.learner.chunks_per_rank,
     chunk_len=chunk_len,
-    unit=stage.unit,
+    unit=source.unit,
     lengths=lengths,
   )
   return Stage(
@@ -133,36 +132,36 @@ def _stage(
     epochs=stage.epochs,
     evaluate_every=stage.evaluate_every,
     explores=stage.explores,
-    publish_every=stage.publish_every,
-    recorded=stage.recorded is not None,
-    trains=not stage.rollout_only,
-    held_out=stage.preferences.held_out if stage.preferences is not None else None,
+    publish_every=source.publish_every if isinstance(source, Rollouts) else 1,
+    recorded=isinstance(source, Recorded),
+    trains=stage.trains,
+    held_out=source.held_out if isinstance(source, Pairs) else None,
   )
 
 
 def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:
   """Raises UserError for a stage that cannot learn, or would learn something other than it seems to."""
-  where, name = f'stages.{stage.name}', stage.algorithm.name
-  pairs = stage.unit == 2
+  where, name, source = f'stages.{stage.name}', stage.algorithm.name, stage.source
+  pairs, groups = source.unit == 2, isinstance(source, Rollouts | Recorded)
+  selection = source.selection.kind if isinstance(source, Rollouts) else 'all'
+  expert_rows = source.expert_rows if isinstance(source, Rollouts) else 0
   if name in PAIRWISE and not pairs:
-    raise UserError(f"{where}: {name} learns from pairs; give it preferences, or selection.kind='pairs' for rollouts")
+    raise UserError(f"{where}.source: {name} learns from pairs; give it Pairs, or Rollouts with selection.kind='pairs'")
   if pairs and name in ALGORITHMS and name not in PAIRWISE:
     raise UserError(f'{where}: {name} makes nothing of pairs; use one of {", ".join(sorted(PAIRWISE))}')
-  if name == 'sft' and stage.rollouts and stage.selection.kind != 'shortest_correct':
+  if name == 'sft' and groups and selection != 'shortest_correct':
     raise UserError(
-      f"{where}.demonstrations: sft learns from demonstrations; say how to write them, or imitate the policy's own "
-      "best with selection.kind='shortest_correct'"
+      f"{where}.source: sft learns from demonstrations; give it Demonstrations, or imitate the policy's own best by "
+      "Rollouts with selection.kind='shortest_correct'"
     )
-  if stage.selection.kind == 'shortest_correct' and name in ALGORITHMS and name != 'sft':
-    raise UserError(f'{where}.selection: one answer of a group is to be imitated, which {name} does not; use sft')
-  if stage.experts is not None and stage.selection.kind not in ('all', 'mixed'):
-    raise UserError(f'{where}.selection: {stage.selection.kind!r} has no place beside experts; wanted all or mixed')
-  if not stage.rollouts and name in ALGORITHMS and name not in OFFLINE:
-    raise UserError(f'{where}: {name} learns from rollouts; remove demonstrations and preferences')
-  if (name == 'mix') != (stage.experts is not None) and name in ALGORITHMS:
-    raise UserError(f'{where}.experts: mix learns from expert rows beside its rollouts, and only mix does')
-  if algorithm.head == 'scalar' and stage.rollouts:
-    raise UserError(f'{where}: {name} trains a model of one score, which generates nothing; give it preferences')
+  if selection == 'shortest_correct' and name in ALGORITHMS and name != 'sft':
+    raise UserError(f'{where}.source.selection: imitates one answer of a group, which {name} does not; use sft')
+  if not groups and name in ALGORITHMS and name not in OFFLINE:
+    raise UserError(f'{where}.source: {name} learns from rollouts; give it Rollouts or Recorded')
+  if (name == 'mix') != bool(expert_rows) and name in ALGORITHMS:
+    raise UserError(f'{where}.source.experts: mix learns from expert rows beside its rollouts, and only mix does')
+  if algorithm.head == 'scalar' and groups:
+    raise UserError(f'{where}.source: {name} trains a model of one score, which generates nothing; give it Pairs')
   _check_reference(stage, config, algorithm)
   if algorithm.critic_loss is None and stage.critic != CriticConfig():
     raise UserError(f'{where}.critic: {name} has no critic; remove it, or use ppo')
@@ -170,48 +169,47 @@ def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> No
     raise UserError(
       f'{where}: critic_warmup={algorithm.critic_warmup} of {stage.steps} steps leaves none for the policy; lower it'
     )
-  if not stage.explores and stage.selection != SelectionConfig():
-    raise UserError(f'{where}.selection: chooses among rollouts, and this stage learns from static data; remove it')
-  if stage.selection.kind == 'pairs' and stage.group_size < 2:
-    raise UserError(f'{where}.group_size: 1 sample makes no pair; wanted at least 2')
-  usual = stage.groups * stage.group_size if stage.experts is not None else None
-  least = {
-    'groups_per_batch': stage.groups_per_batch if stage.selection.kind in ('pairs', 'shortest_correct') else None,
-    'experts.ratio': stage.sequences - usual if usual is not None else None,
-  }
-  for field, units in least.items():
-    if units is not None and units < stage.minibatches:
-      raise UserError(
-        f'{where}.minibatches: {stage.minibatches} want a part of each kind of rows, and {field} gives {units}; lower '
-        'minibatches or raise it'
-      )
-  if stage.explores and config.rollout.engine == 'vllm' and config.rollout.vllm.speculative:
-    raise UserError(f'rollout.vllm.args.speculative_config: stage {stage.name} samples rollouts; {SPECULATION}')
-  if stage.explores and stage.temperature <= 0:
-    raise UserError(f'{where}.temperature: {stage.temperature} is not above 0: training needs samples to differ')
-  _check_processors(stage, config)
-  if stage.past is not None and stage.group_size % (stage.minibatches * stage.unit):
+  if isinstance(source, Rollouts):
+    _check_rollouts(stage, source, config)
+  if selection in ('all', 'mixed') and not expert_rows and source.sequences % (stage.minibatches * source.unit):
     raise UserError(
-      f'{where}.minibatches: with earlier groups a batch has as many groups as there are, so that each has to be dealt '
-      f'evenly; group_size {stage.group_size} into {stage.minibatches} minibatches cannot'
-    )
-  even = stage.experts is None and stage.selection.kind in ('all', 'mixed')
-  if even and stage.sequences % (stage.minibatches * stage.unit):
-    raise UserError(
-      f'{where}.minibatches: {stage.sequences} sequences cannot be dealt evenly into {stage.minibatches} minibatches'
+      f'{where}.minibatches: {source.sequences} sequences cannot be dealt evenly into {stage.minibatches} minibatches'
       + (' of pairs' if pairs else '')
     )
 
 
-def _check_processors(stage: StageConfig, config: Config) -> None:
+def _check_rollouts(stage: StageConfig, source: Rollouts, config: Config) -> None:
+  """Raises UserError for rollouts that the engine, the scorers or the minibatches do not allow."""
+  where = f'stages.{stage.name}'
+  least = {
+    'groups_per_batch': source.groups_per_batch if source.selection.kind in ('pairs', 'shortest_correct') else None,
+    'experts.ratio': source.expert_rows if source.experts is not None else None,
+  }
+  for field, units in least.items():
+    if units is not None and units < stage.minibatches:
+      raise UserError(
+        f'{where}.minibatches: {stage.minibatches} want a part of each kind of rows, and source.{field} gives {units}; '
+        'lower minibatches or raise it'
+      )
+  if config.rollout.engine == 'vllm' and config.rollout.vllm.speculative:
+    raise UserError(f'rollout.vllm.args.speculative_config: stage {stage.name} samples rollouts; {SPECULATION}')
+  _check_processors(stage.name, source, config)
+  if source.past is not None and source.group_size % (stage.minibatches * source.unit):
+    raise UserError(
+      f'{where}.minibatches: with earlier groups a batch has as many groups as there are, so that each has to be dealt '
+      f'evenly; group_size {source.group_size} into {stage.minibatches} minibatches cannot'
+    )
+
+
+def _check_processors(stage: str, source: Rollouts, config: Config) -> None:
   """Checks the processors by building them, in every process and before loading, so that all report an error."""
-  build_processors(stage.processors)
+  build_processors(source.processors)
   scorers = [scorer.name for scorer in config.rewards.scorers]
-  for processor in stage.processors:
+  for processor in source.processors:
     key = processor.options.get('key')
     if processor.implementation == 'shape' and key.split('/')[0] not in scorers:
       raise UserError(
-        f'stages.{stage.name}.processors: {processor.name} shapes by {key!r}, and no scorer is called '
+        f'stages.{stage}.source.processors: {processor.name} shapes by {key!r}, and no scorer is called '
         f'{key.split("/")[0]!r}; configured are {sorted(scorers)}'
       )
 
@@ -231,7 +229,7 @@ def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -
       f"{where}: reference.ema averages parameters, and the means of two adapters' factors are not those of what they "
       'add to the weights; use reference.every, or policy.lora=null'
     )
-  if rule.every == 1 and stage.preferences is not None:
+  if rule.every == 1 and isinstance(stage.source, Pairs):
     raise UserError(f'{where}: pairs are judged against a reference that stands still; reference.every=1 has none')
   if rule.every == 1 and stage.minibatches * stage.epochs == 1:
     text = (
@@ -251,7 +249,7 @@ def model_spec(config: Config, spec: ModelSpec) -> ModelSpec:
     raise UserError(f'stages: {heads} train models of different outputs; make them runs of their own')
   (head,) = set(heads.values())
   if head == 'scalar' and config.evaluation:
-    raise UserError('evaluation: a reward model generates nothing; measure it on held-out pairs (preferences.held_out)')
+    raise UserError('evaluation: a reward model generates nothing; measure it on held-out pairs (source.held_out)')
   if head == 'lm' and spec.head != 'lm':
     raise UserError(
       f'policy.init_from: a model with one output ({spec.head}), which generates nothing; give a language model'

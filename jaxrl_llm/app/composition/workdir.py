@@ -10,12 +10,12 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrl_llm.app.composition.saved import read_saved
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import difference
 from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.disk import write_durably
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.files import parse_json
 from jaxrl_llm.replay.committed import missing
 from jaxrl_llm.runtime.events import FILE as EVENTS_FILE
 from jaxrl_llm.runtime.writers import METRICS_FILE
@@ -89,7 +89,7 @@ class Workdir:
       )
     if file.exists():
       try:
-        old = parse_json(file.read_text())
+        old = read_saved(file)
         if not isinstance(old, dict):
           raise ValueError('no JSON object')
       except ValueError as error:  # no JSON, or not even text

@@ -23,7 +23,7 @@ from jaxrl_llm.app.composition.state import critic_model
 from jaxrl_llm.app.composition.workdir import has_commits
 from jaxrl_llm.app.dry_run.compiled import compiled_line, held_table
 from jaxrl_llm.app.dry_run.programs import Program, held, stage_programs
-from jaxrl_llm.app.schema import Config
+from jaxrl_llm.app.schema import Config, Rollouts
 from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.catalogue import ALGORITHMS
@@ -132,8 +132,7 @@ def _engine_programs(config: Config, spec: ModelSpec, device: jax.Device) -> Ite
   if config.rollout.engine != 'embedded' or not config.generates:
     return
   options = ModelOptions(dtype=config.policy.dtype, param_dtype=config.policy.param_dtype)
-  length = config.rollout.max_prompt_length + config.rollout.max_response_length
-  programs = build_programs(build_model(spec, options), config.rollout.embedded, length, device)
+  programs = build_programs(build_model(spec, options), config.rollout.embedded, config.rollout.max_length, device)
   for (kind, detail), lowered in programs.lower(filtered=config.rollout.embedded.filters).items():
     if kind != 'admit':
       yield f'{kind} {detail}' if kind == 'prefill' else 'filtered decode' if detail else 'decode', lowered
@@ -150,13 +149,14 @@ def _print_servers(config: Config, console: Console, workdir: pathlib.Path) -> N
 
 
 def _sequences(config: Config, stage: Stage) -> str:
-  plan = next(s for s in config.stages if s.name == stage.name)
-  if not stage.explores:
-    return str(plan.sequences)
-  usual = plan.groups_per_batch * plan.selection.most(plan.group_size)
-  experts = f' + {plan.sequences - usual} of experts' if plan.experts is not None else ''
-  most = '' if plan.selection.kind == 'all' else f', of which at most {usual} are learned from,'
-  return f'{plan.groups_per_batch} tasks × {plan.group_size} = {plan.groups_per_batch * plan.group_size}{most}{experts}'
+  source = next(s for s in config.stages if s.name == stage.name).source
+  if not isinstance(source, Rollouts):
+    return str(source.sequences)
+  usual = source.groups_per_batch * source.selection.most(source.group_size)
+  experts = f' + {source.expert_rows} of experts' if source.experts is not None else ''
+  most = '' if source.selection.kind == 'all' else f', of which at most {usual} are learned from,'
+  samples = source.groups_per_batch * source.group_size
+  return f'{source.groups_per_batch} tasks × {source.group_size} = {samples}{most}{experts}'
 
 
 def _known(lengths: Sequence[int] | None) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxrl_llm.app.composition.host import recorded_groups, stage_entrance
 from jaxrl_llm.app.composition.reopen import Reopened, reopen
-from jaxrl_llm.app.schema import Config
+from jaxrl_llm.app.schema import Config, Recorded
 from jaxrl_llm.batching.plan import StepPlan
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
@@ -115,7 +115,8 @@ async def replay(config: Config, run: pathlib.Path, way: Course) -> AsyncIterato
     store = open_copy(run / 'replay', past.workdir / 'replay')
     try:
       plans = _plans(store, run, way)
-      recorded = {stage.name: recorded_groups(run, stage, past.prepared) for stage in config.stages if stage.recorded}
+      offline = [stage for stage in config.stages if isinstance(stage.source, Recorded)]
+      recorded = {stage.name: recorded_groups(run, stage, past.prepared) for stage in offline}
       enter_stage = stage_entrance(dataclasses.replace(past, workdir=run))
       state = await past.state(way.commit)
       for stage in past.stages:

@@ -25,7 +25,8 @@ def write(path, truths, ability='math'):
 def configured(tasksets, *scorers):
   config = load_file(str(ROOT / 'configs' / 'quickstart.py'), Config)
   names = tuple(taskset.name for taskset in tasksets)
-  stages = tuple(dataclasses.replace(stage, tasksets=names) if stage.explores else stage for stage in config.stages)
+  sft, grpo = config.stages
+  stages = (sft, dataclasses.replace(grpo, source=dataclasses.replace(grpo.source, tasksets=names)))
   rewards = RewardsConfig(scorers=scorers)
   return dataclasses.replace(config, tasksets=tuple(tasksets), stages=stages, evaluation=(), rewards=rewards)
 

@@ -18,7 +18,7 @@ from jaxrl_llm.rollout.vllm.server import VllmConfig
 @pytest.fixture(scope='module')
 def prepared(tmp_path_factory):
   config = load_file('configs/quickstart.py', Config)
-  overrides = {'tasksets.train.size': '4000', 'tasksets.eval.size': '4000', 'stages.sft.demonstrations.count': '400'}
+  overrides = {'tasksets.train.size': '4000', 'tasksets.eval.size': '4000', 'stages.sft.source.count': '400'}
   config = apply_overrides(config, {**overrides, 'evaluation.held_out.tasks': '24', 'rollout.engine': 'vllm'})
   return config, prepare(config, tmp_path_factory.mktemp('run'))
 

@@ -51,7 +51,7 @@ def test_a_run_whose_configuration_is_none_is_one_line(tmp_path, text):
 )
 def test_a_run_to_learn_from_whose_configuration_is_none_is_one_line(tmp_path, text):
   (tmp_path / 'config.json').write_text(text)
-  with pytest.raises(UserError, match=r'^stages\.learn\.recorded\.run: [^\n]* is not the directory of a run [^\n]*$'):
+  with pytest.raises(UserError, match=r'^stages\.learn\.source\.run: [^\n]* is not the directory of a run [^\n]*$'):
     _recorded_config('learn', tmp_path)
 
 

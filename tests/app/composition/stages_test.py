@@ -10,7 +10,7 @@ from paths import ROOT
 
 from jaxrl_llm.app.composition.prepare import preferences_file, prepare
 from jaxrl_llm.app.composition.stages import build_stages, model_spec
-from jaxrl_llm.app.schema import AlgorithmConfig, Config, CriticConfig, PairsConfig
+from jaxrl_llm.app.schema import AlgorithmConfig, Config, CriticConfig, Pairs
 from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.data.streams import all_rows, sample_lengths
@@ -34,9 +34,11 @@ def built(config: Config, lengths=None):
   return build_stages(config, build_mesh(MeshConfig(), jax.devices()[:1]), 30, lengths or {})
 
 
-def changed(name: str, **fields) -> Config:
-  """A shipped configuration whose last stage differs."""
+def changed(name: str, source=None, **fields) -> Config:
+  """A shipped configuration whose last stage differs, `source` in fields of its source."""
   config = config_of(name)
+  if source is not None:
+    fields['source'] = dataclasses.replace(config.stages[-1].source, **source)
   return dataclasses.replace(config, stages=(*config.stages[:-1], dataclasses.replace(config.stages[-1], **fields)))
 
 
@@ -67,8 +69,8 @@ def test_a_schedule_counts_the_updates_that_are_taken():
   [
     (changed('ppo.py', steps=120), 'critic_warmup=120 of 120 steps'),
     (changed('quickstart.py', critic=CriticConfig(init_from='x')), 'grpo has no critic'),
-    (changed('quickstart.py', selection=SelectionConfig(kind='pairs')), 'makes nothing of pairs'),
-    (changed('quickstart.py', selection=SelectionConfig(kind='shortest_correct')), 'use sft'),
+    (changed('quickstart.py', {'selection': SelectionConfig(kind='pairs')}), 'makes nothing of pairs'),
+    (changed('quickstart.py', {'selection': SelectionConfig(kind='shortest_correct')}), 'use sft'),
     (changed('quickstart.py', algorithm=AlgorithmConfig(name='dpo')), 'dpo learns from pairs'),
     (changed('quickstart.py', algorithm=AlgorithmConfig(name='mix')), 'mix learns from expert rows'),
     (changed('quickstart.py', algorithm=AlgorithmConfig(name='reward_model')), 'learns from pairs'),
@@ -78,10 +80,10 @@ def test_a_schedule_counts_the_updates_that_are_taken():
       "algorithm 'math:pi': wanted a pair of an options dataclass and a function",
     ),
     (changed('mix.py', minibatches=64), 'experts.ratio gives 32'),
-    (changed('mix.py', selection=SelectionConfig(kind='shortest_correct')), 'use sft|beside experts'),
     (changed('dpo.py:online', minibatches=32), 'groups_per_batch gives 16'),
-    (changed('dpo.py:online', group_size=1), 'makes no pair'),
-    (changed('dpo.py', selection=SelectionConfig(kind='mixed')), 'chooses among rollouts'),
+    (changed('dpo.py', algorithm=AlgorithmConfig(name='grpo')), 'grpo makes nothing of pairs'),
+    (changed('mix.py:sft', algorithm=AlgorithmConfig(name='grpo')), 'grpo learns from rollouts; give it'),
+    (changed('quickstart.py', algorithm=AlgorithmConfig(name='sft')), 'sft learns from demonstrations; give it'),
     (
       changed('dpo.py', algorithm=AlgorithmConfig(name='dpo', options={'reference': {'every': 1}})),
       'a reference that stands still',
@@ -117,7 +119,7 @@ def test_models_of_two_kinds_are_runs_of_their_own():
     model_spec(config, dataclasses.replace(spec, head='scalar', tie_word_embeddings=False))
 
 
-SMALL = {'tasksets.train.size': '2000', 'tasksets.eval.size': '2000', 'stages.sft.demonstrations.count': '200',
+SMALL = {'tasksets.train.size': '2000', 'tasksets.eval.size': '2000', 'stages.sft.source.count': '200',
          'evaluation.held_out.tasks': '24'}  # fmt: skip
 
 
@@ -125,11 +127,11 @@ def test_what_is_held_out_is_not_trained_on(tmp_path):
   sizes = {'preferences.train_pairs.size': '100', 'preferences.eval_pairs.size': '50'}
   config = config_of('dpo.py', **SMALL, **sizes)
   assert prepare(config, tmp_path / 'apart').spec.head == 'lm'
-  stage = dataclasses.replace(config.stages[-1], preferences=PairsConfig(train='train_pairs', held_out='train_pairs'))
+  stage = dataclasses.replace(config.stages[-1], source=Pairs(train='train_pairs', held_out='train_pairs'))
   with pytest.raises(UserError, match=r'train_pairs \(training\) and train_pairs \(held out\) share \d+ prompts'):
     prepare(dataclasses.replace(config, stages=(config.stages[0], stage)), tmp_path / 'same')
   with pytest.raises(UserError, match="no preferences 'other'"):
-    stage = dataclasses.replace(config.stages[-1], preferences=PairsConfig(train='other'))
+    stage = dataclasses.replace(config.stages[-1], source=Pairs(train='other'))
     prepare(dataclasses.replace(config, stages=(config.stages[0], stage)), tmp_path / 'none')
 
 
@@ -153,13 +155,11 @@ def test_pairs_of_a_taskset_say_nothing_that_the_taskset_says(tmp_path, field, v
     prepare(config, tmp_path)
 
 
-def test_a_sampler_is_of_the_stages_tasksets_and_of_stages_that_attempt_tasks():
+def test_a_sampler_is_of_the_stages_tasksets():
   with pytest.raises(
-    UserError, match=r"stages\.grpo\.sampler\.weights: of \['other'\], and the tasksets are \['train'\]"
+    UserError, match=r"stages\.grpo\.source\.sampler\.weights: of \['other'\], and the tasksets are \['train'\]"
   ):
-    changed('quickstart.py', sampler=SamplerConfig(weights={'other': 1.0}))
-  with pytest.raises(UserError, match=r'stages\.sft\.sampler: .* static data'):
-    config_of('quickstart.py', **{'stages.sft.sampler.order': 'sequential'})
+    changed('quickstart.py', {'sampler': SamplerConfig(weights={'other': 1.0})})
 
 
 def test_whoever_says_what_is_correct_has_to_judge_all_of_it(tmp_path):
@@ -188,7 +188,7 @@ def test_lengths_are_those_of_what_a_stage_reads(tmp_path):
   sizes = {'preferences.train_pairs.size': '100', 'preferences.eval_pairs.size': '50'}
   config = config_of('dpo.py:pairs', **SMALL, **sizes)
   lengths = prepare(config, tmp_path).lengths
-  rows = all_rows(tmp_path, preferences_file(config.stages[-1].preferences.train))
+  rows = all_rows(tmp_path, preferences_file(config.stages[-1].source.train))
   assert [row.label for row in rows[:4]] == [1, -1, 1, -1]
   assert list(lengths['dpo']) == [row.length for row in rows]
   assert len(sample_lengths(tmp_path, rows[0].source, unit=2, most=10)) <= 10

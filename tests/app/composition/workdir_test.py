@@ -111,14 +111,15 @@ def test_a_changed_configuration_is_refused_with_the_keys_that_differ_and_nothin
   (tmp_path / 'checkpoints' / '3').mkdir(parents=True)
   (tmp_path / 'checkpoints' / '3' / 'COMMIT').touch()
   written = (tmp_path / 'config.json').read_text()
-  stage = dataclasses.replace(config.stages[1], group_size=3)
+  grpo = config.stages[1]
+  stage = dataclasses.replace(grpo, source=dataclasses.replace(grpo.source, group_size=3))
   changed = dataclasses.replace(config, seed=7, stages=(config.stages[0], stage))
   with pytest.raises(UserError) as caught:
     workdir.adopt(changed)
   message = str(caught.value)
   assert '\n' not in message
   assert f'seed: {config.seed!r} in the run, 7 now' in message
-  assert f'group_size: {config.stages[1].group_size} in the run, 3 now' in message
+  assert f'group_size: {grpo.source.group_size} in the run, 3 now' in message
   assert 'learner' not in message  # only what differs
   assert f'--init_from={tmp_path}' in message
   assert (tmp_path / 'config.json').read_text() == written

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.app.composition.stages import build_processors, build_stages
-from jaxrl_llm.app.schema import AlgorithmConfig, Config, PastConfig, StageConfig
+from jaxrl_llm.app.schema import AlgorithmConfig, Config, PastConfig, Rollouts, StageConfig
 from jaxrl_llm.config.load import load_file
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.sample import Finish, Segment
@@ -163,7 +163,7 @@ def test_every_kind_of_the_catalogue_is_pure():
     assert [(m.reward, m.masked) for m in members] == before
 
 
-STAGE = dict(name='rl', algorithm=AlgorithmConfig(name='grpo'), steps=4, tasksets=('train',))
+STAGE = dict(name='rl', algorithm=AlgorithmConfig(name='grpo'), steps=4)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ STAGE = dict(name='rl', algorithm=AlgorithmConfig(name='grpo'), steps=4, taskset
 )
 def test_what_cannot_be_processed_is_refused_in_one_line(processors, words):
   with pytest.raises(UserError) as caught:
-    StageConfig(**STAGE, processors=tuple(processors))
+    StageConfig(**STAGE, source=Rollouts(tasksets=('train',), processors=tuple(processors)))
   assert '\n' not in str(caught.value) and all(word in str(caught.value) for word in words)
 
 
@@ -254,9 +254,10 @@ def test_what_a_stage_cannot_process_is_said_before_anything_is_loaded():
   """The quickstart's scorer is the verifier."""
   config = load_file('configs/quickstart.py', Config)
 
-  def build(**fields):
+  def build(minibatches=1, **fields):
     sft, grpo = config.stages
-    changed = dataclasses.replace(config, stages=(sft, dataclasses.replace(grpo, **fields)))
+    stage = dataclasses.replace(grpo, minibatches=minibatches, source=dataclasses.replace(grpo.source, **fields))
+    changed = dataclasses.replace(config, stages=(sft, stage))
     return build_stages(changed, build_mesh(changed.learner.mesh, jax.devices()[:1]), 29, {})
 
   shaped = lambda key: (ProcessorConfig(name='shape', options={'key': key}),)

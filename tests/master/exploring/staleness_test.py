@@ -3,7 +3,6 @@
 import asyncio
 import collections
 import contextlib
-import dataclasses
 import itertools
 import json
 import math
@@ -16,7 +15,7 @@ import optax
 import pytest
 from jax.sharding import Mesh
 
-from jaxrl_llm.app.schema import AlgorithmConfig, StageConfig
+from jaxrl_llm.app.schema import AlgorithmConfig, Rollouts, StageConfig
 from jaxrl_llm.batching.plan import pack_step, plan_shape
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.data.load import PackedStep
@@ -274,17 +273,18 @@ def test_a_signals_commit_keeps_what_had_ended(tmp_path, tokenizer):
   store.close()
 
 
-STAGE = dict(name='rl', algorithm=AlgorithmConfig(name='grpo'), steps=4, tasksets=('train',))
+STAGE = dict(name='rl', algorithm=AlgorithmConfig(name='grpo'), steps=4)
 
 
 def test_an_interval_that_the_bound_does_not_permit_is_refused_with_the_arithmetic():
   for bound, publish_every in itertools.product(range(4), range(1, 6)):
-    fields = {**STAGE, 'bound': bound, 'publish_every': publish_every}
+    source = Rollouts(tasksets=('train',), bound=bound, publish_every=publish_every)
     if publish_every <= bound + 1:
-      assert dataclasses.asdict(StageConfig(**fields))['publish_every'] == publish_every
+      assert StageConfig(**STAGE, source=source).source.publish_every == publish_every
       continue
     with pytest.raises(UserError) as caught:
-      StageConfig(**fields)
+      StageConfig(**STAGE, source=source)
     message = str(caught.value)
-    assert f'stages.rl.publish_every: {publish_every} > bound + 1 = {bound + 1}' in message and '\n' not in message
+    assert message.startswith(f'stages.rl.source.publish_every: {publish_every} > bound + 1 = {bound + 1}')
+    assert '\n' not in message
     assert f'raise bound to {publish_every - 1}' in message

@@ -1,0 +1,45 @@
+"""Reads the configuration that a run saved, config.json; the forms of earlier versions become today's."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+from jaxrl_llm.app.schema import Demonstrations, Pairs, Recorded, Rollouts, StageConfig
+from jaxrl_llm.config.annotations import field_types
+from jaxrl_llm.config.moved import moved_fields
+from jaxrl_llm.config.values import TAG
+from jaxrl_llm.core.files import parse_json
+
+_SOURCES = {'demonstrations': Demonstrations, 'preferences': Pairs, 'recorded': Recorded}
+"""Fields that chose what a stage learned from before it had a `source`; a stage with none of them rolled out."""
+
+
+def read_saved(file: pathlib.Path) -> Any:
+  """Returns the content of a run's config.json as `values.to_json` writes configurations today; checks no values.
+
+  Raises:
+    OSError: the file cannot be read.
+    ValueError: it holds no JSON.
+  """
+  saved = parse_json(file.read_text())
+  if isinstance(saved, dict) and isinstance(saved.get('stages'), list):
+    saved['stages'] = [_with_source(stage) for stage in saved['stages']]
+  return saved
+
+
+def _with_source(stage: Any) -> Any:
+  """Returns a saved stage with a source; fields without effect on the source's kind are left out."""
+  if not isinstance(stage, dict) or 'source' in stage:
+    return stage
+  chosen = next((name for name in _SOURCES if stage.get(name) is not None), None)
+  kind, inner = (_SOURCES[chosen], stage[chosen]) if chosen else (Rollouts, {})
+  if not isinstance(inner, dict):
+    return stage
+  former = moved_fields(StageConfig)
+  moved = {name: stage[name] for name in field_types(kind) if name in former and name in stage}
+  if isinstance(experts := moved.get('experts'), dict) and isinstance(experts.get('demonstrations'), dict):
+    moved['experts'] = {**experts, **experts['demonstrations']}
+    del moved['experts']['demonstrations']
+  kept = {name: value for name, value in stage.items() if name not in former}
+  return {**kept, 'source': {TAG: kind.__name__, **inner, **moved}}
