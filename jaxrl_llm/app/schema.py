@@ -162,7 +162,7 @@ class Rollouts:
   max_dropped_groups: int = 100
   """Groups without a scorable or selected sample allowed while one batch is collected; one more ends the run."""
   processors: tuple[ProcessorConfig, ...] = ()
-  """Processors applied in order to a finished group before selection; see `master.processors`."""
+  """Processors applied in order to a finished group before selection; see `master.exploring.processors`."""
   selection: SelectionConfig = SelectionConfig()
   """Rule for the samples of a finished group that are trained on."""
   experts: ExpertsConfig | None = None
