@@ -1,4 +1,4 @@
-"""Public names: what users' configurations, scorers, workflows and algorithms import.
+"""Public names: what users' configurations, scorers, workflows, engines and algorithms import.
 
 Names are imported on first use, because a scorer's worker process needs `Attempt` and not JAX. `api.pyi` shows them to
 type checkers.
@@ -47,6 +47,12 @@ _NAMES = (
   ('jaxrl_llm.core.records.sample', 'Finish Role Sample Segment'),
   ('jaxrl_llm.core.records.task', 'Message Task'),
   ('jaxrl_llm.tasks.tokenizer', 'Tokenizer'),
+  # Engines
+  ('jaxrl_llm.rollout.api', 'Engine Probe Weights'),
+  ('jaxrl_llm.rollout.engine', 'EngineSetting EngineSpec'),
+  ('jaxrl_llm.rollout.embedded.spec', 'embedded_engine'),
+  ('jaxrl_llm.rollout.vllm.spec', 'vllm_engine'),
+  ('jaxrl_llm.core.types', 'Version'),
   # Algorithms
   ('jaxrl_llm.learner.algorithm', 'Algorithm Annotation Closed Setting term'),
   ('jaxrl_llm.objectives.policy', 'clipped_surrogate sequence_log_ratio token_log_ratio'),

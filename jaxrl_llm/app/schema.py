@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from jaxrl_llm.config.moved import moved
+from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.optimizer import OptimizerConfig
 from jaxrl_llm.master.evaluation import SuiteConfig
@@ -25,7 +26,9 @@ from jaxrl_llm.parallel.mesh import MeshConfig
 from jaxrl_llm.replay.draw import DrawConfig
 from jaxrl_llm.rewards.api import RewardsConfig
 from jaxrl_llm.rollout.auxiliary import AuxiliaryConfig
+from jaxrl_llm.rollout.catalogue import ENGINES, engine_pair
 from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig
+from jaxrl_llm.rollout.engine import EngineSpec
 from jaxrl_llm.rollout.explorers.crew import ExplorersConfig
 from jaxrl_llm.rollout.vllm.server import VllmConfig
 from jaxrl_llm.rollout.workflow import WorkflowConfig
@@ -370,8 +373,11 @@ class StageConfig:
 class RolloutConfig:
   """Generation of completions: engine, lengths, sampling, workflow."""
 
-  engine: Literal['embedded', 'vllm'] = 'embedded'
-  """'embedded': a JAX sampler in the trainer's process; 'vllm': vLLM servers, see `vllm`."""
+  engine: str = 'embedded'
+  """Key of `rollout.catalogue.ENGINES` (`launch/train.py --list`), whose options are the field of that name here, or
+  your own engine as 'module:attribute'."""
+  engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  """With your own engine: fields of its options dataclass."""
   max_prompt_length: int
   """Longest prompt in tokens; tasks with longer prompts are skipped and counted."""
   max_response_length: int
@@ -402,6 +408,33 @@ class RolloutConfig:
         f'rollout.embedded.prefill_buckets: the largest is {longest}, prompts of max_prompt_length='
         f'{self.max_prompt_length} tokens want one of at least {self.max_prompt_length - 1}'
       )
+    if ':' not in self.engine:  # One of the user's own is imported when a run needs it.
+      engine_pair(self.engine)
+      if self.engine_options:
+        raise UserError(
+          f'rollout.engine_options: of your own engine, and this is {self.engine}; set rollout.{self.engine}'
+        )
+
+  @property
+  def engine_options_key(self) -> str:
+    """Key of the engine's options in the configuration."""
+    return f'rollout.{self.engine}' if self.engine in ENGINES else 'rollout.engine_options'
+
+  def engine_spec(self) -> EngineSpec:
+    """Returns the engine with its options; imports a user's own."""
+    options, make = engine_pair(self.engine)
+    if self.engine in ENGINES:
+      return make(getattr(self, self.engine))
+    spec = make(from_json(dict(self.engine_options), options, self.engine_options_key))
+    if not isinstance(spec, EngineSpec):
+      raise UserError(f'engine {self.engine!r}: made a {type(spec).__name__}, wanted an EngineSpec')
+    return spec
+
+  def engine_may_change(self) -> tuple[str, ...]:
+    """Prefixes of the keys of engines' options that a resumed run may change."""
+    specs = {f'rollout.{name}': make(getattr(self, name)) for name, (_, make) in ENGINES.items()}
+    specs[self.engine_options_key] = self.engine_spec()
+    return tuple(f'{key}.{name}' for key, spec in specs.items() for name in spec.may_change)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -474,10 +507,6 @@ class Config:
       for name in names:
         if names.count(name) > 1:
           raise UserError(f'{part}: {names.count(name)} are called {name!r}; give each its own name')
-    for suite in self.evaluation:
-      embedded = self.rollout.engine == 'embedded'
-      if embedded and suite.samples and suite.sampling.filtered and not self.rollout.embedded.filters:
-        raise UserError(f'evaluation.{suite.name}: top_p or top_k wants rollout.embedded.filters, which is off')
 
 
 def scored_tasksets(config: Config) -> set[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from jaxrl_llm.core.errors import UserError, one_line
@@ -31,3 +33,11 @@ def own_part(name: str, what: str) -> Any:
     return getattr(imported, attribute)
   except AttributeError:
     raise UserError(f'{what} {name!r}: module {module} has no {attribute!r}') from None
+
+
+def own_pair(name: str, what: str) -> tuple[type, Callable[..., Any]]:
+  """Imports a user-defined pair of an options dataclass and a function of it."""
+  pair = own_part(name, what)
+  if not (isinstance(pair, tuple) and len(pair) == 2 and dataclasses.is_dataclass(pair[0]) and callable(pair[1])):
+    raise UserError(f'{what} {name!r}: wanted a pair of an options dataclass and a function of it, got {pair!r}')
+  return pair

@@ -22,7 +22,6 @@ import psutil
 import times
 from paths import FIXTURES, ROOT
 
-from jaxrl_llm.app.composition.engines import PUBLISHED
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.families import tiny
@@ -35,6 +34,7 @@ from jaxrl_llm.rollout.vllm.fleet import Fleet
 from jaxrl_llm.rollout.vllm.publication import AdapterFolder, PublicationFolder
 from jaxrl_llm.rollout.vllm.replica import Replica
 from jaxrl_llm.rollout.vllm.server import Server, VllmConfig, server_commands
+from jaxrl_llm.rollout.vllm.spec import PUBLISHED
 from jaxrl_llm.weights.hf import write_config
 
 ENVIRONMENT = os.environ.get('JAXRL_LLM_VLLM_ENVIRONMENT', str(ROOT / '.venv-vllm'))

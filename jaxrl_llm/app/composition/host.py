@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl_llm.app.composition.engines import build_engine, needs_proof, publishes_adapters
+from jaxrl_llm.app.composition.engines import build_engine
 from jaxrl_llm.app.composition.prepare import (
   Prepared,
   demonstrations_file,
@@ -252,12 +252,13 @@ def recorded_groups(workdir: pathlib.Path, stage: StageConfig, prepared: Prepare
 def build_publisher(setup: Setup, engine: Engine | None) -> Publisher:
   """Builds the publisher that sends the parameters of all processes to process 0's `engine`."""
   config, model, process = setup.config, setup.model, setup.process
-  apart = publishes_adapters(config)
+  served = config.rollout.engine_spec()
+  apart = config.policy.lora is not None and served.adapters
   return Publisher(
     engine,
     Gatherer(process.mesh, None if apart else config.policy.lora),
     process.device,
-    prober=Prober(model, process.mesh, max_length=config.rollout.max_length) if needs_proof(config) else None,
+    prober=Prober(model, process.mesh, max_length=config.rollout.max_length) if served.served else None,
     changing=(lambda params: lora.split(params, model.spec, model.options)[0]) if apart else lambda params: params,
     events=process.events,
   )

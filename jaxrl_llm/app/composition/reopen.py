@@ -67,11 +67,11 @@ def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str,
     raise UserError(f"--config={spec}: the run's own configuration is used; --config.field=value changes it")
   config = apply_overrides(config_of_run(run), overrides)
   check_alone()
-  named = any(key.startswith('rollout.vllm.addresses') for key in overrides)
-  if config.rollout.engine == 'vllm' and config.rollout.vllm.addresses and not named:
+  addresses = f'{config.rollout.engine_options_key}.addresses'
+  if config.rollout.engine_spec().addresses and not any(key.startswith(addresses) for key in overrides):
     raise UserError(
-      "rollout.vllm.addresses: the run's own servers would be given old weights; use --config.rollout.engine=embedded, "
-      'or name others with --config.rollout.vllm.addresses=[…]'
+      f"{addresses}: the run's own servers would be given old weights; use --config.rollout.engine=embedded, or name "
+      f'others with --config.{addresses}=[…]'
     )
   explorers = config.rollout.explorers
   if explorers is None or explorers.listen is None or any(key.startswith('rollout.explorers') for key in overrides):

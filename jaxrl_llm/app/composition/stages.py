@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from absl import logging
 from jax.sharding import Mesh
 
+from jaxrl_llm.app.composition.engines import check_sampling
 from jaxrl_llm.app.schema import AlgorithmConfig, Config, CriticConfig, Pairs, Recorded, Rollouts, StageConfig
 from jaxrl_llm.batching.plan import plan_shape
 from jaxrl_llm.config.annotations import nearest
-from jaxrl_llm.config.own import own_part
+from jaxrl_llm.config.own import own_pair
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.algorithm import Algorithm, Setting
@@ -26,7 +25,6 @@ from jaxrl_llm.models.spec import ModelOptions, ModelSpec
 from jaxrl_llm.ops.logprobs import plan_token_chunk
 from jaxrl_llm.parallel.mesh import SEQUENCE, data_parallel_ranks
 from jaxrl_llm.parallel.rules import parts
-from jaxrl_llm.rollout.vllm.replica import SPECULATION
 
 
 def build_algorithm(config: AlgorithmConfig, setting: Setting) -> Algorithm:
@@ -34,10 +32,7 @@ def build_algorithm(config: AlgorithmConfig, setting: Setting) -> Algorithm:
   name = config.name
   if ':' not in name and name not in ALGORITHMS:
     raise UserError(f"algorithm {name!r}: unknown; {nearest(name, ALGORITHMS)}; one of your own is 'module:attribute'")
-  pair = own_part(name, 'algorithm') if ':' in name else ALGORITHMS[name]
-  if not _is_pair(pair):
-    raise UserError(f'algorithm {name!r}: wanted a pair of an options dataclass and a function of it, got {pair!r}')
-  options, make = pair
+  options, make = own_pair(name, 'algorithm') if ':' in name else ALGORITHMS[name]
   return make(from_json(dict(config.options), options, f'options of algorithm {name}'), setting)
 
 
@@ -46,17 +41,9 @@ def build_processors(configs: Sequence[ProcessorConfig]) -> tuple[tuple[str, Pro
   built = []
   for config in configs:
     kind = config.implementation
-    pair = own_part(kind, 'processor') if ':' in kind else PROCESSORS[kind]
-    if not _is_pair(pair):
-      raise UserError(f'processor {kind!r}: wanted a pair of an options dataclass and a function of it, got {pair!r}')
-    options, make = pair
+    options, make = own_pair(kind, 'processor') if ':' in kind else PROCESSORS[kind]
     built.append((config.name, make(from_json(dict(config.options), options, f'options of processor {config.name}'))))
   return tuple(built)
-
-
-def _is_pair(part: Any) -> bool:
-  """Whether `part` is a pair of an options dataclass and a function."""
-  return isinstance(part, tuple) and len(part) == 2 and dataclasses.is_dataclass(part[0]) and callable(part[1])
 
 
 def build_stages(
@@ -71,6 +58,7 @@ def build_stages(
   for stage in config.stages:
     stages.append(_stage(stage, config, mesh, start, vocab_size, lengths.get(stage.name, ())))
     start += stage.steps
+  check_sampling(config)
   return tuple(stages)
 
 
@@ -191,8 +179,6 @@ def _check_rollouts(stage: StageConfig, source: Rollouts, config: Config) -> Non
         f'{where}.minibatches: {stage.minibatches} want a part of each kind of rows, and source.{field} gives {units}; '
         'lower minibatches or raise it'
       )
-  if config.rollout.engine == 'vllm' and config.rollout.vllm.speculative:
-    raise UserError(f'rollout.vllm.args.speculative_config: stage {stage.name} samples rollouts; {SPECULATION}')
   _check_processors(stage.name, source, config)
   if source.past is not None and source.group_size % (stage.minibatches * source.unit):
     raise UserError(

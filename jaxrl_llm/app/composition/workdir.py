@@ -20,19 +20,9 @@ from jaxrl_llm.replay.committed import missing
 from jaxrl_llm.runtime.events import FILE as EVENTS_FILE
 from jaxrl_llm.runtime.writers import METRICS_FILE
 
-MAY_CHANGE = (
-  'rewards.workers',
-  'rollout.explorers',
-  *(
-    f'rollout.vllm.{name}'
-    for name in (
-      *('environment', 'servers', 'addresses', 'key_file', 'ca_file', 'env', 'devices', 'publish_dir', 'max_in_flight'),
-      *('transfer_deadline_s', 'start_deadline_s', 'latency_s', 'min_tokens_per_s', 'max_retries', 'max_restarts'),
-    )
-  ),
-)
-"""Prefixes of the keys that a resumed run may change: number, place and deadlines of its services, not what they
-compute."""
+MAY_CHANGE = ('rewards.workers', 'rollout.explorers')
+"""Prefixes of the keys that a resumed run may change, beside those of its engine: number, place and deadlines of its
+services, not what they compute."""
 ATTEMPT = 'attempt'
 """File with the number of the last start."""
 _MAX_DIGITS = 20
@@ -95,7 +85,8 @@ class Workdir:
       except ValueError as error:  # no JSON, or not even text
         raise UserError(f'{file}: not the configuration of a run ({error}); choose another --workdir') from error
       changes = difference(old, config)
-      changes = [change for change in changes if not change[0].startswith(MAY_CHANGE)]
+      may_change = (*MAY_CHANGE, *config.rollout.engine_may_change())
+      changes = [change for change in changes if not change[0].startswith(may_change)]
       if not changes:
         return
       if has_commits(self.path):

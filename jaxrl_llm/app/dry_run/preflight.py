@@ -6,16 +6,15 @@ import dataclasses
 import json
 import math
 import pathlib
-import shlex
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 from rich.console import Console
 
 from jaxrl_llm.app.composition.chosen import settle
-from jaxrl_llm.app.composition.engines import ENGINES, owned_commands
+from jaxrl_llm.app.composition.engines import engine_setting
 from jaxrl_llm.app.composition.prepare import prepare
 from jaxrl_llm.app.composition.scorers import SCORERS, build_scorers
 from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
@@ -33,10 +32,10 @@ from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.attention import chosen
 from jaxrl_llm.models.families import FAMILIES
-from jaxrl_llm.models.spec import ModelOptions, ModelSpec
+from jaxrl_llm.models.spec import ModelOptions
 from jaxrl_llm.parallel.mesh import build_mesh
 from jaxrl_llm.parallel.topology import CHIPS, parse_topology, topology_devices
-from jaxrl_llm.rollout.embedded.engine import build_programs
+from jaxrl_llm.rollout.catalogue import ENGINES
 from jaxrl_llm.tasks.processors import PROCESSORS
 from jaxrl_llm.tasks.sources import SOURCES
 from jaxrl_llm.tasks.taskset import taskset_loader
@@ -48,7 +47,7 @@ def print_list() -> None:
   first = lambda value: (value.__doc__ or '').strip().splitlines()[0]
   lines = [('family', name, family.description) for name, family in FAMILIES.items()]
   lines += [('algorithm', name, first(options)) for name, (options, _) in ALGORITHMS.items()]
-  lines += [('engine', name, description) for name, description in ENGINES.items()]
+  lines += [('engine', name, first(make)) for name, (_, make) in ENGINES.items()]
   lines += [('tasks', name, description) for name, description in SOURCES.items()]
   lines += [('of tasks', name, first(options)) for name, (options, _) in PROCESSORS.items()]
   lines += [('of groups', name, first(make)) for name, (_, make) in EXPERIENCE_PROCESSORS.items()]
@@ -100,8 +99,10 @@ def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = Non
       f'sequences a batch, arrays {_arrays(stage)} planned on {_known(prepared.lengths.get(stage.name))}, logits for '
       f'{stage.token_chunk} of {stage.shape.chunk_len} tokens at a time'
     )
+  engine, setting = config.rollout.engine_spec(), engine_setting(config, workdir, prepared)
   if topology is None:
-    _print_servers(config, console, workdir)
+    for name, command in engine.commands(setting).items():
+      console.print(f'engine {name}: {command}')
   console.print(held_table(mesh, held(stages, model, critic, mesh)))
   refused = []
   for stage in stages:
@@ -109,7 +110,7 @@ def print_plan(config: Config, workdir: pathlib.Path, topology: str | None = Non
       line, fits = compiled_line(program, mesh, chip)
       console.print(f'{program.name} of {stage.name}: {line}')
       refused += [] if fits else [f'{program.name} of {stage.name}']
-  for name, lowered in _engine_programs(config, prepared.spec, devices[0]):
+  for name, lowered in engine.programs(setting, devices[0]) if config.generates else ():
     line, fits = compiled_line(Program(name, lambda lowered=lowered: lowered, 0), mesh, chip)
     console.print(f'{name}, on one device: {line}')
     refused += [] if fits else [name]
@@ -125,27 +126,6 @@ def _options(config: Config, chip: str | None) -> ModelOptions:
   options = policy_options(config)
   absent = chip is not None and CHIPS[chip].platform == 'cuda'
   return dataclasses.replace(options, attention='blockwise') if absent and options.attention == 'auto' else options
-
-
-def _engine_programs(config: Config, spec: ModelSpec, device: jax.Device) -> Iterator[tuple[str, jax.stages.Lowered]]:
-  """Yields the programs of the embedded engine, which samples on one device."""
-  if config.rollout.engine != 'embedded' or not config.generates:
-    return
-  options = ModelOptions(dtype=config.policy.dtype, param_dtype=config.policy.param_dtype)
-  programs = build_programs(build_model(spec, options), config.rollout.embedded, config.rollout.max_length, device)
-  for (kind, detail), lowered in programs.lower(filtered=config.rollout.embedded.filters).items():
-    if kind != 'admit':
-      yield f'{kind} {detail}' if kind == 'prefill' else 'filtered decode' if detail else 'decode', lowered
-
-
-def _print_servers(config: Config, console: Console, workdir: pathlib.Path) -> None:
-  """Prints the command line of each server that the trainer would start."""
-  if config.rollout.engine != 'vllm' or config.rollout.vllm.addresses:
-    return
-  for i, command in enumerate(owned_commands(config, workdir)):
-    variables = [f'{name}={value}' for name, value in command.variables(pathlib.Path('MODULES')).items()]
-    line = shlex.join(['env', *variables, *command.argv(pathlib.Path('SOCKET'))])
-    console.print(f'engine vllm-{i}: {line}')
 
 
 def _sequences(config: Config, stage: Stage) -> str:

@@ -19,7 +19,7 @@ from absl import logging
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.api import Model
-from jaxrl_llm.rollout.api import Completion, Request, Weights
+from jaxrl_llm.rollout.api import Completion, Request, Sampling, Weights
 from jaxrl_llm.rollout.embedded.programs import Decoded, Programs
 from jaxrl_llm.rollout.embedded.scheduler import Job, Scheduler, Turn
 
@@ -47,6 +47,12 @@ class EmbeddedConfig:
         raise UserError(f'rollout.embedded.{name}: got {getattr(self, name)}, wanted at least 1')
     if any(bucket < 1 for bucket in self.prefill_buckets):
       raise UserError(f'rollout.embedded.prefill_buckets: got {self.prefill_buckets}, wanted positive token counts')
+
+  def unsupported(self, sampling: Sampling) -> str | None:
+    """Returns why an engine of this configuration cannot sample so; None if it can."""
+    if sampling.filtered and not self.filters:
+      return 'top_p or top_k wants rollout.embedded.filters, which is off'
+    return None
 
 
 def plan_buckets(buckets: tuple[int, ...], *, max_length: int) -> tuple[int, ...]:
@@ -200,8 +206,8 @@ class EmbeddedEngine:
         f'{where}: {len(request.stop_ids)} stop ids, wanted at most rollout.embedded.max_stop_ids '
         f'{self._config.max_stop_ids}'
       )
-    if request.sampling.filtered and not self._config.filters:
-      raise UserError(f'{where}: top_p or top_k asked for; set rollout.embedded.filters')
+    if reason := self._config.unsupported(request.sampling):
+      raise UserError(f'{where}: {reason}')
     return min(buckets)
 
   def _check_alive(self) -> None:

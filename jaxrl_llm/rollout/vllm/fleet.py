@@ -21,7 +21,7 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.api import Completion, Probe, Request, Weights
 from jaxrl_llm.rollout.vllm.publication import Publication, PublicationFolder
-from jaxrl_llm.rollout.vllm.replica import SPECULATION, Replica, State, Unproven
+from jaxrl_llm.rollout.vllm.replica import Replica, State, Unproven
 from jaxrl_llm.rollout.vllm.server import VllmConfig
 from jaxrl_llm.weights.tables import entries
 
@@ -409,11 +409,8 @@ class Fleet:
       raise UserError(
         f'{where}: token ids outside the vocabulary of {self._spec.vocab_size}; another tokenizer than the model?'
       )
-    temperature = request.sampling.temperature
-    if temperature > 2 or 0 < temperature < 0.01:
-      raise UserError(f'{where}: temperature {temperature:g}; vLLM samples at 0 (greedy) or from 0.01 to 2')
-    if self._config.speculative and temperature > 0:
-      raise UserError(f'{where}: temperature {temperature:g}; {SPECULATION}')
+    if reason := self._config.unsupported(request.sampling):
+      raise UserError(f'{where}: {reason}')
 
   async def _sample(self, request: Request, index: int, results: asyncio.Queue) -> None:
     try:

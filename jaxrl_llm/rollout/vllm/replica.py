@@ -21,7 +21,7 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Completion, Probe, Request
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.publication import Publication, digest, read_checked
-from jaxrl_llm.rollout.vllm.server import Server, lora_rank
+from jaxrl_llm.rollout.vllm.server import SPECULATION, Server, lora_rank
 from jaxrl_llm.rollout.vllm.transfer import FileTransfer, Transfer
 
 
@@ -261,10 +261,6 @@ class Replica:
 
 PROCESSED = 'processed_logprobs'
 """vLLM's name for logprobs of the distribution that it samples from."""
-SPECULATION = (
-  'with speculation only greedy requests are served: tokens that vLLM 0.32 samples with n-gram drafts at temperature '
-  '> 0 were measured to be off their distribution (a fifth with logprob -inf)'
-)
 
 
 def _check_model(where: str, tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], dtype: str) -> None:

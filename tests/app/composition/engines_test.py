@@ -6,13 +6,14 @@ import pathlib
 import pytest
 from aiohttp import web
 
-from jaxrl_llm.app.composition.engines import PUBLISHED, build_engine, publish_directory
+from jaxrl_llm.app.composition.engines import build_engine
 from jaxrl_llm.app.composition.prepare import prepare
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.rollout.vllm.server import VllmConfig
+from jaxrl_llm.rollout.vllm.spec import PUBLISHED, publish_directory
 
 
 @pytest.fixture(scope='module')

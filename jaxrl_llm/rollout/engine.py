@@ -1,0 +1,65 @@
+"""Engines as values: everything that a run asks about its engine besides tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+
+from jaxrl_llm.models.spec import LoraConfig, ModelSpec
+from jaxrl_llm.rollout.api import Engine, Sampling
+from jaxrl_llm.tasks.tokenizer import Tokenizer
+
+Run = Callable[..., Awaitable[Any]]
+"""Awaits `function(*args, **kwargs)` on the device thread of the trainer's process."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineSetting:
+  """Settings of the run available to an engine besides its options."""
+
+  spec: ModelSpec
+  """Architecture of the policy."""
+  dtype: str
+  """Data type of the policy's computation."""
+  param_dtype: str
+  """Data type of the policy's parameters."""
+  lora: LoraConfig | None
+  """Adapters that the policy trains; None: the whole model."""
+  max_length: int
+  """Length of the longest sequence in tokens, prompt included."""
+  seed: int
+  """Seed of all sampling."""
+  tokenizer: Tokenizer
+  """Tokenizer of the policy."""
+  text: str
+  """Text of one prompt of the run; '' if it has no tasks."""
+  workdir: pathlib.Path
+  """Run directory, for logs and files of servers."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+  """An engine with its options, before it is built."""
+
+  build: Callable[[EngineSetting, Run], Engine]
+  """Returns the engine, not started, in process 0 of the trainer."""
+  served: bool = False
+  """Whether servers outside the trainer's process sample. Their arithmetic differs from the trainer's, so each version
+  is published to them with a probe; an engine in the process runs the trainer's own model on its devices."""
+  adapters: bool = False
+  """Whether a policy with adapters is published as its base and then adapters alone; else merged."""
+  addresses: tuple[str, ...] = ()
+  """Running servers that it attaches to, as its option `addresses` names them; empty: it starts its own, or needs none.
+  They belong to the run, so programs that reopen a run must not load other weights into them."""
+  may_change: tuple[str, ...] = ()
+  """Names of options that a resumed run may change: number, place and deadlines of servers, not what they sample."""
+  unsupported: Callable[[Sampling], str | None] = lambda sampling: None
+  """Returns why the engine cannot sample with these parameters; None if it can. It can always sample greedily."""
+  programs: Callable[[EngineSetting, jax.Device], Iterable[tuple[str, jax.stages.Lowered]]] = lambda setting, device: ()
+  """Returns the named programs that it compiles for one device, for the memory table of `--dry_run`."""
+  commands: Callable[[EngineSetting], Mapping[str, str]] = lambda setting: {}
+  """Returns the shell commands of the servers that it starts, by server name, for `--dry_run`."""

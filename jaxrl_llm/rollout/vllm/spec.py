@@ -1,0 +1,168 @@
+"""vLLM servers as an engine value: their commands, replicas and publication folder."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import secrets
+import shlex
+import shutil
+from collections.abc import Mapping
+
+from jaxrl_llm.core.disk import write_durably
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.net.connections import read_key
+from jaxrl_llm.rollout.engine import EngineSetting, EngineSpec, Run
+from jaxrl_llm.rollout.vllm.client import VllmClient
+from jaxrl_llm.rollout.vllm.fleet import Fleet
+from jaxrl_llm.rollout.vllm.publication import AdapterFolder, PublicationFolder
+from jaxrl_llm.rollout.vllm.replica import Replica
+from jaxrl_llm.rollout.vllm.server import Server, ServerCommand, VllmConfig, server_commands
+from jaxrl_llm.rollout.vllm.transfer import Transfer, build_transfer
+from jaxrl_llm.weights.hf import write_config
+
+PUBLISHED = 'vllm/published'
+"""File in the run directory that holds the path of the publication folder."""
+SHARED_MEMORY = pathlib.Path('/dev/shm')
+_PUBLISHES = re.compile(r'jaxrl_llm-[0-9a-f]{16}')
+"""Names of publication folders."""
+
+
+def vllm_engine(config: VllmConfig) -> EngineSpec:
+  """vLLM servers, started by the trainer or attached by address."""
+  return EngineSpec(
+    build=lambda setting, run: _fleet(config, setting, run),
+    served=True,
+    adapters=config.lora == 'adapter',
+    addresses=config.addresses,
+    may_change=(
+      *('environment', 'servers', 'addresses', 'key_file', 'ca_file', 'env', 'devices', 'publish_dir', 'max_in_flight'),
+      *('transfer_deadline_s', 'start_deadline_s', 'latency_s', 'min_tokens_per_s', 'max_retries', 'max_restarts'),
+    ),
+    unsupported=config.unsupported,
+    commands=lambda setting: _lines(config, setting),
+  )
+
+
+def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
+  published = publish_directory(config, setting.workdir)
+  if config.addresses:
+    key = read_key(config.key_file, 'rollout.vllm.key_file')
+    replicas = [
+      Replica(
+        f'vllm-{i}',
+        client=VllmClient(address, key=key, ca_file=config.ca_file, name=f'vllm-{i}'),
+        server=None,
+        transfer=_transfer(config, setting, i),
+      )
+      for i, address in enumerate(config.addresses)
+    ]
+  else:
+    replicas = _owned(config, setting, published)
+  # Servers of other users may read a configured directory; shared memory is for this user's servers only.
+  layout = dict(dtype=_dtype(config, setting), private=config.publish_dir is None)
+  if _adapter_rank(config, setting):
+    folder = AdapterFolder(published, setting.spec, lora=setting.lora, **layout)
+  else:
+    folder = PublicationFolder(published, setting.spec, **layout)
+  return Fleet(
+    replicas,
+    config,
+    spec=setting.spec,
+    folder=folder,
+    adapter_rank=_adapter_rank(config, setting),
+    dtype=_dtype(config, setting),
+    max_length=setting.max_length,
+    seed=setting.seed,
+    run=run,
+    check_tokenizer=lambda replica: _check_tokenizer(replica, setting),
+  )
+
+
+def publish_directory(config: VllmConfig, workdir: pathlib.Path) -> pathlib.Path:
+  """Returns this start's own folder, in shared memory or below the configured directory; removes a killed start's.
+
+  The name is random: the guards of a killed start may still be about to remove its folder, and runs on several hosts
+  may share the directory.
+  """
+  root = config.publish_dir
+  if root is None and not SHARED_MEMORY.is_dir():
+    raise UserError(f'{SHARED_MEMORY}: missing on this machine; name a directory in rollout.vllm.publish_dir')
+  record = workdir / PUBLISHED
+  if record.exists():
+    left = pathlib.Path(record.read_text(errors='replace'))
+    if _PUBLISHES.fullmatch(left.name):  # A truncated record may name a folder in other use.
+      shutil.rmtree(left, ignore_errors=True)
+  directory = pathlib.Path(root or SHARED_MEMORY).absolute() / f'jaxrl_llm-{secrets.token_hex(8)}'
+  record.parent.mkdir(parents=True, exist_ok=True)
+  write_durably(record, str(directory))
+  return directory
+
+
+def _commands(config: VllmConfig, setting: EngineSetting) -> list[ServerCommand]:
+  """Commands of the servers that the trainer starts; the model directory need not exist yet."""
+  return server_commands(
+    config,
+    _model(setting),
+    dtype=_dtype(config, setting),
+    max_model_len=setting.max_length,
+    adapter_rank=_adapter_rank(config, setting),
+  )
+
+
+def _lines(config: VllmConfig, setting: EngineSetting) -> Mapping[str, str]:
+  """Shell commands of the owned servers, by name, with placeholders for what is made at their start."""
+  lines = {}
+  for i, command in enumerate([] if config.addresses else _commands(config, setting)):
+    variables = [f'{name}={value}' for name, value in command.variables(pathlib.Path('MODULES')).items()]
+    lines[f'vllm-{i}'] = shlex.join(['env', *variables, *command.argv(pathlib.Path('SOCKET'))])
+  return lines
+
+
+def _adapter_rank(config: VllmConfig, setting: EngineSetting) -> int:
+  """Rank of the adapters that the servers load; 0 for merged weights."""
+  return setting.lora.rank if setting.lora is not None and config.lora == 'adapter' else 0
+
+
+def _model(setting: EngineSetting) -> pathlib.Path:
+  """Directory where the servers find the policy's config.json."""
+  return setting.workdir.absolute() / 'vllm'
+
+
+def _dtype(config: VllmConfig, setting: EngineSetting) -> str:
+  """Data type of the servers and of the weights published to them."""
+  return setting.dtype if config.dtype == 'policy' else config.dtype
+
+
+def _owned(config: VllmConfig, setting: EngineSetting, published: pathlib.Path) -> list[Replica]:
+  commands, logs = _commands(config, setting), setting.workdir.absolute() / 'logs'
+  _model(setting).mkdir(parents=True, exist_ok=True)
+  write_config(
+    _model(setting),
+    setting.spec,
+    dtype=_dtype(config, setting),
+    eos_ids=setting.tokenizer.stop_ids,
+    pad_id=setting.tokenizer.pad_id,
+  )
+  servers = [
+    Server(command, name=f'vllm-{i}', log=logs / f'vllm-{i}.log', remove=(published,))
+    for i, command in enumerate(commands)
+  ]
+  return [
+    Replica(s.name, client=VllmClient(s.address, name=s.name), server=s, transfer=_transfer(config, setting, i))
+    for i, s in enumerate(servers)
+  ]
+
+
+def _transfer(config: VllmConfig, setting: EngineSetting, i: int) -> Transfer:
+  return build_transfer(config, i, log=setting.workdir.absolute() / 'logs' / f'vllm-{i}-sender.log')
+
+
+async def _check_tokenizer(replica: Replica, setting: EngineSetting) -> None:
+  """Raises UserError if the server's tokenizer differs from the policy's on a prompt; passes servers without one."""
+  served, wanted = await replica.client.tokenize(setting.text), setting.tokenizer.encode(setting.text)
+  if served is not None and served != wanted:
+    raise UserError(
+      f'engine {replica.name} ({replica.client.address}): reads {setting.text[:40]!r} as tokens {served[:8]}, the '
+      f"policy as {wanted[:8]}; serve it with the policy's tokenizer"
+    )
