@@ -19,9 +19,9 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.client import Lost, Refused, RemoteError
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Completion, Probe, Request
-from jaxrl_llm.rollout.vllm.client import VllmClient
+from jaxrl_llm.rollout.vllm.api import EngineServer, ServerProcess
 from jaxrl_llm.rollout.vllm.publication import Publication, digest, read_checked
-from jaxrl_llm.rollout.vllm.server import SPECULATION, Server, lora_rank
+from jaxrl_llm.rollout.vllm.server import SPECULATION, lora_rank
 from jaxrl_llm.rollout.vllm.transfer import FileTransfer, Transfer
 
 
@@ -42,9 +42,12 @@ class Unproven(Exception):
 class Replica:
   """State of one server: its client, its proven versions and its load."""
 
-  def __init__(self, name: str, *, client: VllmClient, server: Server | None, transfer: Transfer | None = None):
+  def __init__(
+    self, name: str, *, client: EngineServer, server: ServerProcess | None, transfer: Transfer | None = None
+  ):
     """
     Args:
+      client: access to the server.
       server: process of an owned server; None for an attached one.
       transfer: weight transfer, used by this replica alone; None = from files.
     """
@@ -80,7 +83,7 @@ class Replica:
     """Seconds for which the last transaction stopped sampling."""
 
   async def generate(self, request: Request, index: int, *, seed: int, deadline_s: float) -> Completion:
-    """Wraps `VllmClient.generate` and counts the request, for which adapter updates on CPUs wait."""
+    """Wraps `EngineServer.generate` and counts the request, for which adapter updates on CPUs wait."""
     self._sampling += 1
     self._drained.clear()
     try:

@@ -14,10 +14,11 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from jaxrl_llm.core.net.client import Lost, Refused
 from jaxrl_llm.core.process.child import Child
+from jaxrl_llm.rollout.vllm.api import EngineServer
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.publication import Publication
 from jaxrl_llm.rollout.vllm.server import WORKER, WORKER_MODULE, VllmConfig, check_transfer
@@ -34,14 +35,17 @@ _LAST_LINES = 5
 """Log lines shown when a sender exits by itself."""
 
 
+_Server = TypeVar('_Server', bound=EngineServer, contravariant=True)
+
+
 @runtime_checkable
-class Transfer(Protocol):
+class Transfer(Protocol[_Server]):
   """Transfers publications to one server."""
 
   backend: str
-  """vLLM's name of the backend in `--weight-transfer-config`."""
+  """Name in messages; of vLLM's servers that in `--weight-transfer-config`."""
 
-  async def connect(self, client: VllmClient) -> None:
+  async def connect(self, client: _Server) -> None:
     """Sets up the transfer, once per start of the server, before the first `send`.
 
     Raises:
@@ -49,7 +53,7 @@ class Transfer(Protocol):
     """
     ...
 
-  async def send(self, client: VllmClient, publication: Publication, *, deadline_s: float) -> None:
+  async def send(self, client: _Server, publication: Publication, *, deadline_s: float) -> None:
     """Loads a publication into the paused server.
 
     Raises:

@@ -1,0 +1,114 @@
+"""What a fleet asks of its servers. vLLM's provide it through `VllmClient` and `Server`.
+
+Invariant: a call raises `Lost` when the server's state is unknown, and `Refused` when the server works but rejects the
+call; a replica restarts or brings back a lost server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float32
+
+from jaxrl_llm.rollout.api import Completion, Request
+from jaxrl_llm.rollout.vllm.publication import Publication
+
+
+@runtime_checkable
+class EngineServer(Protocol):
+  """Access to one server: what it serves, samples and holds. A `Transfer` brings weights into it."""
+
+  name: str
+  """Name in segments and messages."""
+  address: str
+  """Place in messages."""
+  adapter: Publication | None
+  """Adapter that completions use; None = the base model. A replica that loses the server resets it."""
+
+  async def is_healthy(self) -> bool:
+    """Whether the server answers at all."""
+    ...
+
+  async def max_model_len(self) -> int:
+    """Returns the server's longest sequence in tokens; raises UserError if the address has no usable server."""
+    ...
+
+  async def weights(self) -> list[dict[str, Any]]:
+    """Describes what each worker of the server holds.
+
+    Returns:
+      One mapping per worker: `tensors` (Hugging Face name to shape, dtype and slice), `device`, and, where they apply,
+      `logprobs_mode`, `speculative` and `adapter_rank`.
+    """
+    ...
+
+  async def warm_up(self, *, sampled: bool, deadline_s: float) -> None:
+    """Triggers lazy compilation, of sampling at a temperature above 0 too if `sampled`."""
+    ...
+
+  async def generate(self, request: Request, index: int, *, seed: int, deadline_s: float) -> Completion:
+    """Samples completion `index` of a request; the server, or this call's cancellation, aborts it at the deadline.
+
+    The tokens depend on `seed`, the request's key and `index` alone, and each segment names the published version that
+    sampled it.
+    """
+    ...
+
+  async def prompt_logprobs(self, tokens: Sequence[int], *, deadline_s: float) -> Float32[np.ndarray, 'time']:
+    """Returns the logprob of each token given its prefix, at temperature 1; 0 for the first."""
+    ...
+
+  async def pause(self) -> None:
+    """Suspends sampling; running requests are kept until `resume`."""
+    ...
+
+  async def resume(self) -> None: ...
+
+  async def digests(self, *, deadline_s: float) -> list[dict[str, str]]:
+    """Returns the digests of the loaded tensors by name, computed from what is loaded, one mapping per worker."""
+    ...
+
+  async def set_version(self, publication: Publication) -> None:
+    """Labels the tokens sampled from now on with the publication."""
+    ...
+
+  async def served_label(self) -> str:
+    """Returns the label of newly sampled tokens; of a server started by somebody else it is none of this run's."""
+    ...
+
+  async def reset_cache(self) -> None:
+    """Clears the KV cache, which holds keys and values of the earlier weights."""
+    ...
+
+  async def tokenize(self, text: str) -> list[int] | None:
+    """Tokenizes without special tokens; None if the server has no tokenizer."""
+    ...
+
+  async def close(self) -> None:
+    """Ends the access; the server goes on."""
+    ...
+
+
+@runtime_checkable
+class ServerProcess(Protocol):
+  """Process of an owned server, which can be started again after `stop`. An attached server has none."""
+
+  def start(self) -> None:
+    """Starts the process without waiting for it."""
+    ...
+
+  async def ready(self, *, deadline_s: float) -> None:
+    """Waits until the server answers. Raises RunError with the reason if it does not."""
+    ...
+
+  def is_running(self) -> bool: ...
+
+  async def stop(self) -> None:
+    """Stops the process and waits for its end."""
+    ...
+
+  async def close(self) -> None:
+    """Stops the process and removes its files."""
+    ...
