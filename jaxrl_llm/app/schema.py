@@ -374,7 +374,7 @@ class RolloutConfig:
   """Generation of completions: engine, lengths, sampling, workflow."""
 
   engine: str = 'embedded'
-  """Key of `rollout.catalogue.ENGINES` (`launch/train.py --list`), whose options are the field of that name here, or
+  """Key of `rollout.catalogue.ENGINES` (`jaxrl train --list`), whose options are the field of that name here, or
   your own engine as 'module:attribute'."""
   engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """With your own engine: fields of its options dataclass."""
@@ -412,7 +412,8 @@ class RolloutConfig:
       engine_pair(self.engine)
       if self.engine_options:
         raise UserError(
-          f'rollout.engine_options: of your own engine, and this is {self.engine}; set rollout.{self.engine}'
+          f'rollout.engine_options: apply only to an engine of your own, and rollout.engine is {self.engine!r}; set '
+          f'rollout.{self.engine} instead, and leave engine_options empty'
         )
 
   @property

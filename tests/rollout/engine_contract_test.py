@@ -1,23 +1,50 @@
-"""The contract of engines, against the embedded one and against a fleet of fake servers (the real ones: vllm_test)."""
+"""The contract of engines, against those of the catalogue and one of a user's own, as a configuration names them.
+
+vLLM's servers are fake here (the real ones: vllm_test).
+"""
 
 import asyncio
+import pathlib
 
 import engine_contract
 import pytest
 import serving
 from fake_vllm import FakeServer, Sampled
 
+from jaxrl_llm.app.schema import RolloutConfig
+from jaxrl_llm.config.values import to_json
 from jaxrl_llm.parallel.device import DeviceThread
-from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig, EmbeddedEngine
+from jaxrl_llm.rollout.api import Engine
+from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig
+from jaxrl_llm.rollout.engine import EngineSetting
+from jaxrl_llm.rollout.vllm.server import VllmConfig
+from jaxrl_llm.tasks.tokenizer import TokenizerConfig, build_tokenizer
 
 MODEL = serving.model_of('qwen2', tied=True)
 CONFIG = EmbeddedConfig(slots=8, prefill_rows=2, prefill_buckets=(16, 400), decode_steps=8, filters=False)
+OWN = {'engine': 'fixtures.own_engine:ENGINE', 'engine_options': {'embedded': to_json(CONFIG)}}
 
 
-def test_embedded_engine():
+def built(folder: pathlib.Path, **rollout) -> Engine:
+  config = RolloutConfig(max_prompt_length=300, max_response_length=serving.LENGTH - 300, **rollout)
+  setting = EngineSetting(
+    spec=MODEL.spec,
+    dtype='float32',
+    param_dtype='float32',
+    lora=None,
+    max_length=serving.LENGTH,
+    seed=3,
+    tokenizer=build_tokenizer(TokenizerConfig(), ['1+1=2'], folder / 'tokenizer'),
+    text='1+1',
+    workdir=folder,
+  )
+  return config.engine_spec().build(setting, DeviceThread().run)
+
+
+@pytest.mark.parametrize('rollout', [{'embedded': CONFIG}, OWN], ids=['embedded', 'own'])
+def test_engine_in_the_process(rollout, tmp_path):
   async def main():
-    thread = DeviceThread()
-    engine = EmbeddedEngine(MODEL, CONFIG, max_length=serving.LENGTH, seed=3, run=thread.run)
+    engine = built(tmp_path, **rollout)
     await engine.start()
     await engine_contract.hold(engine, MODEL, atol=1e-4)
     await engine_contract.hold_closed(engine)
@@ -31,9 +58,11 @@ def test_fleet_of_fake_servers(tmp_path):
     shape = dict(max_model_len=serving.LENGTH, vocab_size=serving.VOCAB)
     servers = [FakeServer(Sampled(MODEL.spec, config=CONFIG), **shape) for _ in range(2)]
     addresses = [await server.start(uds=str(tmp_path / f'{i}.sock')) for i, server in enumerate(servers)]
-    async with serving.attached(MODEL, addresses, tmp_path) as fleet:
-      await engine_contract.hold(fleet, MODEL, atol=1e-4)
-      await engine_contract.hold_closed(fleet)
+    vllm = VllmConfig(addresses=tuple(addresses), publish_dir=str(tmp_path / 'published'))
+    fleet = built(tmp_path, engine='vllm', vllm=vllm)
+    await fleet.start()
+    await engine_contract.hold(fleet, MODEL, atol=1e-4)
+    await engine_contract.hold_closed(fleet)
     for server in servers:
       await server.close()
 

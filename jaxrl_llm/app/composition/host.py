@@ -252,13 +252,13 @@ def recorded_groups(workdir: pathlib.Path, stage: StageConfig, prepared: Prepare
 def build_publisher(setup: Setup, engine: Engine | None) -> Publisher:
   """Builds the publisher that sends the parameters of all processes to process 0's `engine`."""
   config, model, process = setup.config, setup.model, setup.process
-  served = config.rollout.engine_spec()
-  apart = config.policy.lora is not None and served.adapters
+  spec = config.rollout.engine_spec()
+  apart = config.policy.lora is not None and spec.adapters
   return Publisher(
     engine,
     Gatherer(process.mesh, None if apart else config.policy.lora),
     process.device,
-    prober=Prober(model, process.mesh, max_length=config.rollout.max_length) if served.served else None,
+    prober=Prober(model, process.mesh, max_length=config.rollout.max_length) if spec.served else None,
     changing=(lambda params: lora.split(params, model.spec, model.options)[0]) if apart else lambda params: params,
     events=process.events,
   )

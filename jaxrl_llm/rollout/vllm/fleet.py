@@ -1,4 +1,4 @@
-"""One engine over several vLLM servers: dispatch, weight publication and recovery from server failures.
+"""One engine over several servers: dispatch, weight publication and recovery from server failures.
 
 Invariant: each completion is returned once, and each of its tokens was sampled under a version that its server was
 proven to hold. Requests in flight on a lost server are retried.
@@ -44,7 +44,7 @@ class _Current:
 
 
 class Fleet:
-  """Engine that samples from vLLM servers; see `rollout.api.Engine` for the methods' contracts.
+  """Engine that samples from servers; see `rollout.api.Engine` for the methods' contracts.
 
   A weight update clears a server's KV cache: running completions recompute theirs with the new weights, and their later
   tokens form a new segment. With adapters, a running completion keeps its adapter to its end.
