@@ -1,7 +1,20 @@
-"""Blockwise attention in plain JAX: memory linear in time, forward and backward, on any platform.
+"""FlashAttention-2 in plain JAX: attention whose memory is linear in time, forward and backward, on any platform.
 
-Invariant: only the current block of scores is materialised. The backward pass recomputes probabilities from the outputs
-and the logarithm of each row's normaliser, as FlashAttention-2 does (arXiv:2307.08691).
+Source: Dao 2023 (arXiv:2307.08691), algorithms 1 and 2, with the online softmax of Milakov and Gimelshein 2018
+(arXiv:1805.02867). Invariant: only one block of scores is materialised, S = Q Kᵀ / √head_dim for a block of queries Q
+and a block of keys K.
+
+Forward, for each Q over the blocks K, V that it may see (from row_max = -∞, row_sum = 0, acc = 0):
+
+  row_max' = max(row_max, rowmax(S));  P = exp(S - row_max');  rescale = exp(row_max - row_max')
+  row_sum' = rescale · row_sum + rowsum(P);  acc' = rescale · acc + P V
+  at the end:  O = acc / row_sum;  lse = row_max + log(row_sum)
+
+Backward, from O, lse and dO, with P recomputed instead of stored:
+
+  delta = rowsum(dO ∘ O)
+  P = exp(S - lse);  dP = dO Vᵀ;  dS = P ∘ (dP - delta)
+  dV += Pᵀ dO;  dQ += dS K / √head_dim;  dK += dSᵀ Q / √head_dim
 """
 
 from __future__ import annotations
@@ -17,6 +30,14 @@ from jaxrl_llm.ops.places import FLOOR, MASKED, Places, visible
 
 BLOCK = 128
 """Number of queries, and of keys, in a block."""
+
+
+_Queries = Float[Array, 'batch time heads head_dim']
+_Keys = Float[Array, 'batch keys kv_heads head_dim']
+# One row of the batch, in blocks:
+_QueryBlocks = Float[Array, 'blocks kv_heads rows head_dim']
+_KeyBlocks = Float[Array, 'key_blocks kv_heads key_block head_dim']
+_Statistic = Float[Array, 'blocks kv_heads rows 1']
 
 
 class _Rule(NamedTuple):
@@ -46,34 +67,43 @@ def blockwise(
   return _attend(query, key, value, of_queries, of_keys, _Rule(window, softcap, block))
 
 
+class _Residuals(NamedTuple):
+  """Values that the forward pass saves for the backward pass."""
+
+  query: _Queries
+  key: _Keys
+  value: _Keys
+  of_queries: Places
+  of_keys: Places
+  out: _Queries
+  lse: Float[Array, 'batch blocks kv_heads rows 1']
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend(query, key, value, of_queries, of_keys, rule):
+def _attend(query: _Queries, key: _Keys, value: _Keys, of_queries: Places, of_keys: Places, rule: _Rule) -> _Queries:
   return _forward(query, key, value, of_queries, of_keys, rule)[0]
 
 
-def _forward(query, key, value, of_queries, of_keys, rule):
-  """Returns the outputs and the residuals for the backward pass."""
+def _forward(
+  query: _Queries, key: _Keys, value: _Keys, of_queries: Places, of_keys: Places, rule: _Rule
+) -> tuple[_Queries, _Residuals]:
   rows = _Rows.of(query, key, value, of_queries, of_keys, rule)
-  mixed, normalizer = jax.lax.map(lambda row: _forward_row(row, rule), rows)
-  out = _unblocked(mixed, like=query)
-  return out, (query, key, value, of_queries, of_keys, out, normalizer)
+  out, lse = jax.lax.map(lambda row: _forward_row(row, rule), rows)
+  out = _unblocked(out, like=query)
+  return out, _Residuals(query, key, value, of_queries, of_keys, out, lse)
 
 
-def _backward(rule, saved, gradient):
-  query, key, value, of_queries, of_keys, out, normalizer = saved
-  rows = _Rows.of(query, key, value, of_queries, of_keys, rule)
-  statistics = normalizer.dtype
-  # Softmax's correction of each row's gradient: Σ probability × its gradient, which equals output · gradient.
-  taken = (out.astype(statistics) * gradient.astype(statistics)).sum(-1, keepdims=True)
-  kv_heads = key.shape[2]
-  of_rows = functools.partial(_blocked, kv_heads=kv_heads, block=rows.query_block)
-  of_query, of_key, of_value = jax.lax.map(
-    lambda row: _backward_row(*row, rule), (rows, of_rows(gradient), of_rows(taken), normalizer)
-  )
+def _backward(rule: _Rule, residuals: _Residuals, dout: _Queries) -> tuple[_Queries, _Keys, _Keys, None, None]:
+  """Returns the gradients of queries, keys and values; places have none."""
+  *arguments, out, lse = residuals
+  rows = _Rows.of(*arguments, rule)
+  delta = (out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1, keepdims=True)
+  blocked = functools.partial(_blocked, kv_heads=residuals.key.shape[2], block=rows.query_block)
+  dq, dk, dv = jax.lax.map(lambda row: _backward_row(*row, rule), (rows, blocked(dout), blocked(delta), lse))
   return (
-    _unblocked(of_query, like=query),
-    _unblocked(of_key, like=key),
-    _unblocked(of_value, like=value),
+    _unblocked(dq, like=residuals.query),
+    _unblocked(dk, like=residuals.key),
+    _unblocked(dv, like=residuals.value),
     None,
     None,
   )
@@ -101,11 +131,11 @@ class _Rows(NamedTuple):
     return self.of_queries.positions.shape[-1]
 
   @classmethod
-  def of(cls, query, key, value, of_queries, of_keys, rule) -> _Rows:
+  def of(cls, query: _Queries, key: _Keys, value: _Keys, of_queries: Places, of_keys: Places, rule: _Rule) -> _Rows:
     kv_heads = key.shape[2]
     block, key_block = min(rule.block, query.shape[1]), min(rule.block, key.shape[1])
     of_queries, of_keys = _placed(of_queries, block), _placed(of_keys, key_block)
-    first, end = _walks(of_queries, of_keys, rule.window)
+    first, end = _ranges(of_queries, of_keys, rule.window)
     return cls(
       _blocked(query, kv_heads=kv_heads, block=block),
       _blocked(key, kv_heads=kv_heads, block=key_block),
@@ -117,15 +147,20 @@ class _Rows(NamedTuple):
     )
 
 
-def _blocked(x: Float[Array, 'batch time heads n'], *, kv_heads: int, block: int) -> Array:
-  """Reshapes to `[batch, blocks, kv_heads, heads / kv_heads · block, n]`, padded with zeros."""
+def _blocked(
+  x: Float[Array, 'batch time heads n'], *, kv_heads: int, block: int
+) -> Float[Array, 'batch blocks kv_heads rows n']:
+  """Splits into blocks of `rows` = heads / kv_heads · block, padded with zeros."""
   batch, time, heads, n = x.shape
   x = jnp.pad(x, ((0, 0), (0, -time % block), (0, 0), (0, 0)))
   x = x.reshape(batch, -1, block, kv_heads, heads // kv_heads, n)
   return x.transpose(0, 1, 3, 4, 2, 5).reshape(batch, -1, kv_heads, heads // kv_heads * block, n)
 
 
-def _unblocked(x: Float[Array, 'batch blocks kv_heads rows n'], *, like: Float[Array, 'batch time heads n']) -> Array:
+def _unblocked(
+  x: Float[Array, 'batch blocks kv_heads rows n'], *, like: Float[Array, 'batch time heads n']
+) -> Float[Array, 'batch time heads n']:
+  """Inverts `_blocked`, with the shape and dtype of `like`."""
   batch, time, heads, n = like.shape
   blocks, kv_heads = x.shape[1:3]
   x = x.reshape(batch, blocks, kv_heads, heads // kv_heads, -1, n).transpose(0, 1, 4, 2, 3, 5)
@@ -138,7 +173,9 @@ def _placed(places: Places, block: int) -> Places:
   return Places(fill(places.segment_ids), fill(places.positions))
 
 
-def _walks(of_queries: Places, of_keys: Places, window: int | None) -> tuple[Array, Array]:
+def _ranges(
+  of_queries: Places, of_keys: Places, window: int | None
+) -> tuple[Int[Array, 'batch blocks'], Int[Array, 'batch blocks']]:
   """Returns first and end of the blocks of keys that each block of queries may see; both 0 if there are none.
 
   A block of keys is skipped if all of it lies after the block's last query, or before the first key visible to its
@@ -155,7 +192,7 @@ def _walks(of_queries: Places, of_keys: Places, window: int | None) -> tuple[Arr
   return jnp.minimum(jnp.where(seen, blocks, seen.shape[-1]).min(-1), end), end
 
 
-def _span(places: Places) -> tuple[Array, Array, Array, Array]:
+def _span(places: Places) -> tuple[Int[Array, 'batch blocks'], ...]:
   """Returns, per block, the lowest segment, its lowest position, the highest segment and its highest position.
 
   Padding is ignored; in a block of padding only, the lowest segment is above all others and the highest below.
@@ -169,8 +206,14 @@ def _span(places: Places) -> tuple[Array, Array, Array, Array]:
   return low, low_at, high, high_at
 
 
-def _scores(query, key, of_queries, of_keys, rule) -> tuple[Array, Bool[Array, 'group_of_rows keys']]:
-  """Returns the unmasked, scaled and capped scores of a block and its visibility mask, both `[.., rows, keys]`."""
+def _scores(
+  query: Float[Array, 'kv_heads rows head_dim'],
+  key: Float[Array, 'kv_heads keys head_dim'],
+  of_queries: Places,
+  of_keys: Places,
+  rule: _Rule,
+) -> tuple[Float[Array, 'kv_heads rows keys'], Bool[Array, 'rows keys']]:
+  """Returns the unmasked, scaled and capped scores of a block and its visibility mask."""
   statistics = jnp.promote_types(query.dtype, jnp.float32)
   scores = jnp.einsum('krh,ksh->krs', query, key, preferred_element_type=statistics) * query.shape[-1] ** -0.5
   if rule.softcap is not None:
@@ -179,63 +222,65 @@ def _scores(query, key, of_queries, of_keys, rule) -> tuple[Array, Bool[Array, '
   return scores, jnp.tile(seen, (query.shape[1] // seen.shape[0], 1))
 
 
-def _forward_row(row: _Rows, rule: _Rule) -> tuple[Array, Array]:
-  """Returns outputs `[blocks, kv_heads, rows, head_dim]` and log-normalisers `[blocks, kv_heads, rows, 1]`."""
+def _forward_row(row: _Rows, rule: _Rule) -> tuple[_QueryBlocks, _Statistic]:
+  """Returns outputs and lse of one row of the batch."""
 
-  def walk(block):
-    query, of_queries, first, end = block
+  def attend_block(queries):
+    query, of_queries, first, end = queries
 
-    def look(j, carry):
-      mixed, peak, total = carry
+    def add_keys(j, carry):
+      acc, row_max, row_sum = carry
       key, value, of_keys = _at((row.key, row.value, row.of_keys), j)
       scores, seen = _scores(query, key, of_queries, of_keys, rule)
       scores = jnp.where(seen, scores, MASKED)
-      higher = jnp.maximum(peak, scores.max(-1, keepdims=True))
-      weights, keep = jnp.exp(scores - higher), jnp.exp(peak - higher)
-      new = jnp.einsum('krs,ksh->krh', weights.astype(value.dtype), value, preferred_element_type=scores.dtype)
-      return mixed * keep + new, higher, total * keep + weights.sum(-1, keepdims=True)
+      new_max = jnp.maximum(row_max, scores.max(-1, keepdims=True))
+      p, rescale = jnp.exp(scores - new_max), jnp.exp(row_max - new_max)
+      pv = jnp.einsum('krs,ksh->krh', p.astype(value.dtype), value, preferred_element_type=scores.dtype)
+      return acc * rescale + pv, new_max, row_sum * rescale + p.sum(-1, keepdims=True)
 
     statistics = jnp.promote_types(query.dtype, jnp.float32)
     column = (*query.shape[:-1], 1)
     start = jnp.zeros(query.shape, statistics), jnp.full(column, FLOOR, statistics), jnp.zeros(column, statistics)
-    mixed, peak, total = jax.lax.fori_loop(first, end, look, start)
-    # A row that sees a key has a total of at least 1; the floor only affects empty rows.
-    total = jnp.maximum(total, 1e-9)
-    return (mixed / total).astype(query.dtype), peak + jnp.log(total)
+    acc, row_max, row_sum = jax.lax.fori_loop(first, end, add_keys, start)
+    # A row that sees a key has a sum of at least 1; the floor only affects empty rows.
+    row_sum = jnp.maximum(row_sum, 1e-9)
+    return (acc / row_sum).astype(query.dtype), row_max + jnp.log(row_sum)
 
-  return jax.lax.map(walk, (row.query, row.of_queries, row.first, row.end))
+  return jax.lax.map(attend_block, (row.query, row.of_queries, row.first, row.end))
 
 
-def _backward_row(row: _Rows, gradient: Array, taken: Array, normalizer: Array, rule: _Rule):
-  """Returns the gradients of a row's queries, keys and values, in blocks."""
-  statistics = normalizer.dtype
+def _backward_row(
+  row: _Rows, dout: _QueryBlocks, delta: _Statistic, lse: _Statistic, rule: _Rule
+) -> tuple[_QueryBlocks, _KeyBlocks, _KeyBlocks]:
+  """Returns the gradients of the queries, keys and values of one row of the batch."""
+  statistics = lse.dtype
 
-  def walk(sums, block):
-    query, of_queries, first, end, gradient, taken, normalizer = block
+  def add_queries(sums, queries):
+    query, of_queries, first, end, dout, delta, lse = queries
 
-    def look(j, carry):
-      of_query, of_keys_sum, of_values_sum = carry
+    def add_keys(j, carry):
+      dq, dk, dv = carry
       key, value, of_keys = _at((row.key, row.value, row.of_keys), j)
       scores, seen = _scores(query, key, of_queries, of_keys, rule)
-      weights = jnp.exp(jnp.where(seen, scores, MASKED) - normalizer)
+      p = jnp.exp(jnp.where(seen, scores, MASKED) - lse)
       product = functools.partial(jnp.einsum, preferred_element_type=statistics)
-      of_value = product('krs,krh->ksh', weights.astype(gradient.dtype), gradient)
-      of_scores = weights * (product('krh,ksh->krs', gradient, value) - taken)
+      dv_j = product('krs,krh->ksh', p.astype(dout.dtype), dout)
+      ds = p * (product('krh,ksh->krs', dout, value) - delta)
       if rule.softcap is not None:
-        of_scores = of_scores * (1 - (scores / rule.softcap) ** 2)
-      of_scores = (of_scores * query.shape[-1] ** -0.5).astype(query.dtype)
-      of_query = of_query + product('krs,ksh->krh', of_scores, key)
-      of_key = product('krs,krh->ksh', of_scores, query)
-      return of_query, of_keys_sum.at[j].add(of_key), of_values_sum.at[j].add(of_value)
+        ds = ds * (1 - (scores / rule.softcap) ** 2)
+      ds = (ds * query.shape[-1] ** -0.5).astype(query.dtype)
+      dq = dq + product('krs,ksh->krh', ds, key)
+      dk_j = product('krs,krh->ksh', ds, query)
+      return dq, dk.at[j].add(dk_j), dv.at[j].add(dv_j)
 
-    of_query, *sums = jax.lax.fori_loop(first, end, look, (jnp.zeros(query.shape, statistics), *sums))
-    return tuple(sums), of_query.astype(query.dtype)
+    dq, *sums = jax.lax.fori_loop(first, end, add_keys, (jnp.zeros(query.shape, statistics), *sums))
+    return tuple(sums), dq.astype(query.dtype)
 
   start = jnp.zeros(row.key.shape, statistics), jnp.zeros(row.value.shape, statistics)
-  blocks = (row.query, row.of_queries, row.first, row.end, gradient, taken, normalizer)
-  (of_key, of_value), of_query = jax.lax.scan(walk, start, blocks)
-  return of_query, of_key.astype(row.key.dtype), of_value.astype(row.value.dtype)
+  queries = (row.query, row.of_queries, row.first, row.end, dout, delta, lse)
+  (dk, dv), dq = jax.lax.scan(add_queries, start, queries)
+  return dq, dk.astype(row.key.dtype), dv.astype(row.value.dtype)
 
 
-def _at(blocks: Any, j: Array) -> Any:
+def _at(blocks: Any, j: Int[Array, '']) -> Any:
   return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, keepdims=False), blocks)
