@@ -16,9 +16,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from jaxrl_llm.batching.chunks import Chunks
+from jaxrl_llm.batching.chunks import Chunks, shapes
 from jaxrl_llm.batching.packing import Packing, pack
-from jaxrl_llm.batching.plan import Shape, plan_shape
+from jaxrl_llm.batching.plan import plan_shape
 from jaxrl_llm.learner.algorithm import Loss, Setting
 from jaxrl_llm.learner.optimizer import OptimizerConfig, build_optimizer
 from jaxrl_llm.learner.policy_gradient import policy_gradient
@@ -98,7 +98,9 @@ def pack_rows(rows: Sequence[Row], *, chunks: int, chunk_len: int, apart: bool =
   sizes = [chunk_len] * len(rows) if apart else lengths
   packing = pack(sizes, units=units, ranks=1, chunks=chunks, chunk_len=chunk_len)
   shape = plan_shape(rows=len(rows), ranks=1, chunks=chunks, chunk_len=chunk_len, unit=unit)
-  arrays = _empty(shape)
+  per_step = shapes(shape.micro_batches, chunks, time=chunk_len, segments=shape.segments)
+  arrays = {name: np.zeros(array.shape, array.dtype) for name, array in per_step.items()}
+  arrays['temperature'][:] = 1.0
   pairs: collections.Counter[int] = collections.Counter()
   for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
     chunk, start = (int(packing.micro_batch[i]), int(packing.chunk[i])), int(packing.offset[i])
@@ -114,17 +116,6 @@ def pack_rows(rows: Sequence[Row], *, chunks: int, chunk_len: int, apart: bool =
     arrays['pair'][segment], arrays['label'][segment] = pairs[chunk[0]] if row.label else 0, row.label
   used = jnp.asarray(packing.micro_batches, jnp.int32)
   return Batch(Chunks(**jax.tree.map(jnp.asarray, arrays)), used, packing)
-
-
-def _empty(shape: Shape) -> dict[str, np.ndarray]:
-  per_token = (shape.micro_batches, shape.ranks * shape.chunks, shape.chunk_len)
-  per_segment = (*per_token[:2], shape.segments)
-  floats = ('behaviour_logprobs', 'proximal_logprobs', 'reference_logprobs', 'advantages', 'values', 'returns')
-  arrays = {name: np.zeros(per_token, np.float32) for name in floats}
-  arrays |= {name: np.zeros(per_token, np.int32) for name in ('tokens', 'positions', 'segment_ids')}
-  arrays |= {name: np.zeros(per_token, bool) for name in ('loss_mask', 'reported', 'is_expert')}
-  ones, zeros = np.ones(per_segment, np.float32), np.zeros(per_segment, np.float32)
-  return arrays | {'temperature': ones, 'label': zeros, 'pair': np.zeros(per_segment, np.int32)}
 
 
 def one_device() -> Mesh:

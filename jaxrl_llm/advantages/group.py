@@ -11,6 +11,8 @@ from jaxtyping import Bool, Float64
 
 from jaxrl_llm.core.errors import UserError
 
+_Rewards = Float64[np.ndarray, 'members']
+
 
 class GroupAdvantages(NamedTuple):
   advantages: Float64[np.ndarray, 'samples']
@@ -45,7 +47,7 @@ def group_advantages(
     eps: added to the standard deviation.
   """
 
-  def rule(values: np.ndarray) -> np.ndarray:
+  def rule(values: _Rewards) -> _Rewards:
     centred = values - values.mean()
     return centred / (values.std(ddof=ddof) + eps) if normalize_by_std else centred
 
@@ -72,7 +74,7 @@ def log_partition_baseline(rewards: Sequence[float | None], groups: Sequence[str
   if not tau > 0:
     raise UserError(f'log-partition baseline: tau {tau}, wanted above 0 (a small tau is close to the group maximum)')
 
-  def rule(values: np.ndarray) -> np.ndarray:
+  def rule(values: _Rewards) -> _Rewards:
     below = values - values.max()
     # expm1 and log1p: for a large tau all exponents are close to 0, and 1 + x would round x away.
     return below - tau * np.log1p(np.expm1(below / tau).mean())
@@ -144,7 +146,7 @@ def _trajectories(groups: Sequence[str], trajectories: Sequence[str], steps: Seq
 
 
 def _within_groups(
-  rewards: Sequence[float | None], groups: Sequence[str], rule: Callable[[np.ndarray], np.ndarray]
+  rewards: Sequence[float | None], groups: Sequence[str], rule: Callable[[_Rewards], _Rewards]
 ) -> GroupAdvantages:
   """Applies `rule` to the scored rewards of each group with at least two different rewards."""
   members: dict[str, list[int]] = {}

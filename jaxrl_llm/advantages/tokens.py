@@ -128,17 +128,17 @@ def kl_penalty(
   return _spread(-coef * estimate, mask)
 
 
-def _compact(row: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def _compact(row: Float[np.ndarray, 'time'], mask: Bool[np.ndarray, 'time']) -> Float64[np.ndarray, 'valid']:
   return row[mask].astype(np.float64)
 
 
-def _spread(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def _spread(values: Float64[np.ndarray, 'valid'], mask: Bool[np.ndarray, 'time']) -> Float64[np.ndarray, 'time']:
   row = np.zeros(mask.shape, np.float64)
   row[mask] = values
   return row
 
 
-def _discounted_sums(values: np.ndarray, decay: float) -> np.ndarray:
+def _discounted_sums(values: Float64[np.ndarray, 'valid'], decay: float) -> Float64[np.ndarray, 'valid']:
   """y_t = x_t + decay · y_{t+1}, with 0 after the end."""
   sums = itertools.accumulate(reversed(values.tolist()), lambda later, value: value + decay * later)
   return np.array(list(sums), np.float64)[::-1]

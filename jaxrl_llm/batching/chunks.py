@@ -2,45 +2,68 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import flax.struct
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
-Leaf = Any
-"""An array, or its stand-in while a program is traced, sharded or restored; hence no shape check here."""
+Leaf = Array | np.ndarray | jax.ShapeDtypeStruct
+"""An array on the devices or the host, or its shape where a program is only traced or compiled."""
 
 
 @flax.struct.dataclass
 class Chunks:
-  """One micro-batch on the device (or several, with a leading axis): sequences packed into chunks."""
+  """One micro-batch on the device (or several, with a leading axis `micro`): sequences packed into chunks."""
 
-  tokens: Leaf
-  """i32[chunks, time]"""
-  positions: Leaf
-  """i32[chunks, time], from 0 in each segment"""
-  segment_ids: Leaf
-  """i32[chunks, time], 1.. in each chunk, 0 = padding"""
-  loss_mask: Leaf
-  """bool[chunks, time], tokens that are trained on"""
-  reported: Leaf
-  """bool[chunks, time], tokens with a reported logprob: the samples' loss_mask, also of rows left out of the loss"""
-  is_expert: Leaf
-  """bool[chunks, time]"""
-  behaviour_logprobs: Leaf
-  """f32[chunks, time], under the sampler"""
-  proximal_logprobs: Leaf
-  """f32[chunks, time], under the policy before the batch"""
-  reference_logprobs: Leaf
-  """f32[chunks, time], under the reference; 0 if no reference is read"""
-  advantages: Leaf
-  """f32[chunks, time]"""
-  values: Leaf
-  """f32[chunks, time], critic values before the batch; 0 without a critic"""
-  returns: Leaf
-  """f32[chunks, time], regression targets of the critic; 0 without a critic"""
-  temperature: Leaf
-  """f32[chunks, segments]"""
-  pair: Leaf
-  """i32[chunks, segments], number of the preference pair in its micro-batch, from 1; 0 = no pair"""
-  label: Leaf
-  """f32[chunks, segments], 1 chosen, -1 rejected, 0 neither"""
+  tokens: Int[Leaf, '*micro chunks time']
+  positions: Int[Leaf, '*micro chunks time']
+  """From 0 in each segment."""
+  segment_ids: Int[Leaf, '*micro chunks time']
+  """1.. in each chunk, 0 = padding."""
+  loss_mask: Bool[Leaf, '*micro chunks time']
+  """Tokens that are trained on."""
+  reported: Bool[Leaf, '*micro chunks time']
+  """Tokens with a reported logprob: the samples' loss_mask, also of rows left out of the loss."""
+  is_expert: Bool[Leaf, '*micro chunks time']
+  behaviour_logprobs: Float[Leaf, '*micro chunks time']
+  """Under the sampler."""
+  proximal_logprobs: Float[Leaf, '*micro chunks time']
+  """Under the policy before the batch."""
+  reference_logprobs: Float[Leaf, '*micro chunks time']
+  """Under the reference; 0 if no reference is read."""
+  advantages: Float[Leaf, '*micro chunks time']
+  values: Float[Leaf, '*micro chunks time']
+  """Critic values before the batch; 0 without a critic."""
+  returns: Float[Leaf, '*micro chunks time']
+  """Regression targets of the critic; 0 without a critic."""
+  temperature: Float[Leaf, '*micro chunks segments']
+  pair: Int[Leaf, '*micro chunks segments']
+  """Number of the preference pair in its micro-batch, from 1; 0 = no pair."""
+  label: Float[Leaf, '*micro chunks segments']
+  """1 chosen, -1 rejected, 0 neither."""
+
+
+_DTYPES = {
+  'tokens': np.int32,
+  'positions': np.int32,
+  'segment_ids': np.int32,
+  'loss_mask': bool,
+  'reported': bool,
+  'is_expert': bool,
+  'behaviour_logprobs': np.float32,
+  'proximal_logprobs': np.float32,
+  'reference_logprobs': np.float32,
+  'advantages': np.float32,
+  'values': np.float32,
+  'returns': np.float32,
+  'temperature': np.float32,
+  'pair': np.int32,
+  'label': np.float32,
+}
+_PER_SEGMENT = frozenset({'temperature', 'pair', 'label'})
+
+
+def shapes(*leading: int, time: int, segments: int) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns the shape and dtype of each field of `Chunks`, given the axes before `time` or `segments`."""
+  width = lambda name: segments if name in _PER_SEGMENT else time
+  return {name: jax.ShapeDtypeStruct((*leading, width(name)), dtype) for name, dtype in _DTYPES.items()}

@@ -120,6 +120,11 @@ class Shape:
   segments: int
   """Upper bound on sequences per chunk."""
 
+  @property
+  def total_chunks(self) -> int:
+    """Chunks per micro-batch, over all ranks."""
+    return self.ranks * self.chunks
+
 
 def plan_shape(
   *, rows: int, ranks: int, chunks: int, chunk_len: int, unit: int = 1, lengths: Sequence[int] = ()

@@ -13,13 +13,12 @@ from typing import NamedTuple
 
 import grain
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Bool, Float32, Float64, Int, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Float64, Shaped
 
-from jaxrl_llm.batching.chunks import Chunks
+from jaxrl_llm.batching.chunks import Chunks, shapes
 from jaxrl_llm.batching.packing import Packing
 from jaxrl_llm.batching.plan import Row, Shape, StepPlan, pack_step
 from jaxrl_llm.core.errors import RunError
@@ -35,8 +34,6 @@ class PackedStep(NamedTuple):
   """One optimizer step on the devices."""
 
   chunks: Chunks
-  used: Int[Array, '']
-  """Micro-batches in use."""
   packing: Packing
   rows: tuple[int, ...]
   """Plan row number of each row of the packing."""
@@ -44,6 +41,11 @@ class PackedStep(NamedTuple):
   """This process's part of the arrays."""
   loss_mask: Bool[np.ndarray, 'micro columns time']
   """This process's part, on the host."""
+
+  @property
+  def used(self) -> np.int32:
+    """Micro-batches in use."""
+    return np.int32(self.packing.micro_batches)
 
 
 Column = Sequence[float | Float64[np.ndarray, '...'] | Float32[np.ndarray, '...']] | Float64[np.ndarray, 'rows']
@@ -84,8 +86,7 @@ class RowLoader:
     rows = [plan.rows[numbers[i]] for i in grid.local]
     dataset = grain.MapDataset.source(_PlannedRows(self._reader, rows))
     samples = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-    arrays = {name: grid.per_token(dtype) for name, dtype in _PER_TOKEN.items()}
-    arrays |= {name: grid.per_segment(dtype) for name, dtype in _PER_SEGMENT.items()}
+    arrays = grid.zeros()
     arrays['temperature'][:] = 1.0
     pairs = _pair_numbers(plan, numbers, packing)
     for i, row, sample in zip(grid.local, rows, samples, strict=True):
@@ -100,9 +101,7 @@ class RowLoader:
       arrays['pair'][segment], arrays['label'][segment] = pairs[i], row.label or 0
     for name in ('behaviour_logprobs', 'temperature'):
       _check_finite(name, arrays[name])
-    chunks = Chunks(**{name: grid.place(array) for name, array in arrays.items()})
-    used = jnp.asarray(packing.micro_batches, jnp.int32)
-    return PackedStep(chunks, used, packing, numbers, grid, arrays['loss_mask'])
+    return PackedStep(grid.chunks(arrays), packing, numbers, grid, arrays['loss_mask'])
 
   def fill(self, step: PackedStep, columns: Mapping[str, Column], in_loss: Bool[np.ndarray, 'rows']) -> PackedStep:
     """Returns the step with derived columns filled in.
@@ -116,7 +115,7 @@ class RowLoader:
       mask[step.grid.tokens(i)] &= bool(in_loss[step.rows[i]])
     arrays = {'loss_mask': mask}
     for name, values in columns.items():
-      arrays[name] = step.grid.per_token(np.float32)
+      arrays[name] = np.zeros(mask.shape, np.float32)
       for i in step.grid.local:
         at = step.grid.tokens(i)
         arrays[name][at] = np.where(mask[at], values[step.rows[i]], 0.0)
@@ -139,26 +138,9 @@ def _pair_numbers(plan: StepPlan, numbers: Sequence[int], packing: Packing) -> l
   return pairs
 
 
-def _check_finite(name: str, array: np.ndarray) -> None:
+def _check_finite(name: str, array: Float[np.ndarray, 'micro columns _']) -> None:
   if not np.isfinite(array).all():
     raise RunError(f'batch: {name} is not finite; a scorer or an engine let it through')
-
-
-_PER_TOKEN = {
-  'tokens': np.int32,
-  'positions': np.int32,
-  'segment_ids': np.int32,
-  'loss_mask': bool,
-  'reported': bool,
-  'is_expert': bool,
-  'behaviour_logprobs': np.float32,
-  'proximal_logprobs': np.float32,
-  'reference_logprobs': np.float32,
-  'advantages': np.float32,
-  'values': np.float32,
-  'returns': np.float32,
-}
-_PER_SEGMENT = {'temperature': np.float32, 'pair': np.int32, 'label': np.float32}
 
 
 class Grid(NamedTuple):
@@ -176,18 +158,21 @@ class Grid(NamedTuple):
   @classmethod
   def of(cls, packing: Packing, shape: Shape, sharding: NamedSharding) -> Grid:
     micro_batches = max(shape.micro_batches, packing.micro_batches)
-    total = shape.ranks * shape.chunks
+    total = shape.total_chunks
     indices = sharding.addressable_devices_indices_map((micro_batches, total, shape.chunk_len)).values()
     chunks = sorted({chunk for index in indices for chunk in range(*index[1].indices(total))})
     columns = {chunk: column for column, chunk in enumerate(chunks)}
     local = tuple(i for i in range(len(packing.length)) if int(packing.chunk[i]) in columns)
     return cls(packing, shape, micro_batches, columns, local, sharding)
 
-  def per_token(self, dtype) -> np.ndarray:
-    return np.zeros((self.micro_batches, len(self.columns), self.shape.chunk_len), dtype)
+  def zeros(self) -> dict[str, Shaped[np.ndarray, 'micro columns _']]:
+    """Allocates this process's part of each field of `Chunks`."""
+    local = shapes(self.micro_batches, len(self.columns), time=self.shape.chunk_len, segments=self.shape.segments)
+    return {name: np.zeros(array.shape, array.dtype) for name, array in local.items()}
 
-  def per_segment(self, dtype) -> np.ndarray:
-    return np.zeros((self.micro_batches, len(self.columns), self.shape.segments), dtype)
+  def chunks(self, arrays: Mapping[str, Shaped[np.ndarray, 'micro columns _']]) -> Chunks:
+    """Places this process's part of each field."""
+    return Chunks(**{name: self.place(array) for name, array in arrays.items()})
 
   def tokens(self, i: int) -> tuple[int, int, slice]:
     """Index of row `i`'s tokens in a local per-token array."""
@@ -201,9 +186,9 @@ class Grid(NamedTuple):
   def _chunk(self, i: int) -> tuple[int, int]:
     return int(self.packing.micro_batch[i]), self.columns[int(self.packing.chunk[i])]
 
-  def place(self, array: np.ndarray) -> Array:
+  def place(self, array: Shaped[np.ndarray, 'micro columns width']) -> Shaped[Array, 'micro chunks width']:
     """Builds the global array from this process's local part."""
-    total = self.shape.ranks * self.shape.chunks
+    total = self.shape.total_chunks
 
     def part(index):
       columns = [self.columns[chunk] for chunk in range(*index[1].indices(total))]
@@ -212,12 +197,8 @@ class Grid(NamedTuple):
     return jax.make_array_from_callback((array.shape[0], total, array.shape[2]), self.sharding, part)
 
 
-def unpack(
-  values: Shaped[np.ndarray, 'micro chunks time'], step: PackedStep, lengths: Sequence[int]
-) -> list[Shaped[np.ndarray, '...']]:
-  """Splits packed per-token values into one array per row of the step."""
+def unpack(values: Shaped[np.ndarray, 'micro chunks time'], step: PackedStep) -> dict[int, Shaped[np.ndarray, '_']]:
+  """Splits packed per-token values by row number of the plan."""
   packing = step.packing
-  return [
-    values[packing.micro_batch[i], packing.chunk[i], packing.offset[i] : packing.offset[i] + length]
-    for i, length in enumerate(lengths)
-  ]
+  places = zip(packing.micro_batch, packing.chunk, packing.offset, packing.offset + packing.length)
+  return {row: values[m, c, start:end] for row, (m, c, start, end) in zip(step.rows, places, strict=True)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import flax.struct
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array
+from jaxtyping import Array, Float, PyTree
 
 from jaxrl_llm.core.trees import flatten, unflatten
 from jaxrl_llm.core.types import Json, Params
@@ -21,27 +21,30 @@ from jaxrl_llm.models.api import Model
 from jaxrl_llm.models.heads import replace_head
 from jaxrl_llm.parallel import rules
 
-Leaves = Any
-"""Pytree of arrays, or of their tracers, shardings or abstract values."""
+Leaf = TypeVar('Leaf')
+"""An array, or what describes it: its shape, its sharding, a checkpoint's options."""
 
 
 @flax.struct.dataclass
-class TrainState:
-  params: Leaves
+class TrainState(Generic[Leaf]):
+  """State of one trained model."""
+
+  params: Params
   """Trained parameters: the whole model, or adapters (`models.lora.split`)."""
-  opt_state: Leaves
-  updates: Leaves
-  """i32, number of updates taken by this optimizer."""
-  skipped: Leaves
-  """i32, number of most recent consecutive updates that were skipped."""
+  opt_state: PyTree
+  """State of the `optax` optimizer of `params`."""
+  updates: Leaf
+  """i32[], number of updates taken by this optimizer."""
+  skipped: Leaf
+  """i32[], number of most recent consecutive updates that were skipped."""
 
 
 class Learned(NamedTuple):
   """State of everything that a stage trains or reads while training."""
 
-  policy: TrainState
+  policy: TrainState[Array]
   """State of the policy, or of the reward model if the stage trains one."""
-  critic: TrainState | None = None
+  critic: TrainState[Array] | None = None
   reference: Params | None = None
   """Reference parameters, like `policy.params`. None if not read or equal to the policy before each batch."""
   reference_step: int = 0
@@ -55,7 +58,7 @@ class Learned(NamedTuple):
     """Returns the full model parameters, given the trained ones."""
     return lora.join(params, self.base)
 
-  def committed(self) -> dict[str, Leaves]:
+  def committed(self) -> dict[str, PyTree]:
     """Returns the arrays to commit, by role."""
     roles = {'train': self.policy, 'critic': self.critic, 'reference': self.reference}
     return {name: role for name, role in roles.items() if role is not None}
@@ -91,7 +94,7 @@ def place_params(model: Model, mesh: Mesh, params: Mapping[str, Any]) -> Params:
   return unflatten({name: place(array, shardings[name]) for name, array in flatten(params).items()})
 
 
-def with_output(model: Model, mesh: Mesh, body: Params, kernel: Array) -> Params:
+def with_output(model: Model, mesh: Mesh, body: Params, kernel: Float[Array, 'out embed']) -> Params:
   """Returns parameters of `model` with output `kernel` and the body of another model, sharing the body's arrays."""
   placed = jax.device_put(kernel, param_shardings(model, mesh)['head']['kernel'])
   return replace_head(body, model.spec, placed)
@@ -99,7 +102,7 @@ def with_output(model: Model, mesh: Mesh, body: Params, kernel: Array) -> Params
 
 def init_state(
   params: Params, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
-) -> TrainState:
+) -> TrainState[Array]:
   """Creates a fresh training state that takes over `params`; with `offload` the moments are in host memory."""
   whole = rules.replicated(mesh)
   of_params = jax.tree.map(lambda p: p.sharding, params)
@@ -111,7 +114,7 @@ def init_state(
 
 def abstract_state(
   model: Model, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
-) -> TrainState:
+) -> TrainState[jax.ShapeDtypeStruct]:
   """Returns the shapes, dtypes and shardings of a state, to restore a checkpoint to, without allocating it."""
   shapes, _ = lora.split(jax.eval_shape(model.init, jax.random.key(0)), model.spec, model.options)
   shardings = trained_shardings(model, mesh)
@@ -139,7 +142,7 @@ def renewed(state: TrainState, optimizer: optax.GradientTransformation) -> Train
   return state.replace(opt_state=with_schedule(optimizer.init(state.params), state.opt_state))
 
 
-def with_schedule(opt_state: Leaves, other: Leaves) -> Leaves:
+def with_schedule(opt_state: PyTree, other: PyTree) -> PyTree:
   """Returns `opt_state` with the schedule position of `other`."""
   of_schedule = lambda node: isinstance(node, optax.ScaleByScheduleState)
   choose = lambda fresh, kept: kept if of_schedule(fresh) else fresh

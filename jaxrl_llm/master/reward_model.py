@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.batching.chunks import Chunks
 from jaxrl_llm.batching.packing import pack
 from jaxrl_llm.batching.plan import plan_shape
 from jaxrl_llm.core.errors import UserError
@@ -55,15 +53,12 @@ class RewardModel:
     shape = self._shape
     packing = pack([len(s) for s in sequences], ranks=shape.ranks, chunks=shape.chunks, chunk_len=shape.chunk_len)
     grid = Grid.of(packing, shape, self._sharding)
-    tokens, positions, segment_ids = (grid.per_token(np.int32) for _ in range(3))
+    arrays = grid.zeros()
     for i, sequence in enumerate(sequences):
       at = grid.tokens(i)
-      tokens[at], positions[at], segment_ids[at] = sequence, np.arange(len(sequence)), packing.segment[i]
-    unread = dict.fromkeys(Chunks.__dataclass_fields__)
-    arrays = {'tokens': tokens, 'positions': positions, 'segment_ids': segment_ids}
-    arrays['temperature'] = grid.per_segment(np.float32)
-    chunks = Chunks(**{**unread, **{name: grid.place(array) for name, array in arrays.items()}})
-    scores = np.asarray(self._score(self._params, chunks, jnp.asarray(packing.micro_batches, jnp.int32)))
+      arrays['tokens'][at], arrays['positions'][at] = sequence, np.arange(len(sequence))
+      arrays['segment_ids'][at] = packing.segment[i]
+    scores = np.asarray(self._score(self._params, grid.chunks(arrays), np.int32(packing.micro_batches)))
     return [float(scores[m, c, s - 1]) for m, c, s in zip(packing.micro_batch, packing.chunk, packing.segment)]
 
 

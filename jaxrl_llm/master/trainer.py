@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from jaxrl_llm.batching.plan import Shape, StepPlan, units_of
 from jaxrl_llm.core.errors import RunError
@@ -245,12 +246,13 @@ class StageTrainer:
         chunks = chunks.replace(values=values)
     return packed._replace(chunks=chunks), next_values
 
-  def _column(self, arrays: list[jax.Array], plan: StepPlan, steps: list[PackedStep]) -> list[np.ndarray]:
-    """Splits one `[micro, chunks, time]` array per step into one array per row of the plan, in every process."""
-    by_row: dict[int, np.ndarray] = {}
+  def _column(
+    self, arrays: Sequence[Shaped[Array, 'micro chunks time']], plan: StepPlan, steps: Sequence[PackedStep]
+  ) -> list[Shaped[np.ndarray, '_']]:
+    """Splits one packed array per step into one array per row of the plan, in every process."""
+    by_row: dict[int, Shaped[np.ndarray, '_']] = {}
     for array, packed in zip(arrays, steps, strict=True):
-      lengths = [plan.rows[i].length for i in packed.rows]
-      by_row |= zip(packed.rows, unpack(self._gather(array), packed, lengths), strict=True)
+      by_row |= unpack(self._gather(array), packed)
     return [by_row[i] for i in range(len(plan.rows))]
 
   async def update(self, learned: Learned, batch: Batch) -> tuple[Learned, Updated]:
@@ -283,8 +285,7 @@ class StageTrainer:
         if not batch.plan.proximal and packed is not batch.steps[0]:
           late |= set(packed.rows) - logprobs.keys()
         before = await self._device.run(self._gather, outputs)
-        lengths = [batch.plan.rows[i].length for i in packed.rows]
-        for i, values in zip(packed.rows, unpack(before, packed, lengths), strict=True):
+        for i, values in unpack(before, packed).items():
           logprobs.setdefault(i, values)
     learned = learned._replace(policy=policy, critic=critic, algorithm_state=batch.annotation.state)
     if batch.plan.held_out:
@@ -337,7 +338,7 @@ class StageTrainer:
     kept = None if self._own_reference else copy_params(learned.policy.params)
     return learned._replace(reference=kept, reference_step=done)
 
-  def _gather(self, array: jax.Array) -> np.ndarray:
+  def _gather(self, array: Shaped[Array, '*shape']) -> Shaped[np.ndarray, '*shape']:
     return jax.device_get(self._whole(array))
 
   def _check(self, report: Report, role: _Trained) -> None:

@@ -109,7 +109,9 @@ class Attention(nn.Module):
     output = Projection(spec.hidden_size, spec.o_bias, spec.initializer_range, self.options, name='output')
     return output(mixed), cache
 
-  def _heads(self, name: str, heads: int, x: Array, context: Context) -> Float[Array, 'batch time heads head_dim']:
+  def _heads(
+    self, name: str, heads: int, x: Float[Array, '*tokens embed'], context: Context
+  ) -> Float[Array, 'batch time {heads} head_dim']:
     """Projects to heads; normalises queries and keys if the spec has qk_norm, and rotates them."""
     spec = self.spec
     project = Projection(heads * spec.head_dim, spec.qkv_bias, spec.initializer_range, self.options, name=name)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxrl_llm.ops.places import Places
 
@@ -152,11 +152,13 @@ def pallas_gpu(
   return _without_padding(mixed.reshape(query.shape), ids)[:, :time]
 
 
-def fill(x: Array, length: int) -> Array:
-  """Pads `[batch, time, ...]` with zeros to `length`; segment 0 is padding."""
+def fill(x: Shaped[Array, 'batch time *rest'], length: int) -> Shaped[Array, 'batch {length} *rest']:
+  """Pads with zeros to `length`; segment 0 is padding."""
   return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
 
 
-def _without_padding(mixed: Float[Array, 'batch time heads head_dim'], segment_ids: Int[Array, 'batch time']) -> Array:
+def _without_padding(
+  mixed: Float[Array, 'batch time heads head_dim'], segment_ids: Int[Array, 'batch time']
+) -> Float[Array, 'batch time heads head_dim']:
   """Zeroes outputs at padding, which attends to padding in the kernels, so that it has no gradient."""
   return jnp.where(segment_ids[:, :, None, None] > 0, mixed, 0)

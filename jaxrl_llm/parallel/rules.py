@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Shaped
 
 from jaxrl_llm.parallel.mesh import BATCH_AXES, FSDP, SEQUENCE, TENSOR
 
@@ -53,7 +54,7 @@ def _parts(mesh: Mesh, over: tuple[str, ...]) -> int:
   return math.prod(mesh.shape[axis] for axis in over)
 
 
-def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
+def constrain(x: Shaped[Array, '*shape'], mesh: Mesh | None, *axes: str | None) -> Shaped[Array, '*shape']:
   """Constrains the sharding of `x` by the table, inside a jitted function; returns it unchanged without a mesh."""
   return x if mesh is None else jax.lax.with_sharding_constraint(x, sharding(mesh, axes, x.shape))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from absl import logging
+from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -38,7 +39,7 @@ _CHECKED_ELEMENTS = 1 << 22
 """Elements checked at a time, to limit the memory of the check."""
 
 
-def keep(path: str, array: np.ndarray) -> np.ndarray:
+def keep(path: str, array: Shaped[np.ndarray, '*shape']) -> Shaped[np.ndarray, '*shape']:
   """Default `place` of `load_params`: leaves arrays on the host."""
   del path
   return array
@@ -103,7 +104,7 @@ def _read(path: Path, file: safe_open, name: str) -> np.ndarray:
     raise UserError(f'{path}: {name} cannot be read ({error}); fetch the file again') from None
 
 
-def _require_finite(path: Path, name: str, tensor: np.ndarray) -> None:
+def _require_finite(path: Path, name: str, tensor: Shaped[np.ndarray, '...']) -> None:
   flat = tensor.reshape(-1)
   for start in range(0, flat.size, _CHECKED_ELEMENTS):
     finite = np.isfinite(flat[start : start + _CHECKED_ELEMENTS])

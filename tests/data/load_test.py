@@ -140,8 +140,9 @@ def test_a_rank_without_rows_gets_padding(workdir):
 def test_unpack_gives_each_row_its_own_values_back(workdir):
   step = load(workdir, mesh_of(1, 2, 1), order=ORDER)
   values = np.asarray(step.chunks.tokens).astype(np.float32)
-  rows = unpack(values, step, [LENGTHS[i] for i in step.rows])
-  for i, got in zip(step.rows, rows, strict=True):
+  rows = unpack(values, step)
+  assert list(rows) == list(step.rows)
+  for i, got in rows.items():
     np.testing.assert_array_equal(got, rollout(i).tokens)
 
 
@@ -179,9 +180,8 @@ def test_columns_per_token_lie_under_their_tokens_and_are_0_where_nothing_is_tra
   narrow = [column.astype(np.float32) for column in values]
   step = load(workdir, mesh_of(*shape), order=ORDER, values=values, returns=narrow, advantages=[2.0] * len(LENGTHS))
   chunks = jax.tree.map(np.asarray, step.chunks)
-  lengths = [LENGTHS[i] for i in step.rows]
   for name, filled in (('values', values), ('returns', narrow), ('advantages', [np.full(n, 2.0) for n in LENGTHS])):
-    for i, found in zip(step.rows, unpack(getattr(chunks, name), step, lengths), strict=True):
+    for i, found in unpack(getattr(chunks, name), step).items():
       wanted = np.where(trained[i] & IN_LOSS[i], filled[i], 0.0).astype(np.float32)
       np.testing.assert_array_equal(found, wanted, err_msg=f'{name} of row {i}')
     assert not getattr(chunks, name)[~chunks.loss_mask].any()

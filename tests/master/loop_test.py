@@ -103,7 +103,7 @@ class Trainer:
 
   async def annotate(self, learned, plan):
     packing = pack_step(plan, 0, SHAPE)
-    packed = PackedStep(None, None, packing=packing, rows=plan.optimizer_steps[0], grid=None, loss_mask=None)
+    packed = PackedStep(None, packing=packing, rows=plan.optimizer_steps[0], grid=None, loss_mask=None)
     return Batch(plan, plain(plan.rows), [packed])
 
   async def update(self, learned, batch):

@@ -214,7 +214,7 @@ def kept(workdir, tokenizer, differences, config, *, taken=TAKEN):
   plan = StepPlan(step=0, stage='grpo', rows=ROWS, optimizer_steps=(tuple(range(8)),))
   stage = make_stage(minibatches=1, epochs=1, shape=plan_shape(rows=8, ranks=2, chunks=2, chunk_len=16))
   packing = pack_step(plan, 0, stage.shape)
-  packed = PackedStep(None, None, packing=packing, rows=plan.optimizer_steps[0], grid=None, loss_mask=None)
+  packed = PackedStep(None, packing=packing, rows=plan.optimizer_steps[0], grid=None, loss_mask=None)
   batch = Batch(plan, Annotation(np.zeros(8), np.ones(8, bool), {}), [packed])
   store, mesh = exploring.new_store(workdir / 'replay'), build_mesh(MeshConfig(), jax.devices()[:1])
   engine = exploring.FakeEngine(tokenizer)

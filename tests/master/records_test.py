@@ -81,7 +81,7 @@ def closed():
 
 def packed(plan: StepPlan) -> PackedStep:
   packing = pack_step(plan, 0, plan_shape(rows=8, ranks=1, chunks=2, chunk_len=16))
-  return PackedStep(None, None, packing=packing, rows=plan.optimizer_steps[0], grid=None, loss_mask=None)
+  return PackedStep(None, packing=packing, rows=plan.optimizer_steps[0], grid=None, loss_mask=None)
 
 
 def test_metrics_of_a_batch_of_rollouts_by_hand(closed):

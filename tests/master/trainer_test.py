@@ -182,8 +182,7 @@ def columns(batch: Batch, name: str) -> list[list[np.ndarray]]:
   """A field of Chunks as each optimizer step has it: by row of the plan, its trained tokens."""
   found = []
   for packed in batch.steps:
-    lengths = [batch.plan.rows[i].length for i in packed.rows]
-    parts = dict(zip(packed.rows, unpack(np.asarray(getattr(packed.chunks, name)), packed, lengths), strict=True))
+    parts = unpack(np.asarray(getattr(packed.chunks, name)), packed)
     found.append([(i, parts[i][SAMPLES[i].loss_mask]) for i in sorted(parts)])
   return found
 

@@ -4,7 +4,6 @@ The scripts in tests/peers run them in an environment of their own; here stand o
 What docs/equality.md calls a deviation is asserted as one: an assertion that fails means that the page is outdated.
 """
 
-import dataclasses
 import subprocess
 
 import jax
@@ -16,7 +15,7 @@ from paths import PEERS_PYTHON, ROOT
 from jaxrl_llm.advantages.group import group_advantages, leave_one_out
 from jaxrl_llm.advantages.shaping import overlong_penalty
 from jaxrl_llm.advantages.tokens import masked_gae, whiten
-from jaxrl_llm.batching.chunks import Chunks
+from jaxrl_llm.batching.chunks import Chunks, shapes
 from jaxrl_llm.learner.algorithm import Setting
 from jaxrl_llm.learner.policy_gradient import policy_gradient
 from jaxrl_llm.learner.policy_options import (
@@ -140,7 +139,7 @@ def chunks_of(batch, **columns):
     'pair': 1 + order % (ROWS // 2),
     'label': np.where(order < ROWS // 2, 1.0, -1.0),
   }
-  unread = {field.name: np.zeros(()) for field in dataclasses.fields(Chunks)}
+  unread = {name: np.zeros(x.shape, x.dtype) for name, x in shapes(ROWS // 2, time=2 * TIME, segments=2).items()}
   return Chunks(**{name: jnp.asarray(x) for name, x in (unread | columns).items()})
 
 

@@ -6,7 +6,6 @@ stand our arguments for each case. What docs/equality.md calls a deviation is as
 step that turns our numbers into theirs.
 """
 
-import dataclasses
 import functools
 import json
 import re
@@ -20,7 +19,7 @@ from paths import FIXTURES
 from jaxrl_llm.advantages.group import group_advantages, leave_one_out, unequal
 from jaxrl_llm.advantages.shaping import AdaptiveKl, adapted, overlong_penalty
 from jaxrl_llm.advantages.tokens import kl_penalty, masked_gae, place_rewards, token_returns, whiten
-from jaxrl_llm.batching.chunks import Chunks
+from jaxrl_llm.batching.chunks import Chunks, shapes
 from jaxrl_llm.learner.algorithm import Setting
 from jaxrl_llm.learner.policy_gradient import policy_gradient
 from jaxrl_llm.learner.policy_options import CispoConfig, GrpoConfig, GspoConfig, PpoConfig
@@ -101,7 +100,7 @@ def chunks_of(roles):
     columns['advantages'] = joined(by_token(roles['advantages']))
   if 'old_values' in roles:
     columns |= {'values': joined(roles['old_values']), 'returns': joined(roles['returns'])}
-  unread = {field.name: np.zeros(()) for field in dataclasses.fields(Chunks)}
+  unread = {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes(ROWS // 2, time=2 * TIME, segments=2).items()}
   return Chunks(**(unread | columns))
 
 

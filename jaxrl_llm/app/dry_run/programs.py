@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.batching.chunks import Chunks
+from jaxrl_llm.batching.chunks import Chunks, shapes
 from jaxrl_llm.learner.algorithm import Loss
 from jaxrl_llm.learner.forward import build_score
 from jaxrl_llm.learner.state import TrainState, abstract_base, abstract_state
@@ -42,8 +42,8 @@ class Held(NamedTuple):
 def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Iterator[Program]:
   """Yields the update of each role that the stage trains, and its scoring passes (logprobs, values)."""
   algorithm, shape = stage.algorithm, stage.shape
-  tokens = shape.ranks * shape.chunks * shape.chunk_len
-  pairs = causal_pairs([shape.chunk_len] * shape.ranks * shape.chunks)
+  tokens = shape.total_chunks * shape.chunk_len
+  pairs = causal_pairs([shape.chunk_len] * shape.total_chunks)
   arrays = batch_shapes(stage, mesh), jax.ShapeDtypeStruct((), np.int32)
   constants = {name: jax.ShapeDtypeStruct((), np.float32) for name in algorithm.constants}
 
@@ -75,14 +75,9 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
 def batch_shapes(stage: Stage, mesh: Mesh) -> Chunks:
   """Shapes and shardings of an optimizer step's arrays, as the row loader places them."""
   shape = stage.shape
-  rows = (shape.micro_batches, shape.ranks * shape.chunks)
-  kinds = dict.fromkeys(('tokens', 'positions', 'segment_ids'), np.int32)
-  kinds |= dict.fromkeys(('loss_mask', 'reported', 'is_expert'), bool)
-  per_segment = {'temperature': np.float32, 'pair': np.int32, 'label': np.float32}
-  names = [field for field in Chunks.__dataclass_fields__ if field not in per_segment]
-  of = lambda columns, kind: jax.ShapeDtypeStruct((*rows, columns), kind, sharding=sharding_of_batch(mesh))
-  arrays = {name: of(shape.chunk_len, kinds.get(name, np.float32)) for name in names}
-  return Chunks(**arrays, **{name: of(shape.segments, kind) for name, kind in per_segment.items()})
+  arrays = shapes(shape.micro_batches, shape.total_chunks, time=shape.chunk_len, segments=shape.segments)
+  placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of_batch(mesh))
+  return Chunks(**{name: placed(array) for name, array in arrays.items()})
 
 
 def held(stages: Sequence[Stage], model: Model, critic: Model, mesh: Mesh) -> list[Held]:

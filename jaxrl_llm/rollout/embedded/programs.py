@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from jaxtyping import Array, Float, Int32, UInt32
+from jaxtyping import Array, Float, Int32, Shaped, UInt32
 
 from jaxrl_llm.core.trees import flatten, unflatten
 from jaxrl_llm.core.types import Params
@@ -208,7 +208,9 @@ def _admit(state: Slots, prefilled: Cache, admissions: Int32[Array, 'slots colum
   source = admissions[:, 0]
   chosen = source >= 0
 
-  def copy(old: Array, new: Array) -> Array:
+  def copy(
+    old: Float[Array, 'slots length *entry'], new: Float[Array, 'rows bucket *entry']
+  ) -> Float[Array, 'slots length *entry']:
     head = old[:, : new.shape[1]]
     rows = jnp.where(chosen[:, None, None, None], new[jnp.maximum(source, 0)], head)
     return jax.lax.dynamic_update_slice(old, rows, (0, 0, 0, 0))
@@ -226,7 +228,7 @@ def _admit(state: Slots, prefilled: Cache, admissions: Int32[Array, 'slots colum
     stop_ids=admissions[:, 9:],
   )
 
-  def keep(fresh: Array, old: Array) -> Array:
+  def keep(fresh: Shaped[Array, 'slots *entry'], old: Shaped[Array, 'slots *entry']) -> Shaped[Array, 'slots *entry']:
     return jnp.where(chosen.reshape(-1, *(1,) * (old.ndim - 1)), fresh, old)
 
   return Slots(new.cache, *(keep(fresh, old) for fresh, old in zip(new[1:], state[1:], strict=True)))

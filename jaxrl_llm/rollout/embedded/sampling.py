@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import xxhash
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Real, UInt32
 
 BLOCK = 256
 """Tokens per block; a vocabulary of at most this size is one block."""
@@ -146,7 +146,7 @@ def _ordered_bits(values: Float32[Array, 'rows n']) -> UInt32[Array, 'rows n']:
 
 
 def _threshold(
-  ranks: UInt32[Array, 'rows n'], weights: Float32[Array, 'rows n'], needed: Array
+  ranks: UInt32[Array, 'rows n'], weights: Float32[Array, 'rows n'], needed: Real[Array, 'rows']
 ) -> UInt32[Array, 'rows']:
   """Returns per row the largest t such that weights with ranks >= t sum to at least `needed`; 0 if there is none."""
 

@@ -13,10 +13,11 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
+from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 
 from jaxrl_llm.core.disk import sync
@@ -219,7 +220,7 @@ class _Layout:
       )
     return {hf: digests[hf] for hf in self._places}
 
-  def _check(self, name: str, leaf: np.ndarray) -> bool:
+  def _check(self, name: str, leaf: Shaped[np.ndarray, '...']) -> bool:
     """Returns whether a leaf stacks the layers; raises UserError if it is not the model's."""
     targets = self._by_leaf.get(name)
     if targets is None:
@@ -231,7 +232,9 @@ class _Layout:
     return stacked
 
 
-def _write_tensor(file: BinaryIO, tensor: np.ndarray, staging: np.ndarray, helper: ThreadPoolExecutor) -> str:
+def _write_tensor(
+  file: BinaryIO, tensor: Shaped[np.ndarray, '...'], staging: Shaped[np.ndarray, 'buffer'], helper: ThreadPoolExecutor
+) -> str:
   """Writes the tensor in the staging array's dtype and returns its digest."""
   flat = np.ascontiguousarray(tensor).reshape(-1)
   if flat.dtype == staging.dtype:
@@ -255,18 +258,26 @@ def _write_all(file: BinaryIO, data: memoryview) -> None:
     data = data[file.write(data) :]
 
 
-def digest(array: np.ndarray) -> str:
+def digest(array: Shaped[np.ndarray, '...']) -> str:
   """Returns the xxh3-128 digest of an array's bytes in C order."""
   return xxhash.xxh3_128_hexdigest(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
 
 
-def read_checked(files: Mapping[str, Mapping[str, str]], directory: str | Path) -> dict[str, np.ndarray]:
+def part(array: Shaped[np.ndarray, '...'], tensor: Mapping[str, Any]) -> Shaped[np.ndarray, '...']:
+  """Returns the slice of a whole tensor that a worker reports to hold."""
+  if tensor['slice'] is None:
+    return array
+  axis, start = tensor['slice']
+  return array.take(range(start, start + tensor['shape'][axis]), axis)
+
+
+def read_checked(files: Mapping[str, Mapping[str, str]], directory: str | Path) -> dict[str, Shaped[np.ndarray, '...']]:
   """Reads all tensors of a publication, by Hugging Face name, and verifies their digests.
 
   Raises:
     ValueError: a file is missing, truncated, or its tensors or bytes differ from those announced.
   """
-  tensors: dict[str, np.ndarray] = {}
+  tensors: dict[str, Shaped[np.ndarray, '...']] = {}
   for file, wanted in files.items():
     path = Path(directory) / file
     try:

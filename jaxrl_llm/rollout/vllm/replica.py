@@ -20,7 +20,7 @@ from jaxrl_llm.core.net.client import Lost, Refused, RemoteError
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Completion, Probe, Request
 from jaxrl_llm.rollout.vllm.api import EngineServer, ServerProcess
-from jaxrl_llm.rollout.vllm.publication import Publication, digest, read_checked
+from jaxrl_llm.rollout.vllm.publication import Publication, digest, part, read_checked
 from jaxrl_llm.rollout.vllm.server import SPECULATION, lora_rank
 from jaxrl_llm.rollout.vllm.transfer import FileTransfer, Transfer
 
@@ -291,11 +291,4 @@ def _expected(publication: Publication, slices: Mapping[str, Any]) -> dict[str, 
     whole = read_checked(publication.files, publication.directory)
   except ValueError as error:  # The publication may have been released meanwhile.
     raise Lost(str(error)) from None
-  return {name: digest(_part(array, slices[name])) for name, array in whole.items() if name in slices}
-
-
-def _part(array: np.ndarray, tensor: Mapping[str, Any]) -> np.ndarray:
-  if tensor['slice'] is None:
-    return array
-  axis, start = tensor['slice']
-  return array.take(range(start, start + tensor['shape'][axis]), axis)
+  return {name: digest(part(array, slices[name])) for name, array in whole.items() if name in slices}
