@@ -55,7 +55,11 @@ _NAMES = (
   ('jaxrl_llm.core.types', 'Version'),
   # Algorithms
   ('jaxrl_llm.learner.algorithm', 'Algorithm Annotation Closed Setting term'),
+  ('jaxrl_llm.learner.policy_gradient', 'policy_gradient'),
+  ('jaxrl_llm.learner.policy_options', 'PolicyGradientConfig'),
   ('jaxrl_llm.objectives.policy', 'clipped_surrogate sequence_log_ratio token_log_ratio'),
+  ('jaxrl_llm.objectives.surrogates', 'SurrogateTokens TokenLoss'),
+  ('jaxrl_llm.ops.reduce', 'Aggregation'),
   ('jaxrl_llm.batching.plan', 'Row'),
   # Errors
   ('jaxrl_llm.core.errors', 'RunError UserError'),

@@ -33,6 +33,8 @@ from jaxrl_llm.learner.algorithm import Closed as Closed
 from jaxrl_llm.learner.algorithm import Setting as Setting
 from jaxrl_llm.learner.algorithm import term as term
 from jaxrl_llm.learner.optimizer import OptimizerConfig as OptimizerConfig
+from jaxrl_llm.learner.policy_gradient import policy_gradient as policy_gradient
+from jaxrl_llm.learner.policy_options import PolicyGradientConfig as PolicyGradientConfig
 from jaxrl_llm.master.evaluation import SuiteConfig as SuiteConfig
 from jaxrl_llm.master.exploring.limits import TaskLimits as TaskLimits
 from jaxrl_llm.master.exploring.processors import ProcessorConfig as ProcessorConfig
@@ -41,6 +43,9 @@ from jaxrl_llm.models.spec import LoraConfig as LoraConfig
 from jaxrl_llm.objectives.policy import clipped_surrogate as clipped_surrogate
 from jaxrl_llm.objectives.policy import sequence_log_ratio as sequence_log_ratio
 from jaxrl_llm.objectives.policy import token_log_ratio as token_log_ratio
+from jaxrl_llm.objectives.surrogates import SurrogateTokens as SurrogateTokens
+from jaxrl_llm.objectives.surrogates import TokenLoss as TokenLoss
+from jaxrl_llm.ops.reduce import Aggregation as Aggregation
 from jaxrl_llm.parallel.mesh import MeshConfig as MeshConfig
 from jaxrl_llm.replay.draw import DrawConfig as DrawConfig
 from jaxrl_llm.rewards.api import Attempt as Attempt

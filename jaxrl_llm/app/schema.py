@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from jaxrl_llm.config.moved import moved
+from jaxrl_llm.config.own import named_pair
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.optimizer import OptimizerConfig
@@ -26,7 +27,7 @@ from jaxrl_llm.parallel.mesh import MeshConfig
 from jaxrl_llm.replay.draw import DrawConfig
 from jaxrl_llm.rewards.api import RewardsConfig
 from jaxrl_llm.rollout.auxiliary import AuxiliaryConfig
-from jaxrl_llm.rollout.catalogue import ENGINES, engine_pair
+from jaxrl_llm.rollout.catalogue import ENGINES
 from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig
 from jaxrl_llm.rollout.engine import EngineSpec
 from jaxrl_llm.rollout.explorers.crew import ExplorersConfig
@@ -409,7 +410,7 @@ class RolloutConfig:
         f'{self.max_prompt_length} tokens want one of at least {self.max_prompt_length - 1}'
       )
     if ':' not in self.engine:  # One of the user's own is imported when a run needs it.
-      engine_pair(self.engine)
+      named_pair(self.engine, 'engine', ENGINES)
       if self.engine_options:
         raise UserError(
           f'rollout.engine_options: apply only to an engine of your own, and rollout.engine is {self.engine!r}; set '
@@ -423,7 +424,7 @@ class RolloutConfig:
 
   def engine_spec(self) -> EngineSpec:
     """Returns the engine with its options; imports a user's own."""
-    options, make = engine_pair(self.engine)
+    options, make = named_pair(self.engine, 'engine', ENGINES)
     if self.engine in ENGINES:
       return make(getattr(self, self.engine))
     spec = make(from_json(dict(self.engine_options), options, self.engine_options_key))

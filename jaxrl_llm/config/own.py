@@ -6,9 +6,10 @@ import dataclasses
 import importlib
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxrl_llm.config.annotations import nearest
 from jaxrl_llm.core.errors import UserError, one_line
 
 
@@ -35,9 +36,11 @@ def own_part(name: str, what: str) -> Any:
     raise UserError(f'{what} {name!r}: module {module} has no {attribute!r}') from None
 
 
-def own_pair(name: str, what: str) -> tuple[type, Callable[..., Any]]:
-  """Imports a user-defined pair of an options dataclass and a function of it."""
-  pair = own_part(name, what)
+def named_pair(name: str, what: str, catalogue: Mapping[str, tuple[type, Any]]) -> tuple[type, Callable[..., Any]]:
+  """Returns the pair of an options dataclass and a function of it: a catalogue's, or a user's 'module:attribute'."""
+  if ':' not in name and name not in catalogue:
+    raise UserError(f"{what} {name!r}: unknown; {nearest(name, catalogue)}; one of your own is 'module:attribute'")
+  pair = own_part(name, what) if ':' in name else catalogue[name]
   if not (isinstance(pair, tuple) and len(pair) == 2 and dataclasses.is_dataclass(pair[0]) and callable(pair[1])):
     raise UserError(f'{what} {name!r}: wanted a pair of an options dataclass and a function of it, got {pair!r}')
   return pair

@@ -19,6 +19,7 @@ from jaxrl_llm.learner.policy_options import (
   ReinforcePlusPlusBaselineConfig,
   ReinforcePlusPlusConfig,
   RlooConfig,
+  SapoConfig,
 )
 from jaxrl_llm.learner.preference import DpoConfig, RewardModelConfig, dpo, reward_model
 from jaxrl_llm.learner.supervised import SftConfig, sft
@@ -30,6 +31,7 @@ ALGORITHMS: Mapping[str, tuple[type, Callable[[Any, Setting], Algorithm]]] = {
   'dapo': (DapoConfig, policy_gradient),
   'gspo': (GspoConfig, policy_gradient),
   'cispo': (CispoConfig, policy_gradient),
+  'sapo': (SapoConfig, policy_gradient),
   'rloo': (RlooConfig, policy_gradient),
   'reinforce_plus_plus': (ReinforcePlusPlusConfig, policy_gradient),
   'reinforce_plus_plus_baseline': (ReinforcePlusPlusBaselineConfig, policy_gradient),

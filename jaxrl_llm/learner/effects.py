@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from jaxrl_llm.config.own import named_pair
+from jaxrl_llm.objectives.surrogates import SURROGATES
+
 
 class Need(NamedTuple):
   """Condition under which an option has an effect."""
@@ -39,6 +42,20 @@ def _shown(value: Any) -> str:
     return repr(value)
   names = [field.name for field in dataclasses.fields(value) if getattr(value, field.name) != field.default]
   return ', '.join(f'{name}={getattr(value, name)!r}' for name in names)
+
+
+def surrogate_needs(options: Any) -> dict[str, Need]:
+  """Needs of those options of an algorithm that surrogates read: `policy_loss` names one of these surrogates."""
+  fields = lambda kind: kind.__dataclass_fields__.keys() if isinstance(options, kind) else frozenset()
+  chosen = fields(named_pair(options.policy_loss, 'policy_loss', SURROGATES)[0])
+  readers: dict[str, list[str]] = {}
+  for surrogate, (kind, _) in SURROGATES.items():
+    for name in fields(kind):
+      readers.setdefault(name, []).append(surrogate)
+  return {
+    name: Need(lambda _, name=name: name in chosen, f'policy_loss {" or ".join(surrogates)}')
+    for name, surrogates in readers.items()
+  }
 
 
 def _estimator(*names: str) -> Need:
@@ -82,7 +99,6 @@ POLICY_GRADIENT = {
   ),
   'rollout_is_threshold': Need(_corrects, 'bypass_old_logprobs=false and a rollout_is'),
   'rollout_is_lower': Need(_corrects, 'bypass_old_logprobs=false and a rollout_is'),
-  'clip_ratio_c': Need(lambda options: options.policy_loss != 'cispo', 'policy_loss clip or gspo'),
   'loss_scale_factor': Need(
     lambda options: options.loss_agg_mode == 'seq-mean-token-sum-norm', 'loss_agg_mode seq-mean-token-sum-norm'
   ),

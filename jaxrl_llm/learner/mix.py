@@ -14,7 +14,7 @@ import numpy as np
 from jaxrl_llm.advantages.shaping import MuSchedule
 from jaxrl_llm.batching.chunks import Chunks
 from jaxrl_llm.learner.algorithm import Algorithm, Annotation, Closed, Constants, Setting, Stats, Terms, term
-from jaxrl_llm.learner.effects import MIX, MU, without_effect
+from jaxrl_llm.learner.effects import MIX, MU, surrogate_needs, without_effect
 from jaxrl_llm.learner.policy_gradient import annotate, policy_gradient, policy_terms
 from jaxrl_llm.learner.policy_options import PolicyGradientConfig
 from jaxrl_llm.objectives.supervised import chord_token_weight, negative_log_likelihood
@@ -69,5 +69,5 @@ def mix(config: MixConfig, setting: Setting) -> Algorithm:
     terms['actor/sft_loss'] = term(nll, mask, chunks, config.expert_loss_agg_mode, weight=mu, scale=scale)
     return terms, stats | {'actor/expert_logprob': masked_stat(outputs.logprobs, mask)}
 
-  no_effect = (*without_effect(config, 'mix', MIX), *without_effect(config.mu, 'mix.mu', MU))
+  no_effect = (*without_effect(config, 'mix', MIX | surrogate_needs(config)), *without_effect(config.mu, 'mix.mu', MU))
   return usual._replace(annotate=annotate_both, loss=loss, constants=usual.constants | {'mu'}, no_effect=no_effect)

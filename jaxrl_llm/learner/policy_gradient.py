@@ -1,7 +1,7 @@
 """The policy-gradient family: one loss of exchangeable parts.
 
-GRPO, Dr.GRPO, DAPO, GSPO, CISPO, RLOO, REINFORCE++ and PPO differ only in advantage estimation, bounds of the
-importance ratio, token aggregation, and whether there is a critic.
+GRPO, Dr.GRPO, DAPO, GSPO, CISPO, SAPO, RLOO, REINFORCE++ and PPO differ only in advantage estimation, the surrogate
+(the loss of each token), token aggregation, and whether there is a critic.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ from jaxrl_llm.learner.algorithm import (
   Terms,
   term,
 )
-from jaxrl_llm.learner.effects import POLICY_GRADIENT, PPO, without_effect
-from jaxrl_llm.learner.policy_options import PolicyGradientConfig, PpoConfig, ShapingOptions, check, name_of
+from jaxrl_llm.learner.effects import POLICY_GRADIENT, PPO, surrogate_needs, without_effect
+from jaxrl_llm.learner.policy_options import (
+  PolicyGradientConfig,
+  PpoConfig,
+  ShapingOptions,
+  check,
+  name_of,
+  surrogate_of,
+)
 from jaxrl_llm.objectives import correction
 from jaxrl_llm.objectives.divergence import kl_estimate, unbiased_kl
-from jaxrl_llm.objectives.policy import (
-  ClippedSurrogate,
-  cispo,
-  clipped_surrogate,
-  sequence_log_ratio,
-  token_log_ratio,
-)
+from jaxrl_llm.objectives.surrogates import SurrogateTokens
 from jaxrl_llm.objectives.value import value_loss
 from jaxrl_llm.ops.logprobs import TokenLogprobs, TokenValues
 from jaxrl_llm.ops.reduce import masked_stat
@@ -73,6 +74,7 @@ def policy_gradient(config: PolicyGradientConfig, setting: Setting) -> Algorithm
   def loss(outputs: TokenLogprobs, chunks: Chunks, constants: Constants) -> tuple[Terms, Stats]:
     return policy_terms(config, setting, outputs, chunks, constants, chunks.loss_mask)
 
+  needs = (PPO if critic else POLICY_GRADIENT) | surrogate_needs(config)
   return Algorithm(
     annotate=lambda closed: annotate(config, setting, closed),
     loss=loss,
@@ -82,7 +84,7 @@ def policy_gradient(config: PolicyGradientConfig, setting: Setting) -> Algorithm
     reference=config.reference,
     critic_loss=(lambda outputs, chunks, _: _critic_terms(config, outputs, chunks)) if critic else None,
     critic_warmup=config.critic_warmup if critic else 0,
-    no_effect=without_effect(config, name_of(config), PPO if critic else POLICY_GRADIENT),
+    no_effect=without_effect(config, name_of(config), needs),
   )
 
 
@@ -329,16 +331,16 @@ def policy_terms(
   proximal = chunks.behaviour_logprobs if config.bypass_old_logprobs else chunks.proximal_logprobs
   scale = config.loss_scale_factor or float(setting.max_response_length)
   of = lambda values, weight: term(values, mask, chunks, config.loss_agg_mode, weight=weight, scale=scale)
-  surrogate = _surrogate(config, logprobs, proximal, chunks, mask)
+  tokens = SurrogateTokens(logprobs, proximal, chunks.advantages, mask, chunks.segment_ids, segments)
+  losses, metrics = surrogate_of(config)(tokens)
   stats = {
     'actor/entropy': masked_stat(outputs.entropy, mask),
-    'actor/pg_clipfrac': masked_stat(surrogate.clipped.astype(jnp.float32), mask),
-    'actor/pg_clipfrac_lower': masked_stat(surrogate.clipped_lower.astype(jnp.float32), mask),
+    **{name: masked_stat(values.astype(jnp.float32), mask) for name, values in metrics.items()},
     'actor/ppo_kl': masked_stat(proximal - logprobs, mask),
   }
   weights, weight_stats = _weights(config, logprobs, proximal, chunks, mask, segments)
   stats |= weight_stats
-  terms = {'actor/pg_loss': of(surrogate.loss * weights, 1.0)}
+  terms = {'actor/pg_loss': of(losses * weights, 1.0)}
   if config.entropy_coeff:
     terms['actor/entropy_loss'] = of(-outputs.entropy, config.entropy_coeff)
   if config.kl_loss_coef:
@@ -350,18 +352,6 @@ def policy_terms(
       kl = kl_estimate(logprobs, reference, kind=config.kl_loss_type, mask=mask)
     terms['actor/kl_loss'] = of(kl, constants['kl_coef'])
   return terms, stats
-
-
-def _surrogate(config, logprobs, proximal, chunks: Chunks, mask) -> ClippedSurrogate:
-  clip = dict(clip_ratio_low=config.clip_ratio_low, clip_ratio_high=config.clip_ratio_high)
-  if config.policy_loss == 'cispo':
-    return cispo(token_log_ratio(logprobs, proximal, mask), logprobs, chunks.advantages, **clip)
-  if config.policy_loss == 'gspo':
-    segments = chunks.temperature.shape[-1]
-    ratio = sequence_log_ratio(logprobs, proximal, mask, chunks.segment_ids, segments=segments)
-  else:
-    ratio = token_log_ratio(logprobs, proximal, mask)
-  return clipped_surrogate(ratio, chunks.advantages, clip_ratio_c=config.clip_ratio_c, **clip)
 
 
 def _weights(config, logprobs, proximal, chunks: Chunks, mask, segments: int) -> tuple[Array, Stats]:

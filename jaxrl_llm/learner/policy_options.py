@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
+from jaxrl_llm.config.own import named_pair
+from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.algorithm import ReferenceRule, Setting
 from jaxrl_llm.learner.ranges import Range, check_ranges
 from jaxrl_llm.objectives.divergence import Estimator, has_expected_gradient
+from jaxrl_llm.objectives.surrogates import SURROGATES, DualClipBounds, SapoOptions, SurrogateTokens, TokenLoss
 from jaxrl_llm.ops.reduce import Aggregation
 
 AdvEstimator = Literal['grpo', 'rloo', 'reinforce_plus_plus', 'reinforce_plus_plus_baseline', 'gae']
-PolicyLoss = Literal['clip', 'gspo', 'cispo']
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,15 +95,17 @@ class CorrectionOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PolicyGradientConfig(AdvantageOptions, ShapingOptions, KlOptions, CorrectionOptions):
+class PolicyGradientConfig(AdvantageOptions, ShapingOptions, KlOptions, CorrectionOptions, DualClipBounds):
   """Base configuration of the family; the defaults are GRPO's."""
 
-  policy_loss: PolicyLoss = 'clip'
-  """clip: PPO's clipped ratio; gspo: the same on the sequence ratio; cispo: clipped weights on log-likelihoods."""
-  clip_ratio_low: float = 0.2
-  clip_ratio_high: float = 0.2
-  clip_ratio_c: float | None = 3.0
-  """Dual-clip bound; None = off."""
+  policy_loss: str = 'clip'
+  """Surrogate: a key of `SURROGATES`, or your own as 'module:attribute'.
+
+  clip: PPO's clipped ratio; gspo: the same on the sequence ratio; cispo: clipped weights on log-likelihoods; sapo: a
+  soft gate of the ratio.
+  """
+  policy_loss_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  """Options of a surrogate whose options are not the algorithm's own."""
   loss_agg_mode: Aggregation = 'token-mean'
   loss_scale_factor: float | None = None
   """Divisor of seq-mean-token-sum-norm; None = max_response_length."""
@@ -131,7 +137,7 @@ class DapoConfig(PolicyGradientConfig):
 class GspoConfig(PolicyGradientConfig):
   """GSPO (arXiv:2507.18071): sequence-level ratio with a narrow clip range."""
 
-  policy_loss: PolicyLoss = 'gspo'
+  policy_loss: str = 'gspo'
   clip_ratio_low: float = 3e-4
   clip_ratio_high: float = 4e-4
   clip_ratio_c: float | None = None
@@ -142,10 +148,18 @@ class GspoConfig(PolicyGradientConfig):
 class CispoConfig(PolicyGradientConfig):
   """CISPO (MiniMax-M1, arXiv:2506.13585): clip ranges are distances from 1; the lower bound has no effect."""
 
-  policy_loss: PolicyLoss = 'cispo'
+  policy_loss: str = 'cispo'
   clip_ratio_low: float = 1.0
   clip_ratio_high: float = 4.0
   clip_ratio_c: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SapoConfig(PolicyGradientConfig, SapoOptions):
+  """SAPO (arXiv:2511.20347): a soft gate of the ratio in place of the clip."""
+
+  policy_loss: str = 'sapo'
+  loss_agg_mode: Aggregation = 'seq-mean-token-mean'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,9 +229,27 @@ def name_of(config: PolicyGradientConfig) -> str:
   return re.sub('(?<!^)([A-Z])', r'_\1', type(config).__name__.removesuffix('Config')).lower()
 
 
+def surrogate_of(config: PolicyGradientConfig) -> Callable[[SurrogateTokens], TokenLoss]:
+  """Returns the surrogate that `policy_loss` names, with its options: `config` where that includes them.
+
+  Raises UserError for an unknown surrogate or wrong options.
+  """
+  kind, loss = named_pair(config.policy_loss, 'policy_loss', SURROGATES)
+  where = f'{name_of(config)}.policy_loss_options'
+  if not isinstance(config, kind):
+    return functools.partial(loss, options=from_json(dict(config.policy_loss_options), kind, where))
+  if config.policy_loss_options:
+    raise UserError(
+      f'{where}: {dict(config.policy_loss_options)}, wanted none: policy_loss {config.policy_loss!r} takes the options '
+      f'of {name_of(config)}; set {", ".join(field.name for field in dataclasses.fields(kind))} there'
+    )
+  return functools.partial(loss, options=config)
+
+
 def check(config: PolicyGradientConfig, setting: Setting) -> None:
   """Raises UserError for contradictory or misleading options."""
   where = name_of(config)
+  surrogate_of(config)
   check_shaping(config, setting, where)
   ranges = _RANGES | (_CRITIC_RANGES if isinstance(config, PpoConfig) else {})
   if config.policy_loss == 'cispo':  # The maximum weight, 1 + clip_ratio_high, may be below 1.

@@ -65,6 +65,7 @@ OPTIONS = {
   ),
   'gspo': dict(clip_ratio_low=0.05, clip_ratio_high=0.1, rollout_rs_low=0.85, rollout_rs_high=1.15, **KL),
   'cispo': dict(clip_ratio_low=0.1, clip_ratio_high=0.2, rollout_is='none', off_policy_seq_mask=0.0),
+  'sapo': dict(tau_pos=1.5, tau_neg=4.0, entropy_coeff=0.01, rollout_is_threshold=1.2, **KL),
   'rloo': dict(bypass_old_logprobs=True, kl_loss_type='k1', allow_zero_gradient_kl=True, **KL),
   'reinforce_plus_plus': dict(gamma=0.9, kl_reward_coef=0.1, rollout_is_lower=0.8),
   'reinforce_plus_plus_baseline': dict(loss_agg_mode='seq-mean-token-sum-norm', entropy_coeff=0.02),
@@ -99,7 +100,7 @@ SUBJECTS = {
   for label, (name, _) in (VARIANTS | MORE).items()
 }
 INVARIANT = [*OPTIONS, 'ppo critic']
-KINDS = {'grpo', 'gspo', 'opmd', 'mix', 'dpo', 'reward_model', 'ppo critic'}
+KINDS = {'grpo', 'gspo', 'sapo', 'opmd', 'mix', 'dpo', 'reward_model', 'ppo critic'}
 """One of each kind of loss: what the fast tier looks at."""
 CUTS = [{'chunks': 12}, {'chunks': 2, 'chunk_len': 48, 'token_chunk': 8}]
 
@@ -287,6 +288,9 @@ def policy_parts(config, says_now, held, own, advantages, mask):
   if config.policy_loss == 'cispo':
     ratio = oracles.token_log_ratio(before, proximal, mask)
     loss, _ = oracles.cispo(ratio, logprobs, advantages, mask, **clip)
+  elif config.policy_loss == 'sapo':
+    ratio = oracles.token_log_ratio(logprobs, proximal, mask)
+    loss = oracles.sapo(ratio, advantages, mask, tau_pos=config.tau_pos, tau_neg=config.tau_neg)
   else:
     ratio = oracles.token_log_ratio(logprobs, proximal, mask)
     if config.policy_loss == 'gspo':

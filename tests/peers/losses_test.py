@@ -26,6 +26,7 @@ from jaxrl_llm.learner.policy_options import (
   GspoConfig,
   PpoConfig,
   RlooConfig,
+  SapoConfig,
 )
 from jaxrl_llm.learner.preference import DpoConfig, RewardModelConfig, dpo, reward_model
 from jaxrl_llm.objectives.divergence import kl_estimate
@@ -182,6 +183,8 @@ TRL = {
   'cispo': ours(CispoConfig, clip_ratio_low=1.0, clip_ratio_high=0.3),
   # Its bound is absolute, and epsilon's 0.2 where none is set: every weight is at most 0.2.
   'cispo default': ours(CispoConfig, clip_ratio_low=1.0, clip_ratio_high=-0.8),
+  'sapo': ours(SapoConfig, tau_neg=float(np.float32(1.05))),  # Its temperatures are float32.
+  'sapo temperatures': ours(SapoConfig, tau_pos=2.0, tau_neg=5.0),
   'sequence': ours(GspoConfig, clip_ratio_low=0.03, clip_ratio_high=0.04),
   'sequence dapo': ours(GspoConfig, clip_ratio_low=0.03, clip_ratio_high=0.03, loss_agg_mode='token-mean'),
   'kl': ours(**KL),

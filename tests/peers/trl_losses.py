@@ -32,6 +32,8 @@ GRPO = {
   'dr_grpo': {'loss_type': 'dr_grpo', 'scale_rewards': 'none'},
   'cispo': {'loss_type': 'cispo', 'epsilon_high': 1.3},
   'cispo default': {'loss_type': 'cispo'},
+  'sapo': {'loss_type': 'sapo'},
+  'sapo temperatures': {'loss_type': 'sapo', 'sapo_temperature_pos': 2.0, 'sapo_temperature_neg': 5.0},
   'sequence': {'loss_type': 'grpo', 'importance_sampling_level': 'sequence', 'epsilon': 0.03, 'epsilon_high': 0.04},
   'sequence dapo': {'loss_type': 'dapo', 'importance_sampling_level': 'sequence', 'epsilon': 0.03},
   'kl': {'loss_type': 'dapo', 'beta': 0.3, 'use_bias_correction_kl': False},

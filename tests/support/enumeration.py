@@ -360,6 +360,7 @@ ALGORITHM_ROWS: tuple[tuple[str, dict[str, Any], dict[str, int]], ...] = (
   ('grpo', {'mask_truncated': True}, THREE),
   ('gspo', {}, THREE),
   ('cispo', {}, THREE),
+  ('sapo', {}, THREE),
   ('ppo', {}, THREE),
   ('opmd', {}, THREE),
   ('opmd', {'baseline': 'log_partition'}, THREE),

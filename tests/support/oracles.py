@@ -147,6 +147,14 @@ def cispo(log_ratio, logprobs, advantages, mask, *, low, high):
   return each(mask, lambda at: -weight(at) * advantages[at] * logprobs[at]), each(mask, cut)
 
 
+def sapo(log_ratio, advantages, mask, *, tau_pos, tau_neg):
+  def one(at):
+    tau = tau_pos if advantages[at] > 0 else tau_neg
+    return -4 / tau / (1 + math.exp(min(-tau * (math.exp(log_ratio[at]) - 1), 700.0))) * advantages[at]
+
+  return each(mask, one)
+
+
 def kl_estimate(logprobs, reference, mask, *, kind):
   def one(at):
     d = logprobs[at] - reference[at]

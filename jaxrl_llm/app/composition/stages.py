@@ -11,8 +11,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.app.composition.engines import check_sampling
 from jaxrl_llm.app.schema import AlgorithmConfig, Config, CriticConfig, Pairs, Recorded, Rollouts, StageConfig
 from jaxrl_llm.batching.plan import plan_shape
-from jaxrl_llm.config.annotations import nearest
-from jaxrl_llm.config.own import own_pair
+from jaxrl_llm.config.own import named_pair
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.algorithm import Algorithm, Setting
@@ -29,19 +28,15 @@ from jaxrl_llm.parallel.rules import parts
 
 def build_algorithm(config: AlgorithmConfig, setting: Setting) -> Algorithm:
   """Builds an algorithm of the catalogue, or a user's: an (options dataclass, function of it and the setting) pair."""
-  name = config.name
-  if ':' not in name and name not in ALGORITHMS:
-    raise UserError(f"algorithm {name!r}: unknown; {nearest(name, ALGORITHMS)}; one of your own is 'module:attribute'")
-  options, make = own_pair(name, 'algorithm') if ':' in name else ALGORITHMS[name]
-  return make(from_json(dict(config.options), options, f'options of algorithm {name}'), setting)
+  options, make = named_pair(config.name, 'algorithm', ALGORITHMS)
+  return make(from_json(dict(config.options), options, f'options of algorithm {config.name}'), setting)
 
 
 def build_processors(configs: Sequence[ProcessorConfig]) -> tuple[tuple[str, Processor], ...]:
   """Returns (name, processor) pairs, of the catalogue or a user's own: a pair (options dataclass, function of it)."""
   built = []
   for config in configs:
-    kind = config.implementation
-    options, make = own_pair(kind, 'processor') if ':' in kind else PROCESSORS[kind]
+    options, make = named_pair(config.implementation, 'processor', PROCESSORS)
     built.append((config.name, make(from_json(dict(config.options), options, f'options of processor {config.name}'))))
   return tuple(built)
 

@@ -1,0 +1,129 @@
+"""Surrogates of the policy-gradient family: the loss of each token before correction, aggregation, KL and entropy.
+
+A surrogate is a pair of an options dataclass and a function of the tokens and these options, see `Surrogate`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.objectives import policy
+from jaxrl_llm.objectives.policy import ClippedSurrogate, clipped_surrogate, sequence_log_ratio, token_log_ratio
+
+
+class SurrogateTokens(NamedTuple):
+  """Tokens of one micro-batch. Masked positions of both logprobs may hold anything, even NaN."""
+
+  logprobs: Float[Array, 'chunks time']
+  """log πₜ: the only field with a gradient."""
+  proximal_logprobs: Float[Array, 'chunks time']
+  """log π_prox,ₜ; with `bypass_old_logprobs` the sampler's."""
+  advantages: Float[Array, 'chunks time']
+  """Finite everywhere."""
+  mask: Bool[Array, 'chunks time']
+  """Tokens that count in the loss."""
+  segment_ids: Int[Array, 'chunks time']
+  """Number of the token's sequence within its chunk, from 1; 0: padding."""
+  segments: int
+  """Maximum number of sequences of a chunk."""
+
+
+class TokenLoss(NamedTuple):
+  """Return value of a surrogate."""
+
+  loss: Float[Array, 'chunks time']
+  """Loss of each token, to be minimised. Values at masked positions are ignored."""
+  metrics: Mapping[str, Array] = {}
+  """Numbers or flags per token by metric key; the step's metric is their mean over the tokens in `mask`."""
+
+
+Surrogate = Callable[[SurrogateTokens, Any], TokenLoss]
+"""Function of the tokens and the surrogate's options, traced by JAX. It must not normalise over the micro-batch."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RatioBounds:
+  """Bounds of the importance ratio, as distances from 1."""
+
+  clip_ratio_low: float = 0.2
+  clip_ratio_high: float = 0.2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DualClipBounds(RatioBounds):
+  """Bounds of the importance ratio and of the loss of tokens with a negative advantage."""
+
+  clip_ratio_c: float | None = 3.0
+  """Dual-clip bound; None = off."""
+
+
+def clip(tokens: SurrogateTokens, options: DualClipBounds) -> TokenLoss:
+  """PPO's clipped importance ratio, see `clipped_surrogate`."""
+  return _clipped(token_log_ratio(tokens.logprobs, tokens.proximal_logprobs, tokens.mask), tokens, options)
+
+
+def gspo(tokens: SurrogateTokens, options: DualClipBounds) -> TokenLoss:
+  """The clipped importance ratio of the sequence, see `sequence_log_ratio`."""
+  logprobs, proximal, _, mask, ids, segments = tokens
+  return _clipped(sequence_log_ratio(logprobs, proximal, mask, ids, segments=segments), tokens, options)
+
+
+def cispo(tokens: SurrogateTokens, options: RatioBounds) -> TokenLoss:
+  """Clipped importance weights on log-likelihoods, see `policy.cispo`."""
+  bounds = dict(clip_ratio_low=options.clip_ratio_low, clip_ratio_high=options.clip_ratio_high)
+  log_ratio = token_log_ratio(tokens.logprobs, tokens.proximal_logprobs, tokens.mask)
+  return _with_clip_fractions(policy.cispo(log_ratio, tokens.logprobs, tokens.advantages, **bounds))
+
+
+def _clipped(log_ratio: Float[Array, 'chunks time'], tokens: SurrogateTokens, options: DualClipBounds) -> TokenLoss:
+  bounds = dict(clip_ratio_low=options.clip_ratio_low, clip_ratio_high=options.clip_ratio_high)
+  surrogate = clipped_surrogate(log_ratio, tokens.advantages, clip_ratio_c=options.clip_ratio_c, **bounds)
+  return _with_clip_fractions(surrogate)
+
+
+def _with_clip_fractions(surrogate: ClippedSurrogate) -> TokenLoss:
+  metrics = {'actor/pg_clipfrac': surrogate.clipped, 'actor/pg_clipfrac_lower': surrogate.clipped_lower}
+  return TokenLoss(surrogate.loss, metrics)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SapoOptions:
+  """Temperatures of SAPO's gate: a higher one keeps the policy nearer to the proximal one."""
+
+  tau_pos: float = 1.0
+  """Of tokens with a positive advantage."""
+  tau_neg: float = 1.05
+  """Of the other tokens."""
+
+  def __post_init__(self):
+    for name in ('tau_pos', 'tau_neg'):
+      if not 0 < getattr(self, name) < math.inf:
+        raise UserError(f'sapo.{name}: {getattr(self, name)}, wanted a finite number above 0')
+
+
+def sapo(tokens: SurrogateTokens, options: SapoOptions) -> TokenLoss:
+  """SAPO (arXiv:2511.20347): lossₜ = -f(ρₜ) Aₜ with the soft gate f(ρ) = 4/τ · σ(τ (ρ - 1)).
+
+  τ is `tau_pos` where Aₜ > 0, otherwise `tau_neg`. The gradient is -4 pₜ (1 - pₜ) ρₜ Aₜ ∇log πₜ, pₜ = σ(τ (ρₜ - 1)).
+  """
+  ratio = jnp.exp(token_log_ratio(tokens.logprobs, tokens.proximal_logprobs, tokens.mask))
+  tau = jnp.where(tokens.advantages > 0, options.tau_pos, options.tau_neg).astype(ratio.dtype)
+  gate = 4.0 / tau * jax.nn.sigmoid(tau * (ratio - 1.0))
+  return TokenLoss(-gate * tokens.advantages)
+
+
+SURROGATES: Mapping[str, tuple[type, Surrogate]] = {
+  'clip': (DualClipBounds, clip),
+  'gspo': (DualClipBounds, gspo),
+  'cispo': (RatioBounds, cispo),
+  'sapo': (SapoOptions, sapo),
+}
+"""Options dataclass and function by name. Options with the names of an algorithm's are the algorithm's own."""
