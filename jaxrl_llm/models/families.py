@@ -1,6 +1,6 @@
-"""Model families: fixed properties and defaults of each; adding one takes an entry here and no code elsewhere.
+"""Model families: one entry for all that distinguishes a family; adding one takes no code elsewhere.
 
-Invariant: the decoder never checks a family's name; all differences between families are in their `ModelSpec`s.
+Invariant: no module checks a family's name; the decoder and the weights' names follow from the `ModelSpec`.
 """
 
 from __future__ import annotations
@@ -9,24 +9,47 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.models.spec import ModelSpec, RopeScaling
 
 
+def _classes(prefix: str) -> Mapping[str, str]:
+  tasks = {'lm': 'CausalLM', 'scalar': 'SequenceClassification', 'value': 'TokenClassification'}
+  return MappingProxyType({head: f'{prefix}For{task}' for head, task in tasks.items()})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-  """Properties that `transformers` fixes for a model_type (biases, q/k norm), and its defaults for the rest."""
+  """What `transformers` fixes for a model_type, and its defaults for keys that are absent from config.json."""
 
   name: str
+  """`model_type` in config.json."""
   description: str
-  architecture: str
-  """Class named by `architectures` in config.json, for the 'lm' head."""
-  qkv_bias: bool
-  qk_norm: bool
-  rope_theta: float
-  rms_norm_eps: float
+  architectures: Mapping[str, str]
+  """Class of `transformers` by head: `architectures` in config.json."""
+  attention_bias: Literal['never', 'qkv', 'optional'] = 'never'
+  """Biases of attention: none; on query, key and value; on all four projections if `attention_bias` is true."""
+  mlp_bias: bool = False
+  """Whether `mlp_bias` adds biases to the MLP."""
+  qk_norm: bool = False
+  """Whether queries and keys are normalised per head."""
+  full_attention: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  """Keys that switch sliding windows off; empty if the class has none."""
+  sliding_window: int | None = None
+  """Default of `sliding_window`."""
+  num_key_value_heads: int | None = None
+  """Default; None: one per query head."""
+  head_dim: int | None = None
+  """Default; None: hidden_size / num_attention_heads."""
+  heads_divide_hidden: bool = False
+  """Whether `transformers` refuses a hidden_size that is no multiple of num_attention_heads."""
+  max_position_embeddings: int
+  rope_theta: float = 10_000.0
+  rms_norm_eps: float = 1e-6
+  tokenizers: tuple[str, ...] = ()
+  """The tokenizer classes that AutoTokenizer makes whatever class a directory names; empty: the class that it names."""
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -36,29 +59,32 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
       Family(
         name='qwen2',
         description='Qwen 2 and 2.5: biases on query, key and value',
-        architecture='Qwen2ForCausalLM',
-        qkv_bias=True,
-        qk_norm=False,
-        rope_theta=10_000.0,
-        rms_norm_eps=1e-6,
+        architectures=_classes('Qwen2'),
+        attention_bias='qkv',
+        full_attention={'use_sliding_window': False, 'sliding_window': None},
+        num_key_value_heads=32,
+        max_position_embeddings=32768,
+        tokenizers=('Qwen2Tokenizer', 'Qwen2TokenizerFast'),
       ),
       Family(
         name='qwen3',
         description='Qwen 3 (dense): queries and keys normalised per head',
-        architecture='Qwen3ForCausalLM',
-        qkv_bias=False,
+        architectures=_classes('Qwen3'),
+        attention_bias='optional',
         qk_norm=True,
-        rope_theta=10_000.0,
-        rms_norm_eps=1e-6,
+        full_attention={'use_sliding_window': False, 'sliding_window': None},
+        num_key_value_heads=32,
+        head_dim=128,
+        max_position_embeddings=32768,
       ),
       Family(
         name='llama',
         description='Llama 2 and 3, with linear or llama3 rope scaling',
-        architecture='LlamaForCausalLM',
-        qkv_bias=False,
-        qk_norm=False,
-        rope_theta=10_000.0,
-        rms_norm_eps=1e-6,
+        architectures=_classes('Llama'),
+        attention_bias='optional',
+        mlp_bias=True,
+        heads_divide_hidden=True,
+        max_position_embeddings=2048,
       ),
     )
   }
@@ -102,7 +128,7 @@ def tiny(family: str, vocab_size: int, **overrides: Any) -> ModelSpec:
     'rms_norm_eps': fixed.rms_norm_eps,
     'tie_word_embeddings': True,
     'max_position_embeddings': 512,
-    'qkv_bias': fixed.qkv_bias,
+    'qkv_bias': fixed.attention_bias == 'qkv',
     'qk_norm': fixed.qk_norm,
   }
   return ModelSpec(family=family, vocab_size=vocab_size, **{**defaults, **overrides})

@@ -17,6 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Repo
 
 from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.core.types import Params
+from jaxrl_llm.models.families import Family, find_family
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.weights.hf_config import one_or_list, read_json, read_spec, write_config, write_json
 from jaxrl_llm.weights.layout import from_hf, to_hf
@@ -98,15 +99,17 @@ def copy_tokenizer(source: str | Path, target: str | Path) -> list[str]:
   return names
 
 
-def _warn_of_misreading(family: str, tokenizer_dir: Path) -> None:
+def _warn_of_misreading(family: Family, tokenizer_dir: Path) -> None:
   # transformers 5 ignores the tokenizer class that a qwen2 directory names, and splits text as Qwen2 does.
   path = tokenizer_dir / 'tokenizer_config.json'
   name = read_json(path).get('tokenizer_class') if path.exists() else None
-  if family == 'qwen2' and name not in ('Qwen2Tokenizer', 'Qwen2TokenizerFast'):
+  if family.tokenizers and name not in family.tokenizers:
     logging.warning(
-      "%s: of a qwen2 model transformers' AutoTokenizer makes a Qwen2Tokenizer although this is a %s, and may give "
+      "%s: of a %s model transformers' AutoTokenizer makes a %s although this is a %s, and may give "
       'other tokens without a word: load it with PreTrainedTokenizerFast, or train another family',
       tokenizer_dir,
+      family.name,
+      family.tokenizers[0],
       name,
     )
 
@@ -155,7 +158,7 @@ def export(
       # The file of an earlier export would override the special tokens of the new config.json.
       (directory / 'generation_config.json').unlink(missing_ok=True)
     if tokenizer_dir is not None:
-      _warn_of_misreading(spec.family, Path(tokenizer_dir))
+      _warn_of_misreading(find_family(spec.family), Path(tokenizer_dir))
       copy_tokenizer(tokenizer_dir, directory)
   return save_params(directory, params, spec, dtype=dtype, shard_bytes=shard_bytes)
 

@@ -17,23 +17,9 @@ from absl import logging
 
 from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.core.files import parse_json, read_bytes
-from jaxrl_llm.models.families import FAMILIES
+from jaxrl_llm.models.families import FAMILIES, Family, find_family
 from jaxrl_llm.models.heads import is_tied
 from jaxrl_llm.models.spec import ModelSpec, RopeScaling
-
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-  'qwen2': {'num_key_value_heads': 32, 'max_position_embeddings': 32768},
-  'qwen3': {'num_key_value_heads': 32, 'max_position_embeddings': 32768, 'head_dim': 128},
-  'llama': {'max_position_embeddings': 2048},
-}
-"""Defaults of transformers for absent keys that differ between families."""
-
-_CLASSIFIERS: Mapping[str, Mapping[str, str]] = {
-  'qwen2': {'scalar': 'Qwen2ForSequenceClassification', 'value': 'Qwen2ForTokenClassification'},
-  'qwen3': {'scalar': 'Qwen3ForSequenceClassification', 'value': 'Qwen3ForTokenClassification'},
-  'llama': {'scalar': 'LlamaForSequenceClassification', 'value': 'LlamaForTokenClassification'},
-}
-"""Transformers classes with one output, by head: `architectures` in the config.json of a reward model or a critic."""
 
 _ROPE_KEYS: Mapping[str, frozenset[str]] = {
   'default': frozenset(),
@@ -118,19 +104,19 @@ def read_spec(directory: str | Path) -> ModelSpec:
   """
   path = Path(directory) / 'config.json'
   config = _Config(path, read_json(path))
-  family = config.values.get('model_type')
-  if not isinstance(family, str) or family not in FAMILIES:
-    raise config.error('model_type', family, f'one of {", ".join(FAMILIES)}')
+  name = config.values.get('model_type')
+  if not isinstance(name, str) or name not in FAMILIES:
+    raise config.error('model_type', name, f'one of {", ".join(FAMILIES)}')
+  family = FAMILIES[name]
   head = _head(config, family)
   _refuse_unsupported(config, family)
-  defaults = _DEFAULTS[family]
   heads = config.number('num_attention_heads', None, int)
   hidden = config.number('hidden_size', None, int)
   # A null num_key_value_heads means one per attention head; only an absent key means the class's default.
-  kv_default = heads if 'num_key_value_heads' in config.values else defaults.get('num_key_value_heads', heads)
-  head_default = defaults.get('head_dim', hidden // heads) if 'head_dim' not in config.values else hidden // heads
-  positions = config.number('max_position_embeddings', defaults['max_position_embeddings'], int)
-  theta, scaling = _read_rope(config, FAMILIES[family].rope_theta, positions)
+  kv_default = None if 'num_key_value_heads' in config.values else family.num_key_value_heads
+  head_default = None if 'head_dim' in config.values else family.head_dim
+  positions = config.number('max_position_embeddings', family.max_position_embeddings, int)
+  theta, scaling = _read_rope(config, family.rope_theta, positions)
   bias = _attention_bias(config, family)
   fields = {
     'vocab_size': config.number('vocab_size', None, int),
@@ -138,27 +124,27 @@ def read_spec(directory: str | Path) -> ModelSpec:
     'intermediate_size': config.number('intermediate_size', None, int),
     'num_hidden_layers': config.number('num_hidden_layers', None, int),
     'num_attention_heads': heads,
-    'num_key_value_heads': config.number('num_key_value_heads', kv_default, int),
-    'head_dim': config.number('head_dim', head_default, int),
+    'num_key_value_heads': config.number('num_key_value_heads', kv_default or heads, int),
+    'head_dim': config.number('head_dim', head_default or hidden // heads, int),
     'rope_theta': theta,
     'rope_scaling': scaling,
-    'rms_norm_eps': config.number('rms_norm_eps', FAMILIES[family].rms_norm_eps, float),
+    'rms_norm_eps': config.number('rms_norm_eps', family.rms_norm_eps, float),
     'tie_word_embeddings': config.flag('tie_word_embeddings', False) and head == 'lm',
     'max_position_embeddings': positions,
     'qkv_bias': bias,
-    'o_bias': bias and family != 'qwen2',
+    'o_bias': bias and family.attention_bias == 'optional',
     'mlp_bias': config.flag('mlp_bias', False),
-    'qk_norm': FAMILIES[family].qk_norm,
+    'qk_norm': family.qk_norm,
     'initializer_range': config.number('initializer_range', 0.02, float),
     'head': head,
   }
   try:
-    return ModelSpec(family=family, **fields)
+    return ModelSpec(family=name, **fields)
   except UserError as error:
     raise UserError(f'{path}: {error}') from None
 
 
-def _refuse_unsupported(config: _Config, family: str) -> None:
+def _refuse_unsupported(config: _Config, family: Family) -> None:
   """Rejects settings that affect numerical results and that the decoder does not implement."""
   values = config.values
   if values.get('hidden_act', 'silu') not in ('silu', 'swish'):
@@ -169,34 +155,31 @@ def _refuse_unsupported(config: _Config, family: str) -> None:
     raise UserError(
       f'{config.path}: attention is bidirectional (is_causal, use_bidirectional_attention), wanted causal'
     )
-  if config.flag('mlp_bias', False) and family != 'llama':
-    raise config.error('mlp_bias', True, f'false: {family} has no biases in its MLP')
+  if config.flag('mlp_bias', False) and not family.mlp_bias:
+    raise config.error('mlp_bias', True, f'false: {family.name} has no biases in its MLP')
   layers = config.number('num_hidden_layers', None, int)
   kinds = values.get('layer_types') or []
   if not isinstance(kinds, list):
     raise config.error('layer_types', kinds, 'a list with the kind of each layer')
-  # Without layer_types, the window applies from layer max_window_layers on, and only if use_sliding_window is true.
-  # Llama has no windows, so the meaning of one in its file is unknown.
+  # Without layer_types, the window of a family with use_sliding_window applies from layer max_window_layers on, and
+  # only if that key is true. Of a family without windows, the meaning of one in its file is unknown.
   first = values.get('max_window_layers')
   if first is not None and not isinstance(first, int):
     raise config.error('max_window_layers', first, 'a number of layers')
-  windowed = values.get('sliding_window') is not None and (
-    family == 'llama' or (config.flag('use_sliding_window', False) and (28 if first is None else first) < layers)
+  windowed = values.get('sliding_window', family.sliding_window) is not None and (
+    'use_sliding_window' not in family.full_attention
+    or (config.flag('use_sliding_window', False) and (28 if first is None else first) < layers)
   )
-  if any(kind != 'full_attention' for kind in kinds) or (windowed and not kinds):
+  # A family whose default is a window takes it for all layers, whatever layer_types says.
+  if any(kind != 'full_attention' for kind in kinds) or (windowed and (not kinds or family.sliding_window is not None)):
     got = {name: values.get(name) for name in ('sliding_window', 'use_sliding_window', 'max_window_layers')}
     details = one_line(f'{json.dumps(got)}, layer_types {sorted(set(map(str, kinds)))}')
     raise UserError(f'{config.path}: attention has a sliding window ({details}), wanted full attention in every layer')
 
 
-def _classes(family: str) -> dict[str, str]:
-  """Returns a family's transformers classes by our name of the head."""
-  return {'lm': FAMILIES[family].architecture, **_CLASSIFIERS.get(family, {})}
-
-
-def _head(config: _Config, family: str) -> str:
+def _head(config: _Config, family: Family) -> str:
   """Returns the head of the class in `architectures`; rejects unknown classes and more than one output."""
-  names, classes = config.values.get('architectures'), _classes(family)
+  names, classes = config.values.get('architectures'), family.architectures
   if not names:
     return 'lm'
   head = next((head for head, name in classes.items() if names == [name]), None)
@@ -216,11 +199,14 @@ def _require_one_label(config: _Config) -> None:
     raise config.error('num_labels', count, '1: a reward model or critic has one output')
 
 
-def _attention_bias(config: _Config, family: str) -> bool:
-  """Whether q, k and v have biases: always in Qwen2; `attention_bias` in Llama and Qwen3, for all four projections."""
-  value = config.flag('attention_bias', FAMILIES[family].qkv_bias)
-  if family == 'qwen2' and not value:
-    raise config.error('attention_bias', value, 'true: qwen2 always has biases on q, k and v')
+def _attention_bias(config: _Config, family: Family) -> bool:
+  """Whether q, k and v have biases."""
+  always = family.attention_bias == 'qkv'
+  value = config.flag('attention_bias', always)
+  if always and not value:
+    raise config.error('attention_bias', value, f'true: {family.name} always has biases on q, k and v')
+  if value and family.attention_bias == 'never':
+    raise config.error('attention_bias', value, f'false: {family.name} has no biases in its attention')
   return value
 
 
@@ -309,34 +295,30 @@ def write_config(
     pad_id: padding token, if any. Transformers scores the last token that is not padding, so a 'scalar' head requires
       one: the default is `bos_id`, which never ends a sequence, or else the first of `eos_ids`.
   """
-  family = spec.family
-  if spec.head not in _classes(family):
+  family = find_family(spec.family)
+  if spec.head not in family.architectures:
+    others = [name for name, other in FAMILIES.items() if spec.head in other.architectures]
     raise UserError(
-      f'{directory}: transformers has no class for a {family} model with a {spec.head} head; '
-      f'those of {", ".join(_CLASSIFIERS)} have one'
+      f'{directory}: transformers has no class for a {family.name} model with a {spec.head} head; '
+      f'those of {", ".join(others)} have one'
     )
-  has_bias = spec.qkv_bias
-  expressible = {'qwen2': has_bias and not spec.o_bias}.get(family, has_bias == spec.o_bias)
-  if not expressible or (spec.mlp_bias and family != 'llama') or spec.qk_norm != FAMILIES[family].qk_norm:
+  biases = {'never': [(False, False)], 'qkv': [(True, False)], 'optional': [(False, False), (True, True)]}
+  expressible = (spec.qkv_bias, spec.o_bias) in biases[family.attention_bias] and family.mlp_bias >= spec.mlp_bias
+  if not expressible or spec.qk_norm != family.qk_norm:
     raise UserError(
-      f'{family} in Hugging Face form cannot have qkv_bias={has_bias}, o_bias={spec.o_bias}, '
+      f'{family.name} in Hugging Face form cannot have qkv_bias={spec.qkv_bias}, o_bias={spec.o_bias}, '
       f'mlp_bias={spec.mlp_bias}, qk_norm={spec.qk_norm} together; train with the biases and norms of the family'
     )
-  if family == 'llama' and spec.hidden_size % spec.num_attention_heads:
+  if family.heads_divide_hidden and spec.hidden_size % spec.num_attention_heads:
     raise UserError(
-      f'llama in Hugging Face form needs hidden_size {spec.hidden_size} to be a multiple of '
+      f'{family.name} in Hugging Face form needs hidden_size {spec.hidden_size} to be a multiple of '
       f'{spec.num_attention_heads} heads'
     )
-  family_settings = {
-    'qwen2': {'use_sliding_window': False, 'sliding_window': None},
-    'qwen3': {'use_sliding_window': False, 'sliding_window': None, 'attention_bias': has_bias},
-    'llama': {'attention_bias': has_bias, 'mlp_bias': spec.mlp_bias},
-  }[family]
   if spec.head == 'scalar':
     pad_id = _scoring_pad(directory, pad_id, bos_id, eos_ids)
   config = {
-    'architectures': [_classes(family)[spec.head]],
-    'model_type': family,
+    'architectures': [family.architectures[spec.head]],
+    'model_type': family.name,
     'dtype': dtype,
     'hidden_act': 'silu',
     **{name: getattr(spec, name) for name in _SAME_NAMES},
@@ -344,7 +326,9 @@ def write_config(
     'rope_parameters': _write_rope(spec),
     'attention_dropout': 0.0,
     'use_cache': True,
-    **family_settings,
+    **family.full_attention,
+    **({'attention_bias': spec.qkv_bias} if family.attention_bias == 'optional' else {}),
+    **({'mlp_bias': spec.mlp_bias} if family.mlp_bias else {}),
     **_one_output(spec.head),
     'bos_token_id': bos_id,
     'eos_token_id': one_or_list(eos_ids),

@@ -1,4 +1,4 @@
-"""Tables of parameter names, ours and Hugging Face's, one per family.
+"""Table of parameter names, ours and Hugging Face's; the spec says which of its rows a model has.
 
 Invariant: both directions of the conversion use the same rows; a row is a rename, never a transpose, because kernels
 are stored `[out, in]` on both sides.
@@ -42,12 +42,13 @@ _CONDITIONS: Mapping[str, Callable[[ModelSpec], bool]] = {
   'mlp_bias': lambda spec: spec.mlp_bias,
   'tied': is_tied,
   'untied': lambda spec: spec.head == 'lm' and not spec.tie_word_embeddings,
+  'qk_norm': lambda spec: spec.qk_norm,
   'one_output': lambda spec: spec.head != 'lm',
 }
 
 _LAYER = 'model.layers.{i}.'
 
-_DECODER = (
+ROWS = (
   Row('model.embed_tokens.weight', 'embed/kernel', ('vocab', 'hidden')),
   Row(_LAYER + 'input_layernorm.weight', 'layers/{i}/attention_norm/scale', ('hidden',)),
   Row(_LAYER + 'self_attn.q_proj.weight', 'layers/{i}/attention/query/kernel', ('queries', 'hidden')),
@@ -61,32 +62,16 @@ _DECODER = (
   Row('model.norm.weight', 'norm/scale', ('hidden',)),
   Row('lm_head.weight', 'head/kernel', ('vocab', 'hidden'), 'untied'),
   Row('score.weight', 'head/kernel', ('one', 'hidden'), 'one_output'),
-)
-
-_QKV_BIAS = (
   Row(_LAYER + 'self_attn.q_proj.bias', 'layers/{i}/attention/query/bias', ('queries',), 'qkv_bias'),
   Row(_LAYER + 'self_attn.k_proj.bias', 'layers/{i}/attention/key/bias', ('keys',), 'qkv_bias'),
   Row(_LAYER + 'self_attn.v_proj.bias', 'layers/{i}/attention/value/bias', ('keys',), 'qkv_bias'),
-)
-
-_O_BIAS = (Row(_LAYER + 'self_attn.o_proj.bias', 'layers/{i}/attention/output/bias', ('hidden',), 'o_bias'),)
-
-_QK_NORM = (
-  Row(_LAYER + 'self_attn.q_norm.weight', 'layers/{i}/attention/query_norm/scale', ('head_dim',)),
-  Row(_LAYER + 'self_attn.k_norm.weight', 'layers/{i}/attention/key_norm/scale', ('head_dim',)),
-)
-
-_MLP_BIAS = (
+  Row(_LAYER + 'self_attn.o_proj.bias', 'layers/{i}/attention/output/bias', ('hidden',), 'o_bias'),
+  Row(_LAYER + 'self_attn.q_norm.weight', 'layers/{i}/attention/query_norm/scale', ('head_dim',), 'qk_norm'),
+  Row(_LAYER + 'self_attn.k_norm.weight', 'layers/{i}/attention/key_norm/scale', ('head_dim',), 'qk_norm'),
   Row(_LAYER + 'mlp.gate_proj.bias', 'layers/{i}/mlp/gate/bias', ('mlp',), 'mlp_bias'),
   Row(_LAYER + 'mlp.up_proj.bias', 'layers/{i}/mlp/up/bias', ('mlp',), 'mlp_bias'),
   Row(_LAYER + 'mlp.down_proj.bias', 'layers/{i}/mlp/down/bias', ('hidden',), 'mlp_bias'),
 )
-
-TABLES: Mapping[str, tuple[Row, ...]] = {
-  'qwen2': _DECODER + _QKV_BIAS,
-  'qwen3': _DECODER + _QKV_BIAS + _O_BIAS + _QK_NORM,
-  'llama': _DECODER + _QKV_BIAS + _O_BIAS + _MLP_BIAS,
-}
 
 _DERIVED = (
   Row(_LAYER + 'self_attn.rotary_emb.inv_freq', 'layers/{i}/frequencies', ('half_head_dim',)),
@@ -143,9 +128,7 @@ def _expand(rows: Iterable[Row], spec: ModelSpec) -> tuple[Entry, ...]:
 
 def entries(spec: ModelSpec) -> tuple[Entry, ...]:
   """Returns a model's tensors; those of one row (one array of the scanned tree) are consecutive, in layer order."""
-  if spec.family not in TABLES:
-    raise UserError(f'model family {spec.family!r} has no weights table; there are {", ".join(TABLES)}')
-  return _expand(TABLES[spec.family], spec)
+  return _expand(ROWS, spec)
 
 
 def zeros(spec: ModelSpec) -> tuple[Entry, ...]:

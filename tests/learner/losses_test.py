@@ -19,6 +19,7 @@ import pytest
 from learning import (
   SAMPLES,
   SETTING,
+  USUAL,
   Case,
   Subject,
   assert_same,
@@ -28,7 +29,6 @@ from learning import (
   experts,
   host_params,
   pairs,
-  planned,
   write_samples,
 )
 
@@ -36,19 +36,6 @@ from jaxrl_llm.advantages.shaping import MuSchedule
 from jaxrl_llm.core.trees import flatten, unflatten
 from jaxrl_llm.learner.catalogue import ALGORITHMS
 
-SCORES = (1.0, 0.0, 0.5, 1.0, 0.0, None, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
-"""Two mixed groups, one sample of them unscorable, and one group that teaches nothing."""
-USUAL = tuple(
-  planned(
-    i,
-    score,
-    correct=None if score is None else score > 0.5,
-    truncated=i == 3,
-    # Where a tool spoke in between, the first turn earns something of its own.
-    turn_rewards=(0.3,) if np.diff(SAMPLES[i].loss_mask).sum() > 1 and i % 2 else (),
-  )
-  for i, score in enumerate(SCORES)
-)
 MIXED = (*USUAL[:6], *experts(), *USUAL[6:])
 KL = {'kl_loss_coef': 0.1}
 OPTIONS = {

@@ -1,14 +1,13 @@
 """Surrogates as values: by name, from a user's module, with their options; the file of the recipe among them."""
 
 import inspect
-import pathlib
 import re
 
 import jax
 import numpy as np
 import pytest
-from learner_losses_test import SETTING, USUAL
-from learning import Subject, compute, write_samples
+from learning import SETTING, USUAL, Subject, compute, write_samples
+from paths import FIXTURES, ROOT
 
 from jaxrl_llm.app.composition.stages import build_algorithm
 from jaxrl_llm.app.schema import AlgorithmConfig
@@ -16,9 +15,8 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner import policy_options
 from jaxrl_llm.objectives import surrogates
 
-ROOT = pathlib.Path(__file__).parents[1]
 RECIPE = ROOT / 'docs' / 'develop' / 'add_algorithm.md'
-EXAMPLE = ROOT / 'tests' / 'fixtures' / 'own_sapo.py'
+EXAMPLE = FIXTURES / 'own_sapo.py'
 SHARED = {
   'entropy_coeff': 0.01,
   'kl_loss_coef': 0.1,

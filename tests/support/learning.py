@@ -307,3 +307,18 @@ def assert_same(found, wanted, precision='float64'):
     scale = np.linalg.norm(tensor)
     assert scale > 1e-7, name
     assert np.linalg.norm(grads[name] - tensor) <= per_tensor * scale, name
+
+
+SCORES = (1.0, 0.0, 0.5, 1.0, 0.0, None, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+"""Two mixed groups, one sample of them unscorable, and one group that teaches nothing."""
+USUAL = tuple(
+  planned(
+    i,
+    score,
+    correct=None if score is None else score > 0.5,
+    truncated=i == 3,
+    # Where a tool spoke in between, the first turn earns something of its own.
+    turn_rewards=(0.3,) if np.diff(SAMPLES[i].loss_mask).sum() > 1 and i % 2 else (),
+  )
+  for i, score in enumerate(SCORES)
+)

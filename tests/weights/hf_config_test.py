@@ -1,5 +1,6 @@
 """config.json: published files by hand, both forms, and every setting that would change the numbers refused."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,6 +8,7 @@ import transformers
 from logs import absl_lines
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.models import families
 from jaxrl_llm.models.families import FAMILIES, tiny
 from jaxrl_llm.models.heads import with_head
 from jaxrl_llm.models.spec import ModelSpec, RopeScaling
@@ -380,9 +382,10 @@ def test_heads_are_written_and_read(tmp_path, family, head, tied):
 
 @pytest.mark.parametrize('head', ['scalar', 'value'])
 def test_a_family_without_the_class_is_refused(tmp_path, monkeypatch, head):
-  others = {name: classes for name, classes in hf_config._CLASSIFIERS.items() if name != 'llama'}
-  monkeypatch.setattr(hf_config, '_CLASSIFIERS', others)
-  with pytest.raises(UserError, match=f'no class for a llama model with a {head} head; those of qwen2, qwen3 have one'):
+  generative = dataclasses.replace(FAMILIES['llama'], architectures={'lm': 'LlamaForCausalLM'})
+  for module in (families, hf_config):
+    monkeypatch.setattr(module, 'FAMILIES', FAMILIES | {'llama': generative})
+  with pytest.raises(UserError, match=f'no class for a llama model with a {head} head; those of qwen2, qwen3'):
     write_config(tmp_path, with_head(tiny('llama', 50), head), dtype='float32', pad_id=0)
   assert not list(tmp_path.iterdir())
 

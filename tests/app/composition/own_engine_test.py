@@ -61,7 +61,7 @@ def test_old_spellings_name_the_engines_of_the_catalogue():
 @pytest.mark.parametrize(
   'fields, message',
   [
-    ({'engine': 'vlm'}, r"rollout.engine: no engine 'vlm'; did you mean 'vllm'\?; .* 'module:attribute'$"),
+    ({'engine': 'vlm'}, r"engine 'vlm': unknown; did you mean 'vllm'\?; .* 'module:attribute'$"),
     (
       {'engine_options': {'slots': 4}},
       "rollout.engine_options: .* rollout.engine is 'embedded'; set rollout.embedded instead",
