@@ -86,6 +86,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         heads_divide_hidden=True,
         max_position_embeddings=2048,
       ),
+      Family(
+        name='mistral',
+        description='Mistral 7B since v0.2, without a sliding window',
+        architectures=_classes('Mistral'),
+        full_attention={'sliding_window': None},
+        sliding_window=4096,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+      ),
     )
   }
 )

@@ -78,8 +78,8 @@ def test_names_of_the_unrolled_tree():
   wanted = {f'layers/{i}/{name}' for i in range(3) for name in layer.split()} | {'embed/kernel', 'norm/scale'}
   assert set(flatten(shapes(SPECS[0]))) == wanted
   assert 'layers/2/attention/key_norm/scale' in flatten(shapes(SPECS[1]))
-  assert shapes(SPECS[3])['head']['kernel'].shape == (19, 24)
-  assert shapes(SPECS[4])['head']['kernel'].shape == (1, 24)
+  assert shapes(SPECS[-2])['head']['kernel'].shape == (19, 24)
+  assert shapes(SPECS[-1])['head']['kernel'].shape == (1, 24)
 
 
 def test_stacking_round_trips_bit_exactly_and_keeps_the_order_of_eleven_layers():
@@ -141,7 +141,7 @@ def test_dtypes_of_parameters_and_of_computation_are_apart():
 
 
 def test_tied_head_is_the_embedding_and_untied_is_not():
-  tied, untied = SPECS[2], SPECS[3]
+  tied, untied = SPECS[2], SPECS[-2]
   assert build_model(tied).head_kernel(params := jax.tree.map(jnp.asarray, noise(tied))) is params['embed']['kernel']
   assert build_model(untied).head_kernel(params := jax.tree.map(jnp.asarray, noise(untied))) is params['head']['kernel']
   # Logits are rows of the kernel against the hidden state: (1, 2) with rows (3, 4) and (5, 6) -> 11 and 17.

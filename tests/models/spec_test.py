@@ -31,8 +31,8 @@ def test_a_bad_field_is_one_clear_line(overrides, words):
 
 
 def test_unknown_family_lists_those_there_are():
-  with pytest.raises(UserError, match=r"'mistral', wanted one of qwen2, qwen3, llama"):
-    tiny('mistral', 10)
+  with pytest.raises(UserError, match=r"'mamba', wanted one of qwen2, qwen3, llama"):
+    tiny('mamba', 10)
 
 
 def test_unknown_option_is_refused():
@@ -45,6 +45,7 @@ def test_families_differ_where_transformers_says():
     'qwen2': (True, False),
     'qwen3': (False, True),
     'llama': (False, False),
+    'mistral': (False, False),
   }
 
 

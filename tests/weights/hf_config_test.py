@@ -94,7 +94,29 @@ QWEN3 = {
   'use_sliding_window': False,
   'vocab_size': 151936,
 }
-PUBLISHED = {'qwen2': QWEN2, 'llama': LLAMA, 'qwen3': QWEN3}
+# Mistral-7B-v0.3.
+MISTRAL = {
+  'architectures': ['MistralForCausalLM'],
+  'attention_dropout': 0.0,
+  'bos_token_id': 1,
+  'eos_token_id': 2,
+  'hidden_act': 'silu',
+  'hidden_size': 4096,
+  'initializer_range': 0.02,
+  'intermediate_size': 14336,
+  'max_position_embeddings': 32768,
+  'model_type': 'mistral',
+  'num_attention_heads': 32,
+  'num_hidden_layers': 32,
+  'num_key_value_heads': 8,
+  'rms_norm_eps': 1e-05,
+  'rope_theta': 1000000.0,
+  'sliding_window': None,
+  'tie_word_embeddings': False,
+  'torch_dtype': 'bfloat16',
+  'vocab_size': 32768,
+}
+PUBLISHED = {'qwen2': QWEN2, 'llama': LLAMA, 'qwen3': QWEN3, 'mistral': MISTRAL}
 SMALL = {
   'hidden_size': 96,
   'intermediate_size': 80,
@@ -180,17 +202,17 @@ def test_linear_scaling_in_either_spelling(tmp_path, old):
 
 @pytest.mark.parametrize('family', FAMILIES)
 def test_absent_keys_mean_what_they_mean_to_transformers(tmp_path, family):
-  values = {**SMALL, 'model_type': family}
+  values = {**SMALL, 'model_type': family, **FAMILIES[family].full_attention}
   del values['num_key_value_heads']
   if family != 'llama':
-    values |= {'num_attention_heads': 32, 'hidden_size': 128}  # the Qwens' default is 32 key/value heads
+    values |= {'num_attention_heads': 32, 'hidden_size': 128}  # the others' defaults are 32 and 8 key/value heads
   spec = read_spec(write(tmp_path, values))
   config = transformers.AutoConfig.from_pretrained(tmp_path)
   for name in ('num_key_value_heads', 'max_position_embeddings', 'rms_norm_eps', 'tie_word_embeddings'):
     assert getattr(spec, name) == getattr(config, name), name
   assert spec.rope_theta == config.rope_parameters['rope_theta'] == 10000.0
   # 128 / 32 and 96 / 4; Qwen3's default is a number.
-  assert spec.head_dim == {'qwen2': 4, 'qwen3': 128, 'llama': 24}[family]
+  assert spec.head_dim == {'qwen2': 4, 'qwen3': 128, 'llama': 24, 'mistral': 4}[family]
 
 
 def test_null_heads_mean_one_each(tmp_path):
@@ -214,7 +236,7 @@ def test_biases_follow_the_family(tmp_path):
 
 
 REFUSED = {
-  'model_type': (QWEN2, {'model_type': 'mamba'}, 'model_type is "mamba", wanted one of qwen2, qwen3, llama'),
+  'model_type': (QWEN2, {'model_type': 'mamba'}, 'model_type is "mamba", wanted one of qwen2, qwen3, llama, mistral'),
   'no model_type': (QWEN2, {'model_type': 'absent'}, 'model_type is null'),
   'class': (
     QWEN2,
@@ -243,6 +265,14 @@ REFUSED = {
   'window': (QWEN2, {'use_sliding_window': True}, 'sliding window'),
   'window layers': (QWEN3, {'layer_types': ['full_attention', 'sliding_attention']}, 'sliding window'),
   'window in llama': (LLAMA, {'sliding_window': 4096}, 'sliding window'),
+  'window in mistral': (MISTRAL, {'sliding_window': 4096}, 'sliding window'),
+  'window by default': (MISTRAL, {'sliding_window': 'absent'}, 'sliding window'),
+  'window whatever the layers': (
+    MISTRAL,
+    {'sliding_window': 4096, 'layer_types': ['full_attention'] * 32},
+    'sliding window',
+  ),
+  'bias in mistral': (MISTRAL, {'attention_bias': True}, 'attention_bias is true, wanted false: mistral has no biases'),
   'yarn': (QWEN2, {'rope_scaling': {'type': 'yarn', 'factor': 4.0}}, 'rope_scaling.rope_type is "yarn"'),
   'dynamic': (
     QWEN2,
@@ -301,6 +331,7 @@ SPECS = {
     'mlp_bias': True,
     'rope_scaling': RopeScaling(kind='llama3', factor=8.0, original_max_position_embeddings=64),
   },
+  'mistral': {},
 }
 
 
@@ -336,6 +367,7 @@ def test_transformers_reads_what_is_written(tmp_path, family):
     ('llama', {'qk_norm': True}),
     ('qwen3', {'qk_norm': False}),
     ('llama', {'hidden_size': 66}),
+    ('mistral', {'qkv_bias': True, 'o_bias': True}),
   ],
 )
 def test_what_hugging_face_cannot_express_is_not_written(tmp_path, family, fields):

@@ -53,8 +53,11 @@ CASES = {
     {**LLAMA3, 'rope_theta': 5e5},
     {'attention_bias': True, 'mlp_bias': True, 'rms_norm_eps': 1e-2},
   ),
+  'mistral untied': ('mistral', False, {'rope_type': 'default', 'rope_theta': 1e6}, {'sliding_window': None}),
 }
-CONFIGS = {'qwen2': 'Qwen2Config', 'qwen3': 'Qwen3Config', 'llama': 'LlamaConfig'}
+CONFIGS = {'qwen2': 'Qwen2Config', 'qwen3': 'Qwen3Config', 'llama': 'LlamaConfig', 'mistral': 'MistralConfig'}
+FULL_ATTENTION = {'mistral': {'sliding_window': None}}
+"""Arguments of those classes whose default is a window."""
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -158,6 +161,7 @@ EXPORTS = {
     'rope_theta': 5e5,
     'tie_word_embeddings': True,
   },
+  'mistral': {'rope_theta': 1e6, 'tie_word_embeddings': False},
 }
 
 
@@ -253,7 +257,9 @@ def test_transformers_loads_reward_models_and_critics_unchanged(tmp_path, family
 @pytest.mark.parametrize('head', AUTO)
 @pytest.mark.parametrize('tied', [False, True])
 def test_reward_models_and_critics_of_transformers_are_read(tmp_path, family, head, tied):
-  config = getattr(transformers, CONFIGS[family])(**SIZES, num_labels=1, pad_token_id=PAD, tie_word_embeddings=tied)
+  config = getattr(transformers, CONFIGS[family])(
+    **SIZES, num_labels=1, pad_token_id=PAD, tie_word_embeddings=tied, **FULL_ATTENTION.get(family, {})
+  )
   peer = getattr(transformers, AUTO[head]).from_config(config, attn_implementation='eager')
   with torch.no_grad():
     for name, parameter in peer.named_parameters():

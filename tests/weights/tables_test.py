@@ -23,11 +23,11 @@ LAYER = [
   'mlp.down_proj.weight',
 ]
 QKV_BIAS = [f'self_attn.{p}_proj.bias' for p in 'qkv']
-EXTRA = {'qwen2': QKV_BIAS, 'qwen3': ['self_attn.q_norm.weight', 'self_attn.k_norm.weight'], 'llama': []}
+EXTRA = {'qwen2': QKV_BIAS, 'qwen3': ['self_attn.q_norm.weight', 'self_attn.k_norm.weight']}
+OPTIONAL = {name: family.attention_bias == 'optional' for name, family in FAMILIES.items()}
 BIASES = {
-  'qwen2': {},
-  'qwen3': {'qkv_bias': True, 'o_bias': True},
-  'llama': {'qkv_bias': True, 'o_bias': True, 'mlp_bias': True},
+  name: {'mlp_bias': family.mlp_bias, **({'qkv_bias': True, 'o_bias': True} if OPTIONAL[name] else {})}
+  for name, family in FAMILIES.items()
 }
 
 
@@ -35,7 +35,7 @@ BIASES = {
 @pytest.mark.parametrize('tied', [True, False])
 def test_names_are_hugging_faces(family, tied):
   spec = tiny(family, 11, num_hidden_layers=2, tie_word_embeddings=tied)
-  wanted = {f'model.layers.{i}.{name}' for i in range(2) for name in LAYER + EXTRA[family]}
+  wanted = {f'model.layers.{i}.{name}' for i in range(2) for name in LAYER + EXTRA.get(family, [])}
   wanted |= {'model.embed_tokens.weight', 'model.norm.weight'} | (set() if tied else {'lm_head.weight'})
   assert {entry.hf for entry in entries(spec)} == wanted
 

@@ -56,8 +56,9 @@ def awkward(params):
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_files_hold_the_parameters_bit_for_bit(tmp_path, dtype, family, tied, scanned):
   # Three layers, biases wherever the family may have some, and a vocabulary that is longer than one block.
-  biases = {'qwen2': {}, 'qwen3': {'qkv_bias': True, 'o_bias': True}, 'llama': {'o_bias': True, 'mlp_bias': True}}
-  spec = tiny(family, 9001, num_hidden_layers=3, tie_word_embeddings=tied, **biases[family])
+  bias, mlp_bias = FAMILIES[family].attention_bias, FAMILIES[family].mlp_bias
+  biases = {'qkv_bias': bias != 'never', 'o_bias': bias == 'optional', 'mlp_bias': mlp_bias}
+  spec = tiny(family, 9001, num_hidden_layers=3, tie_word_embeddings=tied, **biases)
   params = awkward(random_params(spec))
   leaves = flatten(stack_layers(params) if scanned else params)
   publication = PublicationFolder(tmp_path / 'w', spec, dtype=dtype).write(V1, leaves.items())
