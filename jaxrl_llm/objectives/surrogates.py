@@ -110,7 +110,7 @@ class SapoOptions:
 
 
 def sapo(tokens: SurrogateTokens, options: SapoOptions) -> TokenLoss:
-  """SAPO (arXiv:2511.20347): lossₜ = -f(ρₜ) Aₜ with the soft gate f(ρ) = 4/τ · σ(τ (ρ - 1)).
+  """A soft gate of the importance ratio, SAPO (arXiv:2511.20347): lossₜ = -f(ρₜ) Aₜ, f(ρ) = 4/τ · σ(τ (ρ - 1)).
 
   τ is `tau_pos` where Aₜ > 0, otherwise `tau_neg`. The gradient is -4 pₜ (1 - pₜ) ρₜ Aₜ ∇log πₜ, pₜ = σ(τ (ρₜ - 1)).
   """
@@ -126,4 +126,4 @@ SURROGATES: Mapping[str, tuple[type, Surrogate]] = {
   'cispo': (RatioBounds, cispo),
   'sapo': (SapoOptions, sapo),
 }
-"""Options dataclass and function by name. Options with the names of an algorithm's are the algorithm's own."""
+"""Options dataclass and function by name. An algorithm's options that inherit the dataclass are the surrogate's too."""

@@ -33,6 +33,7 @@ from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.attention import chosen
 from jaxrl_llm.models.families import FAMILIES
 from jaxrl_llm.models.spec import ModelOptions
+from jaxrl_llm.objectives.surrogates import SURROGATES
 from jaxrl_llm.parallel.mesh import build_mesh
 from jaxrl_llm.parallel.topology import CHIPS, parse_topology, topology_devices
 from jaxrl_llm.rollout.catalogue import ENGINES
@@ -47,6 +48,7 @@ def print_list() -> None:
   first = lambda value: (value.__doc__ or '').strip().splitlines()[0]
   lines = [('family', name, family.description) for name, family in FAMILIES.items()]
   lines += [('algorithm', name, first(options)) for name, (options, _) in ALGORITHMS.items()]
+  lines += [('surrogate', name, first(loss)) for name, (_, loss) in SURROGATES.items()]
   lines += [('engine', name, first(make)) for name, (_, make) in ENGINES.items()]
   lines += [('tasks', name, description) for name, description in SOURCES.items()]
   lines += [('of tasks', name, first(options)) for name, (options, _) in PROCESSORS.items()]
