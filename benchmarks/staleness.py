@@ -4,7 +4,7 @@
 
 Runs the quickstart's GRPO stage, from random weights, attached to two fake servers in their own processes, which sample
 and add a lognormal delay to each completion: at sigma 1, one in a hundred takes ten times the median or more. The first
-five steps of each run, which compile, are left out. It does not measure learning; see docs/staleness.md.
+five steps of each run, which compile, are left out. It does not measure learning; see docs/guides/staleness.md.
 """
 
 import json

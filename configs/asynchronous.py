@@ -7,7 +7,7 @@ Paper:     AReaL, arXiv:2505.24298 (the bound; the decoupled loss is of arXiv:21
 Command:   python launch/train.py --config=configs/asynchronous.py:bound_4
            python launch/train.py --config=configs/asynchronous.py:bound_4+naive
 Hardware:  a laptop's CPU.
-Time and result: docs/staleness.md.
+Time and result: docs/guides/staleness.md.
 """
 
 import dataclasses

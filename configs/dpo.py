@@ -7,7 +7,7 @@ arXiv:2501.12599, section 2.4). 'rejection' imitates the shortest correct answer
 Paper:     Rafailov et al. 2023 (arXiv:2305.18290).
 Command:   python launch/train.py --config=configs/dpo.py:online
 Hardware:  a laptop's CPU.
-Time and result: docs/acceptance.md.
+Time and result: docs/develop/acceptance.md.
 """
 
 import dataclasses

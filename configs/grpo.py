@@ -3,7 +3,7 @@
 Paper:     in the algorithm's own documentation: python launch/train.py --list
 Command:   python launch/train.py --config=configs/grpo.py:gspo
 Hardware:  a laptop's CPU.
-Time and result: docs/acceptance.md.
+Time and result: docs/develop/acceptance.md.
 """
 
 import dataclasses

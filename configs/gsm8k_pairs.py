@@ -8,7 +8,7 @@ Command:   python launch/train.py --config=configs/gsm8k_pairs.py:sft,DIRECTORY 
            ... --config.preferences.train.fold=2 --config.preferences.held_out.fold=2
            benchmarks/preferences.py runs all of it, over all folds.
 Hardware:  a laptop's CPU; the model is far too small to reason.
-Result:    docs/benchmarks.md. Not run at size.
+Result:    docs/develop/benchmarks.md. Not run at size.
 """
 
 import dataclasses

@@ -7,7 +7,7 @@ Paper:     Hu et al. 2021 (arXiv:2106.09685).
 Command:   python launch/train.py --config=configs/lora.py:base
            python launch/train.py --config=configs/lora.py
 Hardware:  a laptop's CPU.
-Time and result: docs/lora.md.
+Time and result: docs/guides/lora.md.
 """
 
 import dataclasses

@@ -6,7 +6,7 @@ to learn from) and 'sft' (the expert rows alone: a plateau).
 Paper:     Trinity-RFT (arXiv:2505.17826), section 3.3.
 Command:   python launch/train.py --config=configs/mix.py:mix
 Hardware:  a laptop's CPU.
-Time and result: docs/acceptance.md.
+Time and result: docs/develop/acceptance.md.
 """
 
 import dataclasses

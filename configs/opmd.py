@@ -4,7 +4,7 @@ Paper:     Kimi k1.5 (arXiv:2501.12599), section 2.3.2: whole sequences, referen
            optimizer that starts afresh with each batch; so a batch is worth several updates.
 Command:   python launch/train.py --config=configs/opmd.py
 Hardware:  a laptop's CPU.
-Time and result: docs/acceptance.md.
+Time and result: docs/develop/acceptance.md.
 """
 
 import dataclasses

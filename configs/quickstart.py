@@ -6,7 +6,7 @@ which is wanted. Start and end are fixed by the data, not by stopping early.
 Command:   bash launch/quickstart.sh
            bash launch/quickstart.sh --config=configs/quickstart.py:number_sorting     (a second task)
 Hardware:  a laptop's CPU.
-Time and result: docs/acceptance.md.
+Time and result: docs/develop/acceptance.md.
 """
 
 from jaxrl_llm.api import (

@@ -6,7 +6,7 @@ rest for a batch after each use; the decoupled loss corrects for their age.
 Paper:     Trinity-RFT, arXiv:2505.17826.
 Command:   python launch/train.py --config=configs/replay.py
 Hardware:  a laptop's CPU.
-Time and result: docs/staleness.md.
+Time and result: docs/guides/staleness.md.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
 Paper:     Bradley and Terry 1952; Ouyang et al. 2022 (arXiv:2203.02155), section 3.5.
 Command:   python launch/train.py --config=configs/reward_model.py
 Hardware:  a laptop's CPU.
-Time and result: docs/acceptance.md.
+Time and result: docs/develop/acceptance.md.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
 Papers:    Qwen2.5 (arXiv:2412.15115), whose shapes these are.
 Command:   python launch/train.py --config=configs/sizes.py:1.5b --dry_run --topology=v5e:4x4
 Hardware:  whatever --topology names; nothing is trained.
-Result:    docs/benchmarks.md has the table. Not run at size.
+Result:    docs/develop/benchmarks.md has the table. Not run at size.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Every wait of the program is bounded where it stands, or says what bounds it; `docs/waits.md` lists them all."""
+"""Every wait of the program is bounded where it stands, or says what bounds it; docs/develop/waits.md lists all."""
 
 import ast
 import io
@@ -8,7 +8,7 @@ import tokenize
 import pytest
 from paths import ROOT
 
-PAGE = ROOT / 'docs' / 'waits.md'
+PAGE = ROOT / 'docs' / 'develop' / 'waits.md'
 SANDBOXED = ROOT / 'jaxrl_llm' / 'rewards' / 'sandbox' / 'inside'
 """Runs inside sandboxes, which their owner ends when a program's time is over."""
 MODULES = sorted(

@@ -1,6 +1,6 @@
 """Bounded waits: each has a name, an owner and a deadline, and a stop can interrupt some of them.
 
-`docs/waits.md` lists them. A wait runs under `bounded` or `limit`, has a timeout whose expiry its caller
+`docs/develop/waits.md` lists them. A wait runs under `bounded` or `limit`, has a timeout whose expiry its caller
 handles, or carries a comment `# wait NAME: BOUND` that says what else ends it; `tests/waits_test.py` rejects any other.
 """
 
@@ -56,7 +56,7 @@ async def limit(*, name: str, owner: str, waits_for: str, deadline_s: float) -> 
   A TimeoutError that the block itself raises passes through unchanged.
 
   Args:
-    name: name of the wait in the message and in `docs/waits.md`.
+    name: name of the wait in the message and in `docs/develop/waits.md`.
     owner: the waiting party, for the message.
     waits_for: the party or event waited for, and what to inspect.
     deadline_s: seconds.

@@ -2,7 +2,7 @@
 
 A metric stays a (sum, count) pair, maximum or minimum until it is written: the parts from processes, micro-batches and
 optimizer steps are merged first and divided once, so the written number does not depend on how a step was split.
-`METRICS` documents each key; docs/metrics.md is `document()`.
+`METRICS` documents each key; docs/reference/metrics.md is `document()`.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ def describe(key: str) -> str | None:
 
 
 def document() -> str:
-  """Returns the text of docs/metrics.md. A test keeps the file equal to it; regenerate it after changing `METRICS`."""
+  """The text of docs/reference/metrics.md."""
   lines = [
     '# Metrics and how to read them',
     '',

@@ -1,6 +1,6 @@
 """Each algorithm learns its small task by its own configuration, and not from a broken signal.
 
-By hand (acceptance): minutes each. What each reached is in docs/acceptance.md.
+By hand (acceptance): minutes each. What each reached is in docs/develop/acceptance.md.
 """
 
 import statistics

@@ -1,7 +1,8 @@
 """Equality with TRL and Tunix, live: their own code on the same numbers gives our losses, gradients and advantages.
 
 The scripts in tests/peers run them in an environment of their own; here stand our arguments for each of their cases.
-What docs/equality.md calls a deviation is asserted as one: an assertion that fails means that the page is outdated.
+What docs/reference/equality.md calls a deviation is asserted as one: an assertion that fails means that the page is
+outdated.
 """
 
 import subprocess

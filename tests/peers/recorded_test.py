@@ -2,8 +2,8 @@
 
 tests/support/fixtures/peers_recorded.json holds, for each case, the function that was called, its options, its inputs
 (names of columns, all made for this purpose) and what came back: values, and gradients where the function has one. Here
-stand our arguments for each case. What docs/equality.md calls a deviation is asserted as one, where possible by the
-step that turns our numbers into theirs.
+stand our arguments for each case. What docs/reference/equality.md calls a deviation is asserted as one, where possible
+by the step that turns our numbers into theirs.
 """
 
 import functools

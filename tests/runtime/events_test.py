@@ -12,7 +12,7 @@ from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.runtime import events
 from jaxrl_llm.runtime.events import EDGES, SILENT, Edge, EventLog
 
-DOCUMENT = ROOT / 'docs' / 'events.md'
+DOCUMENT = ROOT / 'docs' / 'reference' / 'events.md'
 
 
 def lines(workdir):

@@ -69,7 +69,7 @@ def test_an_unknown_key_has_no_description():
 
 
 def test_the_document_is_the_table():
-  document = ROOT / 'docs' / 'metrics.md'
+  document = ROOT / 'docs' / 'reference' / 'metrics.md'
   assert document.read_text() == metrics.document()
   rows = [line for line in document.read_text().splitlines() if line.startswith('| `')]
   assert len(rows) == len(metrics.METRICS) and all(row.count(' | ') == 1 for row in rows)

@@ -1,7 +1,7 @@
 """Expected gradients by enumeration: a policy so small that every batch it can sample is summed over, in float64.
 
 Nothing is sampled here, so numbers that should be equal are equal to rounding. `python tests/support/enumeration.py`
-brings the tables and the examples of docs/objectives.md up to date.
+brings the tables and the examples of docs/reference/algorithms.md up to date.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxrl_llm.learner.algorithm import Algorithm, Annotation, Closed, Constants
 from jaxrl_llm.learner.catalogue import ALGORITHMS
 from jaxrl_llm.ops.logprobs import token_logprobs
 
-DOCUMENT = ROOT / 'docs' / 'objectives.md'
+DOCUMENT = ROOT / 'docs' / 'reference' / 'algorithms.md'
 
 VOCAB, END = 3, 0
 RESPONSES = ((0,), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2))
@@ -69,7 +69,7 @@ def catalogue(name: str, **options: Any) -> Algorithm:
 
 
 def reinforce(**options: Any) -> Algorithm:
-  """The example of docs/objectives.md."""
+  """The example of docs/reference/algorithms.md."""
   kind, make = own_algorithm.ALGORITHM
   return make(kind(**options), Setting(max_response_length=2))
 
@@ -333,7 +333,7 @@ def entropy(p, q):
   return -(jnp.exp(p) * p).sum(1)
 
 
-# The tables of docs/objectives.md.
+# The tables of docs/reference/algorithms.md.
 
 
 def likeness(found: np.ndarray, exact: np.ndarray) -> tuple[float, float]:

@@ -20,8 +20,8 @@ import sys
 from collections.abc import Iterable, Iterator
 
 ROOT = pathlib.Path(__file__).parents[2]
-FOLDERS = ('jaxrl_llm', 'tests', 'launch', 'benchmarks', 'configs', 'docs', '.ci')
-"""Folders whose files are in the graph."""
+FOLDERS = ('jaxrl_llm', 'tests', 'launch', 'benchmarks', 'configs', 'docs', '.ci', 'README.md')
+"""What is in the graph: a file, and the files of folders."""
 CONFTEST = 'tests/conftest.py'
 HELPERS = ('tests/support/', 'tests/tools/')
 """Folders whose modules tests import by name (`pythonpath` of pyproject.toml)."""
@@ -30,7 +30,7 @@ EVERYTHING = (CONFTEST, 'pyproject.toml', 'constraints/', 'launch/environment.sh
 UNREAD = ('LICENSE', '.gitignore')
 """Files that no test reads."""
 
-_PATH = re.compile(r'[\w.-]+(?:/[\w.-]+)+|[\w-]+\.(?:py|sh|txt|json|jsonl|toml)')
+_PATH = re.compile(r'[\w.-]+(?:/[\w.-]+)+|[\w-]+\.(?:py|sh|txt|json|jsonl|toml|md)')
 _MODULE = re.compile(r'[A-Za-z_]\w*(?:\.\w+)+')
 
 

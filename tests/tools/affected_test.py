@@ -161,7 +161,7 @@ def test_in_this_tree_jobs_depend_on_the_trainer_and_small_parts_on_little():
   assert not any(path.startswith(('jaxrl_llm/master/', 'launch/')) for path in rotary)
   assert 'tests/models/rotary_test.py' not in graph.affected(['jaxrl_llm/master/trainer.py'])
   assert 'tests/launch/scripts_test.py' in graph.affected(['launch/test.sh'])
-  assert 'tests/runtime/metrics_test.py' in graph.affected(['docs/metrics.md'])
+  assert 'tests/runtime/metrics_test.py' in graph.affected(['docs/reference/metrics.md'])
   assert graph.affected(['README.md']) == []
 
 

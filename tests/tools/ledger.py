@@ -1,7 +1,8 @@
 """Pytest plugin of the acceptance tier: skips tests that have passed at this commit, and tabulates all results.
 
 The environment variable JAXRL_TEST_LEDGER switches it on; it names the directory of `acceptance.jsonl`, which gets a
-line for each result. At the end of each session, `docs/acceptance_runs.md` gets the newest result of each test.
+line for each result. At the end of each session, `docs/develop/acceptance_runs.md` gets the newest
+result of each test.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-TABLE = pathlib.Path('docs/acceptance_runs.md')
+TABLE = pathlib.Path('docs/develop/acceptance_runs.md')
 
 
 def commit(root: pathlib.Path) -> tuple[str, bool]:

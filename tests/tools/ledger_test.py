@@ -29,7 +29,7 @@ def test_fails_at_first():
 def tree(tmp_path):
   """A repository with two tests, one of which fails until it is mended."""
   root = tmp_path / 'tree'
-  (root / 'docs').mkdir(parents=True)
+  (root / ledger.TABLE).parent.mkdir(parents=True)
   (root / 'tests' / 'tools').mkdir(parents=True)
   shutil.copy(pathlib.Path(ledger.__file__), root / 'tests' / 'tools')
   (root / 'tests' / 'some_test.py').write_text(TESTS)
@@ -60,7 +60,7 @@ def test_what_passed_at_this_commit_is_not_run_again_and_the_rest_is(tree, tmp_p
   def run(expect):
     done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
     assert done.returncode == expect, done.stdout + done.stderr
-    table = (tree / 'docs' / 'acceptance_runs.md').read_text().splitlines()
+    table = (tree / ledger.TABLE).read_text().splitlines()
     results = {
       row[1].split('::')[1].strip(' `'): row[4].strip()
       for line in table
@@ -78,4 +78,4 @@ def test_what_passed_at_this_commit_is_not_run_again_and_the_rest_is(tree, tmp_p
   assert run(0)[1:] == (2, 3), 'another commit'
   (tree / 'tests' / 'some_test.py').write_text(TESTS + '\n')
   assert run(0)[1:] == (3, 4) and run(0)[1:] == (4, 5), 'what is not committed is run each time'
-  assert '+ |' in (tree / 'docs' / 'acceptance_runs.md').read_text()
+  assert '+ |' in (tree / ledger.TABLE).read_text()

@@ -1,8 +1,8 @@
 """Adapters for unchanged user reward functions: verl's `compute_score`, TRL's `reward_func`, a plain Python function.
 
-Invariant: a function gets the arguments that its own framework would pass, under the same names (docs/rewards.md lists
-what is not available here); its result becomes the Verdict. Exceptions and results of another form are errors of the
-scorer, never a value.
+Invariant: a function gets the arguments that its own framework would pass, under the same names (docs/guides/rewards.md
+lists what is not available here); its result becomes the Verdict. Exceptions and results of another form are errors of
+the scorer, never a value.
 """
 
 from __future__ import annotations

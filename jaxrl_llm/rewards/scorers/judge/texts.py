@@ -4,7 +4,7 @@ Invariants: each text to be judged stands between markers with a key that occurs
 if it contains exactly one JSON object of the required form.
 
 The key is a digest of all the texts, so a completion can neither close its marker nor predict it. That keeps the texts
-apart; it does not make a judge immune to what they say (docs/rewards.md).
+apart; it does not make a judge immune to what they say (docs/guides/rewards.md).
 """
 
 from __future__ import annotations
