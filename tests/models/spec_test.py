@@ -1,10 +1,13 @@
 """Specs and families: what is refused, in one line that names the remedy."""
 
 import dataclasses
+import pathlib
+import re
 
 import pytest
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.models import families
 from jaxrl_llm.models.families import FAMILIES, tiny
 from jaxrl_llm.models.spec import ModelOptions, RopeScaling
 
@@ -47,6 +50,15 @@ def test_families_differ_where_transformers_says():
     'llama': (False, False),
     'mistral': (False, False),
   }
+
+
+def test_no_other_module_compares_or_tabulates_the_names_of_families():
+  names = rf'[\'"]({"|".join(FAMILIES)})[\'"]'
+  special_case = re.compile(rf'{names}\s*:|(==|!=|\bin)\s*[({{\[]*{names}')
+  assert special_case.search("if spec.family == 'llama':") and special_case.search("  'qwen2': 1,")
+  package = pathlib.Path(families.__file__).parents[1]
+  found = [path for path in package.rglob('*.py') if special_case.search(path.read_text())]
+  assert found == []
 
 
 def test_rope_scaling_may_be_a_mapping():
