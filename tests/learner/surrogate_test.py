@@ -99,6 +99,14 @@ def test_a_wrong_surrogate_is_one_line(options, said):
   assert said in str(caught.value) and '\n' not in str(caught.value)
 
 
+@pytest.mark.parametrize('name', ['sapo', 'fixtures.own_sapo:ALGORITHM'])
+def test_options_of_the_surrogate_are_checked_among_those_of_the_algorithm(name):
+  with pytest.raises(UserError, match=r'^sapo.tau_neg: -1.0, wanted a finite number above 0$'):
+    built(name, tau_neg=-1.0)
+  with pytest.raises(UserError, match="has no field 'tau'"):
+    built(name, tau=1.0)
+
+
 def test_options_that_the_surrogate_does_not_read_are_named():
   (line,) = built('sapo', clip_ratio_high=0.3).no_effect
   assert line == 'sapo.clip_ratio_high: 0.3 has no effect without policy_loss clip or gspo or cispo'
