@@ -17,10 +17,10 @@ def stored(tmp_path_factory):
   return job.killed_and_resumed(tmp_path_factory.mktemp('stored') / 'run', 12 + 4, flags=flags)
 
 
-def recorded(run, *, steps=8, **fields):
+def recorded(stored, /, *, steps=8, **fields):
   """Flags of a run that learns from it, of another seed."""
   source = {'@type': 'Recorded', 'tasksets': ['train'], 'groups_per_batch': 6, 'group_size': 4}
-  source |= {'run': str(run), 'stage': 'grpo', **fields}
+  source |= {'run': str(stored), 'stage': 'grpo', **fields}
   return ('--config.seed=1', f'--config.stages.grpo.steps={steps}', f'--config.stages.grpo.source={json.dumps(source)}')
 
 
