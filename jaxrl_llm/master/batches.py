@@ -34,9 +34,13 @@ class Batches(Protocol):
 
   def running(self) -> contextlib.AbstractAsyncContextManager[None]: ...
 
-  def advance(self, step: int, served: int) -> None: ...
+  def advance(self, step: int, served: int) -> None:
+    """Begins the batch after `step` completed ones; `served` of this stage's are in the engines' weights."""
+    ...
 
-  async def next(self, step: int) -> tuple[list[Row], dict[str, int]]: ...
+  async def next(self) -> tuple[list[Row], dict[str, int]]:
+    """Returns the batch's rows and the counters of its collection."""
+    ...
 
   def taken(self) -> dict[str, Scored]:
     """Scored samples behind the last batch's rows, by uid."""
@@ -69,7 +73,7 @@ class StreamBatches:
   def advance(self, step: int, served: int) -> None:
     self._before = self._stream.state()
 
-  async def next(self, step: int) -> tuple[list[Row], dict[str, int]]:
+  async def next(self) -> tuple[list[Row], dict[str, int]]:
     asked = self._events.request(Edge.FETCH, source='static')
     rows = self._stream.next()
     self._events.reply(asked, count=len(rows))
@@ -108,7 +112,7 @@ class RolloutBatches:
   def advance(self, step: int, served: int) -> None:
     self.explorer.advance(step, served)
 
-  async def next(self, step: int) -> tuple[list[Row], dict[str, int]]:
+  async def next(self) -> tuple[list[Row], dict[str, int]]:
     chosen, places, counts = await self.explorer.next()
     self._taken = {choice.scored.sample.uid: choice.scored for choice in chosen}
     return [rollout_row(choice, places[choice.scored.sample.uid]) for choice in chosen], counts
@@ -137,9 +141,9 @@ class MixedBatches(RolloutBatches):
     super().advance(step, served)
     self._experts.advance(step, served)
 
-  async def next(self, step: int) -> tuple[list[Row], dict[str, int]]:
-    rows, counts = await super().next(step)
-    experts, _ = await self._experts.next(step)
+  async def next(self) -> tuple[list[Row], dict[str, int]]:
+    rows, counts = await super().next()
+    experts, _ = await self._experts.next()
     return rows + experts, counts
 
   def trained(self, plan: StepPlan) -> None:
@@ -201,7 +205,7 @@ class Planner:
 
   async def close(self, stage: Stage, step: int, batches: Batches) -> StepPlan:
     """Returns the plan of `step` once its batch is complete, or a stop plan once a signal has arrived."""
-    batch = await unless(self._stop, batches.next(step))
+    batch = await unless(self._stop, batches.next())
     if batch is None:
       return StepPlan(step=step, stage=stage.name, stop=self._stop.result())
     return self._plan(stage, step, *batch, batches.held_out)

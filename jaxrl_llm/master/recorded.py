@@ -139,7 +139,7 @@ class RecordedBatches:
   def advance(self, step: int, served: int) -> None:
     pass
 
-  async def next(self, step: int) -> tuple[list[Row], dict[str, int]]:
+  async def next(self) -> tuple[list[Row], dict[str, int]]:
     asked = self._events.request(Edge.FETCH, source='recorded')
     numbers: dict[int, None] = {}
     while len(numbers) < self._count:  # A group that ends a pass and begins the next is drawn once.

@@ -76,7 +76,7 @@ class FakeBatches:
   def advance(self, step, served):
     pass
 
-  async def next(self, step):
+  async def next(self):
     try:
       await self.ready.wait()
     except asyncio.CancelledError:
@@ -275,7 +275,7 @@ def test_a_streams_state_is_of_the_last_completed_batch(tmp_path, tokenizer):
     for step in range(5):
       batches.advance(step, step)
       states.append(json.dumps(batches.state()))
-      rows, counts = await batches.next(step)
+      rows, counts = await batches.next()
       assert counts == {} and all(row.is_expert and row.reward is None for row in rows)
       assert json.dumps(batches.state()) == states[-1], 'drawn, not trained'
       drawn.append([row.uid for row in rows])
@@ -284,7 +284,7 @@ def test_a_streams_state_is_of_the_last_completed_batch(tmp_path, tokenizer):
       resumed = make()
       resumed.restore(json.loads(state))
       resumed.advance(step, step)
-      rows, _ = await resumed.next(step)
+      rows, _ = await resumed.next()
       assert [row.uid for row in rows] == drawn[step]
 
   asyncio.run(main())
@@ -306,7 +306,7 @@ def test_rollouts_state_is_of_the_last_completed_batch_and_draws_the_same_again(
   async def step(batches, number):
     batches.advance(number, number)
     before = json.dumps(batches.state())
-    rows, _ = await batches.next(number)
+    rows, _ = await batches.next()
     assert json.dumps(batches.state()) == before, 'drawn, not trained'
     assert list(batches.taken()) == [row.uid for row in rows]
     batches.trained(StepPlan(step=number, stage='grpo', rows=tuple(rows)))
@@ -356,7 +356,7 @@ def test_a_mixed_batch_has_fixed_numbers_of_both_and_resumes_exactly(tmp_path, t
   async def step(batches, number):
     batches.advance(number, number)
     before = json.dumps(batches.state())
-    rows, counts = await batches.next(number)
+    rows, counts = await batches.next()
     assert json.dumps(batches.state()) == before, 'drawn, not trained'
     assert [row.is_expert for row in rows] == [False] * 4 + [True] * 3
     assert list(batches.taken()) == [row.uid for row in rows[:4]], 'what the experts wrote was not sampled'

@@ -79,7 +79,7 @@ class Rows:
   def advance(self, step, served):
     pass
 
-  async def next(self, step):
+  async def next(self):
     return [Row(uid=f'{i}', index=i, **ROW) for i in range(2)], {}
 
   def taken(self):

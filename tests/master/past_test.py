@@ -44,7 +44,7 @@ async def go(
     for step in range(start, steps):
       await exploration.engine.relabel(Version(0, step))
       batches.advance(step, step)
-      rows, counts = await batches.next(step)
+      rows, counts = await batches.next()
       assert counts['past_groups'] * 2 == len(rows) - 4
       plans.append(StepPlan(step=step, stage='grpo', rows=tuple(rows)))
       taken.append(batches.taken())
