@@ -115,7 +115,7 @@ def test_the_shortest_correct_one_is_imitated_alone():
   ],
 )
 def test_the_shortest_is_the_first_of_the_shortest_correct_ones(members, number):
-  assert chosen(SelectionConfig(kind='shortest_correct'), members) == [(number, 0)]
+  assert chosen(SelectionConfig(kind='shortest_correct'), members) == [(number, None)]
 
 
 @pytest.mark.parametrize('kind', ['pairs', 'shortest_correct'])
