@@ -11,6 +11,7 @@ import ast
 import contextlib
 import dataclasses
 import enum
+import html
 import inspect
 import io
 import pathlib
@@ -105,14 +106,20 @@ def default(field: dataclasses.Field) -> Any:
   return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def escaped(text: str) -> str:
-  """Markdown in which `<` outside of code does not begin a tag."""
-  return ''.join(part if part.startswith('`') else part.replace('<', '&lt;') for part in re.split('(`[^`]*`)', text))
+def escaped(text: str, *, bars: bool = False) -> str:
+  """Markdown in which `<` outside of code begins no tag and, with `bars`, `|` ends no cell of a table."""
+  parts = re.split('(`[^`]*`)', text)
+  for i, part in enumerate(parts):
+    if not part.startswith('`'):
+      parts[i] = part.replace('<', '&lt;').replace('|', '&#124;' if bars else '|')
+    elif bars and '|' in part:  # GitHub and Python-Markdown disagree about `\|` in code.
+      parts[i] = f'<code>{html.escape(part[1:-1], quote=False).replace("|", "&#124;")}</code>'
+  return ''.join(parts)
 
 
 def cell(text: str) -> str:
   """`text` in one line of a table."""
-  return ' '.join(escaped(text).replace('|', '\\|').split())
+  return ' '.join(escaped(text, bars=True).split())
 
 
 def title(cls: type, sections: Iterable[type]) -> str:
