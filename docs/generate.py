@@ -184,7 +184,6 @@ def section(cls: type, sections: Sequence[type], names: Sequence[str] = (), base
   return [*lines, *(table(cls, fields, sections) if fields else []), '']
 
 
-
 def option_records(options: Mapping[str, type]) -> list[type]:
   """The dataclasses of `options` that have fields, base classes with shared fields first."""
   kinds = [cls for cls in dict.fromkeys(options.values()) if field_types(cls)]

@@ -26,6 +26,7 @@ from jaxrl_llm.app.composition.workdir import Workdir
 from jaxrl_llm.app.dry_run.compiled import held_table
 from jaxrl_llm.app.dry_run.programs import held
 from jaxrl_llm.app.schema import Config
+from jaxrl_llm.app.serve import explorer
 from jaxrl_llm.app.summary import print_summary
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.master import loop
@@ -150,6 +151,7 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
     model=model,
     checkpoints=checkpoints,
     process=Process(coordinator=coordinator, device=device, mesh=mesh, events=events),
+    explorer_command=explorer.command,
   )
   state, base = await device.run(committed_state, setup, setting.step)
   host = open_host(setup, prepared, committed) if coordinator.leads else None

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from paths import ROOT
 
 from jaxrl_llm.app.commands.score import _options, _split
-from jaxrl_llm.app.composition.reopen import config_of_run
 from jaxrl_llm.app.composition.scorers import SCORERS, build_scorers
 from jaxrl_llm.app.composition.stages import build_processors, build_stages
 from jaxrl_llm.app.composition.workdir import Workdir
+from jaxrl_llm.app.offline.reopen import config_of_run
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import apply_overrides, difference, load_config, load_file
 from jaxrl_llm.config.own import own_part

@@ -7,7 +7,7 @@ import json
 import job
 import pytest
 
-from jaxrl_llm.app.composition.reopen import config_of_run
+from jaxrl_llm.app.offline.reopen import config_of_run
 from jaxrl_llm.tasks.taskset import load_taskset
 
 pytestmark = pytest.mark.full

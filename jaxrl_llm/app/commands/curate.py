@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 from absl import flags, logging
 
-from jaxrl_llm.app.composition.reopen import config_to_serve
 from jaxrl_llm.app.offline.curation import CurateConfig, curate
 from jaxrl_llm.app.offline.evaluation import chosen_steps
+from jaxrl_llm.app.offline.reopen import config_to_serve
 from jaxrl_llm.config.load import parse_flags, split_argv
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from absl import flags, logging
 from rich.console import Console
 
-from jaxrl_llm.app.composition.reopen import config_to_serve
 from jaxrl_llm.app.offline.evaluation import chosen_steps, evaluate
+from jaxrl_llm.app.offline.reopen import config_to_serve
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import parse_flags, split_argv
 from jaxrl_llm.core import script

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from absl import flags, logging
 
-from jaxrl_llm.app.composition.reopen import check_alone, config_of_run
+from jaxrl_llm.app.offline.reopen import check_alone, config_of_run
 from jaxrl_llm.app.offline.replay import Compared, course, replay
 from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script

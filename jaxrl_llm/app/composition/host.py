@@ -23,7 +23,6 @@ from jaxrl_llm.app.composition.state import begin_stage, critic_model
 from jaxrl_llm.app.composition.workdir import made_files
 from jaxrl_llm.app.composition.workflows import build_workflow
 from jaxrl_llm.app.schema import PastConfig, Recorded, Rollouts, StageConfig
-from jaxrl_llm.app.serve import explorer
 from jaxrl_llm.data.load import RowLoader
 from jaxrl_llm.data.streams import RowStream, all_rows
 from jaxrl_llm.master.batches import Batches, MixedBatches, Planner, RolloutBatches, StreamBatches
@@ -98,7 +97,7 @@ def build_rollouts(setup: Setup, prepared: Prepared, engine: Engine | None, scor
       text=workflow.text,
       bounds=Bounds(vocab_size=prepared.spec.vocab_size, max_length=rollout.max_length),
       logs=setup.workdir.absolute() / 'logs',
-      command=explorer.command,
+      command=setup.explorer_command,
     )
   return RolloutServices(workflow=crew or workflow, auxiliary=tuple(auxiliary.values()), crew=crew)
 

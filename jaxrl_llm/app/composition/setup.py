@@ -9,6 +9,7 @@ from jaxrl_llm.app.schema import Config
 from jaxrl_llm.master.process import Process
 from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.models.api import Model
+from jaxrl_llm.rollout.explorers.process import ExplorerCommand
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 
 
@@ -24,3 +25,5 @@ class Setup:
   """The policy, or the reward model trained in its place."""
   checkpoints: Checkpoints
   process: Process
+  explorer_command: ExplorerCommand
+  """Command line of an explorer process: a program of a layer above."""

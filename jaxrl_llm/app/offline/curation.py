@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxrl_llm.app.composition.prepare import check_judged
-from jaxrl_llm.app.composition.reopen import Serving, reopen, serving
+from jaxrl_llm.app.offline.reopen import Serving, reopen, serving
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.task import Task

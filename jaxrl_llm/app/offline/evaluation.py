@@ -8,7 +8,7 @@ from typing import Any
 
 from absl import logging
 
-from jaxrl_llm.app.composition.reopen import reopen, serving
+from jaxrl_llm.app.offline.reopen import reopen, serving
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.master.evaluation import Evaluator

@@ -8,8 +8,8 @@ from fixtures import own_engine
 from paths import ROOT
 
 from jaxrl_llm.app.composition.engines import check_sampling
-from jaxrl_llm.app.composition.reopen import config_to_serve
 from jaxrl_llm.app.composition.workdir import Workdir
+from jaxrl_llm.app.offline.reopen import config_to_serve
 from jaxrl_llm.app.schema import Config, RolloutConfig
 from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.core.errors import UserError

@@ -10,9 +10,9 @@ import shutil
 import pytest
 from paths import FIXTURES
 
-from jaxrl_llm.app.composition.reopen import config_of_run
 from jaxrl_llm.app.composition.saved import read_saved
 from jaxrl_llm.app.composition.workdir import Workdir
+from jaxrl_llm.app.offline.reopen import config_of_run
 from jaxrl_llm.app.schema import Demonstrations, ExpertsConfig, Pairs, PastConfig, Recorded, Rollouts
 from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import UserError

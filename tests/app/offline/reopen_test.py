@@ -7,8 +7,8 @@ import pytest
 from paths import ROOT
 
 from jaxrl_llm.app.composition.prepare import _recorded_config
-from jaxrl_llm.app.composition.reopen import config_to_serve
 from jaxrl_llm.app.composition.workdir import Workdir
+from jaxrl_llm.app.offline.reopen import config_to_serve
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import load_file
 from jaxrl_llm.core.errors import UserError

@@ -20,6 +20,7 @@ from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_op
 from jaxrl_llm.app.composition.state import committed_state
 from jaxrl_llm.app.composition.workdir import DATA, TOKENIZER
 from jaxrl_llm.app.schema import Config
+from jaxrl_llm.app.serve import explorer
 from jaxrl_llm.config.load import apply_overrides
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core import disk
@@ -117,6 +118,7 @@ async def reopen(config: Config, run: pathlib.Path) -> AsyncIterator[Reopened]:
       model=build_model(model_spec(config, prepared.spec), policy_options(config), mesh),
       checkpoints=Checkpoints(run / 'checkpoints', config.checkpoint, leads=True),
       process=Process(coordinator=Coordinator(device, on_signal=lambda signum: None), device=device, mesh=mesh),
+      explorer_command=explorer.command,
       prepared=prepared,
     )
 
