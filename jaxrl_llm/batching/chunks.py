@@ -42,6 +42,11 @@ class Chunks:
   label: Float[Leaf, '*micro chunks segments']
   """1 chosen, -1 rejected, 0 neither."""
 
+  @property
+  def segments(self) -> int:
+    """Upper bound on segments per chunk."""
+    return self.label.shape[-1]
+
 
 _DTYPES = {
   'tokens': np.int32,

@@ -125,6 +125,10 @@ class Shape:
     """Chunks per micro-batch, over all ranks."""
     return self.ranks * self.chunks
 
+  def pack(self, lengths: Sequence[int], units: Sequence[Sequence[int]] | None = None) -> Packing:
+    """Packs the rows of one optimizer step, see `packing.pack`."""
+    return pack(lengths, units=units, ranks=self.ranks, chunks=self.chunks, chunk_len=self.chunk_len)
+
 
 def plan_shape(
   *, rows: int, ranks: int, chunks: int, chunk_len: int, unit: int = 1, lengths: Sequence[int] = ()
@@ -203,10 +207,4 @@ def deal_rows(rows: Sequence[Row], *, minibatches: int, epochs: int, seed: int) 
 def pack_step(plan: StepPlan, number: int, shape: Shape) -> Packing:
   """Packs the plan's optimizer step `number`; the packing numbers rows as in `plan.optimizer_steps[number]`."""
   rows = [plan.rows[i] for i in plan.optimizer_steps[number]]
-  return pack(
-    [row.length for row in rows],
-    units=units_of(rows),
-    ranks=shape.ranks,
-    chunks=shape.chunks,
-    chunk_len=shape.chunk_len,
-  )
+  return shape.pack([row.length for row in rows], units_of(rows))

@@ -138,6 +138,6 @@ def term(
 ) -> Term:
   """Aggregates per-token values to a loss term; `scale` is the divisor of seq-mean-token-sum-norm."""
   numerator, denominator = aggregate(
-    values, mask, chunks.segment_ids, segments=chunks.temperature.shape[-1], mode=mode, loss_scale_factor=scale
+    values, mask, chunks.segment_ids, segments=chunks.segments, mode=mode, loss_scale_factor=scale
   )
   return Term(numerator, denominator, weight)

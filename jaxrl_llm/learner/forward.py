@@ -26,7 +26,7 @@ def chunk_outputs(model: Model, params: Params, chunks: Chunks, *, token_chunk: 
   if model.spec.head == 'value':
     return token_values(hidden, kernel, chunks.segment_ids)
   if model.spec.head == 'scalar':
-    return sequence_scores(hidden, kernel, chunks.segment_ids, segments=chunks.temperature.shape[-1])
+    return sequence_scores(hidden, kernel, chunks.segment_ids, segments=chunks.segments)
   temperature = by_segment(chunks.temperature, chunks.segment_ids)
   return token_logprobs(
     hidden,

@@ -65,7 +65,7 @@ def opmd(config: OpmdConfig, setting: Setting) -> Algorithm:
     return Annotation(estimates.advantages, estimates.scored, metrics, rewards=rewards)
 
   def loss(outputs: TokenLogprobs, chunks: Chunks, constants: Constants) -> tuple[Terms, Stats]:
-    mask, ids, segments = chunks.loss_mask, chunks.segment_ids, chunks.temperature.shape[-1]
+    mask, ids, segments = chunks.loss_mask, chunks.segment_ids, chunks.segments
     summed = lambda values: segment_sums(jnp.where(mask, values, 0.0), ids, segments=segments)
     tokens = summed(jnp.ones_like(outputs.logprobs))
     ratio = summed(outputs.logprobs - chunks.reference_logprobs)

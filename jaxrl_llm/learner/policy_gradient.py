@@ -327,7 +327,7 @@ def policy_terms(
   mask: Bool[Array, 'chunks time'],
 ) -> tuple[Terms, Stats]:
   """Returns policy, entropy and KL terms over the tokens in `mask`."""
-  logprobs, segments = outputs.logprobs, chunks.temperature.shape[-1]
+  logprobs, segments = outputs.logprobs, chunks.segments
   proximal = chunks.behaviour_logprobs if config.bypass_old_logprobs else chunks.proximal_logprobs
   scale = config.loss_scale_factor or float(setting.max_response_length)
   of = lambda values, weight: term(values, mask, chunks, config.loss_agg_mode, weight=weight, scale=scale)

@@ -53,7 +53,7 @@ def dpo(config: DpoConfig, setting: Setting) -> Algorithm:
     raise UserError(f'dpo: label_smoothing={config.label_smoothing} has no meaning for ipo; set it to 0')
 
   def loss(outputs: TokenLogprobs, chunks: Chunks, constants: Constants) -> tuple[Terms, Stats]:
-    mask, ids, segments = chunks.loss_mask, chunks.segment_ids, chunks.temperature.shape[-1]
+    mask, ids, segments = chunks.loss_mask, chunks.segment_ids, chunks.segments
     tokens = segment_sums(mask.astype(jnp.float32), ids, segments=segments)
 
     def sequence(logprobs):

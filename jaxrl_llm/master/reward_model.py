@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.batching.packing import pack
 from jaxrl_llm.batching.plan import plan_shape
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Params
@@ -50,9 +49,8 @@ class RewardModel:
     """Returns the scores, in order, of up to `sequences` sequences of up to `max_length` tokens each."""
     if not 0 < len(sequences) <= self.sequences:
       raise ValueError(f'{len(sequences)} sequences, wanted 1 … {self.sequences}')
-    shape = self._shape
-    packing = pack([len(s) for s in sequences], ranks=shape.ranks, chunks=shape.chunks, chunk_len=shape.chunk_len)
-    grid = Grid.of(packing, shape, self._sharding)
+    packing = self._shape.pack([len(sequence) for sequence in sequences])
+    grid = Grid.of(packing, self._shape, self._sharding)
     arrays = grid.zeros()
     for i, sequence in enumerate(sequences):
       at = grid.tokens(i)
