@@ -30,6 +30,7 @@ from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.annotations import describe, field_types, is_record
 from jaxrl_llm.learner.catalogue import ALGORITHMS
 from jaxrl_llm.master.exploring.processors import PROCESSORS as GROUP_PROCESSORS
+from jaxrl_llm.objectives.surrogates import SURROGATES
 from jaxrl_llm.runtime import metrics
 from jaxrl_llm.tasks.processors import PROCESSORS as TASK_PROCESSORS
 
@@ -46,6 +47,7 @@ def scorer_options(make: Any) -> type:
 
 OPTIONS: Mapping[str, Mapping[str, type]] = {
   'Algorithms': {name: options for name, (options, _) in ALGORITHMS.items()},
+  'Surrogates': {name: options for name, (options, _) in SURROGATES.items()},
   'Scorers': {name: scorer_options(make) for name, make in SCORERS.items()},
   'Processors of tasksets': {name: options for name, (options, _) in TASK_PROCESSORS.items()},
   'Processors of groups': {name: options for name, (options, _) in GROUP_PROCESSORS.items()},

@@ -25,10 +25,10 @@ def is_field(path: str) -> bool:
     if is_tuple(kind):
       kind = kind.__args__[0]
       continue
-    record = next((member for member in members(kind) if is_record(member)), None)
-    if record is None or name not in field_types(record):
+    kinds = [field_types(member).get(name) for member in members(kind) if is_record(member)]
+    kind = next(filter(None, kinds), None)
+    if kind is None:
       return False
-    kind = field_types(record)[name]
   return True
 
 
@@ -38,5 +38,5 @@ def test_a_name_of_ours_exists(name):
 
 
 def test_the_page_is_read():
-  assert {'stages.NAME.group_size', 'rollout_is', 'policy.lora'} <= set(NAMES)
-  assert not is_field('stages.NAME.group_sizes') and not is_field('seed.value')
+  assert {'stages.NAME.source.group_size', 'rollout_is', 'policy.lora'} <= set(NAMES)
+  assert not is_field('stages.NAME.source.group_sizes') and not is_field('seed.value')
