@@ -26,7 +26,7 @@ from jaxrl_llm.models.spec import ModelOptions, ModelSpec
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.publication import PublicationFolder
 from jaxrl_llm.rollout.vllm.replica import Replica
-from jaxrl_llm.rollout.vllm.server import Server, VllmConfig, server_commands
+from jaxrl_llm.rollout.vllm.server import OwnedServer, VllmConfig, server_commands
 from jaxrl_llm.weights.hf import write_config
 from jaxrl_llm.weights.layout import dtype_of
 
@@ -107,7 +107,7 @@ class Loading:
     (command,) = server_commands(
       VllmConfig(environment=_ENVIRONMENT.value, servers=1), model, dtype=dtype, max_model_len=256
     )
-    self._server = Server(command, name='vllm-0', log=root / 'vllm-0.log')
+    self._server = OwnedServer(command, name='vllm-0', log=root / 'vllm-0.log')
     self._replica = Replica('vllm-0', client=VllmClient(self._server.address, name='vllm-0'), server=self._server)
     self._runner = asyncio.Runner()
     self._runner.run(self._start())

@@ -22,7 +22,7 @@ from mutants import HUMANEVAL, KINDS, Mutant, Problem, load_problems, plainly_pa
 
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.rewards.sandbox.sandbox import Case, Limits, Outcome, Sandboxes
+from jaxrl_llm.rewards.sandbox.sandbox import Case, Limits, ProgramOutcome, Sandboxes
 from jaxrl_llm.rewards.scorers.code import read_tests
 
 _ISOLATION = flags.DEFINE_enum('isolation', 'auto', ['auto', 'namespaces', 'bubblewrap', 'none'], 'Of the programs.')
@@ -47,7 +47,7 @@ def start_latencies_ms(sandboxes: Sandboxes) -> list[float]:
   return found
 
 
-def score(sandboxes: Sandboxes, problem: Problem, program: str) -> Outcome:
+def score(sandboxes: Sandboxes, problem: Problem, program: str) -> ProgramOutcome:
   work = read_tests({'tests': problem.tests, 'entry_point': problem.entry_point})
   assert work is not None
   return sandboxes.run_tests(program, work.tests, work.entry_point)

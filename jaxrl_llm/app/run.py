@@ -53,7 +53,7 @@ Stop = Callable[[int], object]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Setting:
+class _Facts:
   """Facts that process 0 determines during set-up and broadcasts before any device work."""
 
   attempt: int
@@ -136,14 +136,14 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
       'lengths': prepared.lengths,
     }
 
-  setting = _setting(await coordinator.broadcast(set_up() if coordinator.leads else None))
+  facts = _facts(await coordinator.broadcast(set_up() if coordinator.leads else None))
   mesh = build_mesh(config.learner.mesh)
-  stages = build_stages(config, mesh, setting.spec.vocab_size, setting.lengths)
-  model = build_model(model_spec(config, setting.spec), policy_options(config), mesh)
+  stages = build_stages(config, mesh, facts.spec.vocab_size, facts.lengths)
+  model = build_model(model_spec(config, facts.spec), policy_options(config), mesh)
   if coordinator.leads:
     Console(highlight=False).print(held_table(mesh, held(stages, model, critic_model(model), mesh)))
-  committed = checkpoints.host(setting.step) if setting.step else None
-  events = EventLog(path, attempt=setting.attempt, step=setting.step) if coordinator.leads else SILENT
+  committed = checkpoints.host(facts.step) if facts.step else None
+  events = EventLog(path, attempt=facts.attempt, step=facts.step) if coordinator.leads else SILENT
   setup = Setup(
     config=config,
     workdir=path,
@@ -153,15 +153,15 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
     process=Process(coordinator=coordinator, device=device, mesh=mesh, events=events),
     explorer_command=explorer.command,
   )
-  state, base = await device.run(committed_state, setup, setting.step)
+  state, base = await device.run(committed_state, setup, facts.step)
   host = open_host(setup, prepared, committed) if coordinator.leads else None
   best = tuple(committed['best']) if committed and committed['best'] else None
-  parts = build_parts(setup, Start(attempt=setting.attempt, stop=stop, best=best, base=base), host)
+  parts = build_parts(setup, Start(attempt=facts.attempt, stop=stop, best=best, base=base), host)
   left = state.step < stages[-1].end or not state.evaluated
   async with _opened(host, start=left):
     begun.set()
-    if host and setting.step and left:
-      host.logs.progress.note(f'resuming from the commit at step {setting.step}{_not_exact(committed["machine"])}')
+    if host and facts.step and left:
+      host.logs.progress.note(f'resuming from the commit at step {facts.step}{_not_exact(committed["machine"])}')
     outcome = await loop.run(parts, state)
   if outcome.stop:
     return _stopped(outcome, path, leads=coordinator.leads)
@@ -214,10 +214,10 @@ def _handle_signals(coordinator: Coordinator, request_stop, begun: asyncio.Event
     asyncio.get_running_loop().add_signal_handler(signum, on_signal, signum)
 
 
-def _setting(value: Any) -> _Setting:
+def _facts(value: Any) -> _Facts:
   scaling = value['spec'].pop('rope_scaling')
   spec = ModelSpec(**value['spec'], rope_scaling=RopeScaling(**scaling) if scaling else None)
-  return _Setting(value['attempt'], value['step'], spec, value['lengths'])
+  return _Facts(value['attempt'], value['step'], spec, value['lengths'])
 
 
 @contextlib.asynccontextmanager

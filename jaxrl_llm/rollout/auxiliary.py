@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.net.client import RemoteError
-from jaxrl_llm.core.net.remote import CHAT_PATH, Remote, RemoteOptions
+from jaxrl_llm.core.net.remote import CHAT_PATH, RemoteOptions, ServiceClient
 from jaxrl_llm.core.records.task import Message
 
 
@@ -24,7 +24,7 @@ class AuxiliaryConfig(RemoteOptions):
     self.check(f'rollout.auxiliary.{self.name}')
 
 
-class AuxiliaryModel(Remote):
+class AuxiliaryModel(ServiceClient):
   """Client of one auxiliary model."""
 
   def __init__(self, config: AuxiliaryConfig):

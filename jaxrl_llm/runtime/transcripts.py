@@ -116,7 +116,7 @@ def _leading_groups(path: pathlib.Path, limit: float) -> Iterator[Row | None]:
       yield row if isinstance(row, dict) else None
 
 
-class _Table(dict):
+class _Indices(dict):
   """Indices of distinct values, in insertion order."""
 
   def place(self, value: Any) -> int:
@@ -127,7 +127,7 @@ def rollouts(workdir: pathlib.Path, stages: list[Row]) -> tuple[Row, int]:
   """Returns the rollouts to embed, with tokens, tasks and scores as tables, and the number of unreadable rows."""
   files = _files(workdir / writers.ROLLOUTS_DIR, stages)
   chosen, limit = _chosen(files)
-  tokens, scores, tasks = _Table(), _Table(), {}
+  tokens, scores, tasks = _Indices(), _Indices(), {}
   rows, corrupt = [], 0
   for stage, step, path in chosen:
     for row in _leading_groups(path, limit):
@@ -155,7 +155,7 @@ def _shown(rows: int, chosen: int, files: int, limit: float) -> str:
   return f'{rows:,} rollouts: {extent} of {chosen:,} steps out of {files:,} ({spacing}). The rest is in rollouts/.'
 
 
-def _compact(row: Row, tokens: _Table, scores: _Table) -> Row | None:
+def _compact(row: Row, tokens: _Indices, scores: _Indices) -> Row | None:
   """Converts a rollout to the page's compact form; None if its lists are malformed or differ in length."""
   texts, ids = row.get('tokens'), row.get('token_ids')
   lists = {name: row.get(name) or None for name in ('advantages', 'behaviour_logprobs', 'trainer_logprobs')}

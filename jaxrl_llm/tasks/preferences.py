@@ -249,7 +249,7 @@ def _is_eval(pair: Pair, config: PreferencesConfig) -> bool:
   return point < config.holdout * 16 ** len(digest) if config.fold is None else point % config.folds == config.fold
 
 
-def _pair_or_corrupt(row: sources.Row | sources.Corrupt, config: PreferencesConfig) -> Pair | sources.Corrupt:
+def _pair_or_corrupt(row: sources.SourceRow | sources.Corrupt, config: PreferencesConfig) -> Pair | sources.Corrupt:
   if isinstance(row, sources.Corrupt):
     return row
   try:

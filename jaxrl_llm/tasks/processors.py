@@ -17,7 +17,7 @@ from jaxrl_llm.config.annotations import nearest
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.task import Task
-from jaxrl_llm.tasks.taskset import ProcessorConfig, Taskset
+from jaxrl_llm.tasks.taskset import TaskProcessorConfig, Taskset
 
 Processor = Callable[[Task], str]
 """Returns the reason to drop a task; empty: keep it. Called once per task, in order."""
@@ -40,7 +40,7 @@ class Passed(NamedTuple):
     return f'{self.name}: {self.given} in, {self.kept} out{reasons}'
 
 
-class Setting(NamedTuple):
+class ProcessorContext(NamedTuple):
   """Context that a processor has besides its tasks."""
 
   others: Sequence[Task]
@@ -77,7 +77,7 @@ class AnswerKindConfig:
   """choice: the answer is one of the prompt's lettered options; boolean: the answer is true, false, yes or no."""
 
 
-def dedup(config: DedupConfig, setting: Setting) -> Processor:
+def dedup(config: DedupConfig, context: ProcessorContext) -> Processor:
   prompts, texts = set(), set()
 
   def why(task: Task) -> str:
@@ -87,7 +87,7 @@ def dedup(config: DedupConfig, setting: Setting) -> Processor:
     texts.add(text)
     return reason
 
-  for task in setting.others:
+  for task in context.others:
     why(task)
   return why
 
@@ -102,9 +102,9 @@ def normalised(task: Task) -> str:
   return '\n'.join([*(' '.join(text.split()) for text in said), *(shown.digest for shown in task.media)])
 
 
-def length(config: LengthConfig, setting: Setting) -> Processor:
+def length(config: LengthConfig, context: ProcessorContext) -> Processor:
   def why(task: Task) -> str:
-    tokens = setting.length_of(task)
+    tokens = context.length_of(task)
     if tokens < config.min_tokens:
       return 'too_short'
     return 'too_long' if config.max_tokens is not None and tokens > config.max_tokens else ''
@@ -116,7 +116,7 @@ _LETTER = re.compile(r'\(?([A-Ja-j])\)?\.?')
 _BOOLEAN = ('true', 'false', 'yes', 'no')
 
 
-def answer_kind(config: AnswerKindConfig, setting: Setting) -> Processor:
+def answer_kind(config: AnswerKindConfig, context: ProcessorContext) -> Processor:
   def why(task: Task) -> str:
     truth = (task.truth or '').strip()
     if 'boolean' in config.drop and truth.casefold().rstrip('.') in _BOOLEAN:
@@ -127,7 +127,7 @@ def answer_kind(config: AnswerKindConfig, setting: Setting) -> Processor:
   return why
 
 
-PROCESSORS: Mapping[str, tuple[type, Callable[[Any, Setting], Processor]]] = {
+PROCESSORS: Mapping[str, tuple[type, Callable[[Any, ProcessorContext], Processor]]] = {
   'dedup': (DedupConfig, dedup),
   'length': (LengthConfig, length),
   'answer_kind': (AnswerKindConfig, answer_kind),
@@ -175,7 +175,7 @@ def run(name: str, processor: Processor, tasks: Iterable[Task]) -> tuple[tuple[T
   return tuple(kept), Passed(name, given, dropped)
 
 
-def process(taskset: Taskset, configs: Sequence[ProcessorConfig], setting: Setting) -> Taskset:
+def process(taskset: Taskset, configs: Sequence[TaskProcessorConfig], context: ProcessorContext) -> Taskset:
   """Applies the configured processors; dropped tasks are counted as '<processor>/<reason>'.
 
   Raises:
@@ -188,7 +188,7 @@ def process(taskset: Taskset, configs: Sequence[ProcessorConfig], setting: Setti
       raise UserError(f'{where}: no processor {config.name!r}; {nearest(config.name, PROCESSORS)}')
     options, make = PROCESSORS[config.name]
     chosen = from_json(dict(config.options), options, f'{where}: options of {config.name}')
-    tasks, passed = run(config.name, make(chosen, setting), tasks)
+    tasks, passed = run(config.name, make(chosen, context), tasks)
     for reason, count in passed.dropped.items():
       key = f'{config.name}/{reason}'
       counts[key] = counts.get(key, 0) + count

@@ -30,7 +30,7 @@ class RenderError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
+class RenderingLimits:
   """Resource limits of a rendering."""
 
   cpu_s: float = 5.0
@@ -44,13 +44,13 @@ class Limits:
   """Wall-clock limit for a reply, after which the process is abandoned however little CPU time it used."""
 
 
-LIMITS = Limits()
+LIMITS = RenderingLimits()
 
 
 class TemplateProcess:
   """Renders one template in a process that starts with the first rendering and ends with this object."""
 
-  def __init__(self, template: str, limits: Limits | None = None):
+  def __init__(self, template: str, limits: RenderingLimits | None = None):
     self._template, self._limits = template, LIMITS if limits is None else limits
     self._lock = threading.Lock()
     self._file: BinaryIO | None = None

@@ -1,7 +1,7 @@
 """Sources of rows: procedural tasks, files, Hugging Face datasets.
 
-Every source yields one `Row` or `Corrupt` for each item read, in a fixed order, and drops nothing. A row is JSON of
-bounded size and depth.
+Every source yields one `SourceRow` or `Corrupt` for each item read, in a fixed order, and drops nothing. A row is JSON
+of bounded size and depth.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_ROW_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class SourceRow:
   """A row as stored in its source, JSON only."""
 
   where: str
@@ -60,7 +60,7 @@ class Corrupt:
     object.__setattr__(self, 'reason', one_line(self.reason))  # It may quote the row's contents.
 
 
-def read_rows(source: str, *, options: Mapping[str, Any], size: int | None, seed: int) -> Iterator[Row | Corrupt]:
+def read_rows(source: str, *, options: Mapping[str, Any], size: int | None, seed: int) -> Iterator[SourceRow | Corrupt]:
   """Reads the first `size` rows of a source (None: all rows).
 
   Args:
@@ -111,7 +111,7 @@ def missing_file(path: pathlib.Path) -> str:
   return f'{path}: no such file' + (f'; did you mean {path.parent / near[0]}?' if near else '')
 
 
-def _procedural_rows(name: str, options: Mapping[str, Any], size: int | None, seed: int) -> Iterator[Row]:
+def _procedural_rows(name: str, options: Mapping[str, Any], size: int | None, seed: int) -> Iterator[SourceRow]:
   """Yields items 0 … size-1 of a reasoning-gym dataset; item i draws from Random(seed + i), so items repeat."""
   from reasoning_gym.factory import DATASETS, create_dataset  # imported here because the import takes 1 s
 
@@ -135,7 +135,7 @@ def _procedural_rows(name: str, options: Mapping[str, Any], size: int | None, se
     raise UserError(f'{where}: reasoning-gym refuses options {dict(options)}: {error}') from error
   _check_verifier(where, dataset)
   return (
-    Row(where=f'{where}[{index}]', fields={'reasoning_gym': name, 'entry': _plain(dataset[index])})
+    SourceRow(where=f'{where}[{index}]', fields={'reasoning_gym': name, 'entry': _plain(dataset[index])})
     for index in range(size)
   )
 
@@ -168,7 +168,7 @@ def _finite(text: str) -> float:
   return number
 
 
-def _jsonl_rows(path: pathlib.Path) -> Iterator[Row | Corrupt]:
+def _jsonl_rows(path: pathlib.Path) -> Iterator[SourceRow | Corrupt]:
   try:
     file = path.open('rb')
   except OSError as error:
@@ -187,7 +187,7 @@ def _jsonl_rows(path: pathlib.Path) -> Iterator[Row | Corrupt]:
         yield _parsed(where, line)
 
 
-def _parsed(where: str, line: bytes) -> Row | Corrupt:
+def _parsed(where: str, line: bytes) -> SourceRow | Corrupt:
   try:
     fields = parse_json(line.decode(), parse_constant=_refuse_constant, parse_float=_finite)
     if not isinstance(fields, dict):
@@ -197,15 +197,15 @@ def _parsed(where: str, line: bytes) -> Row | Corrupt:
     return Corrupt(where=where, reason=str(error))
 
 
-def _row(where: str, fields: dict[str, Json]) -> Row:
+def _row(where: str, fields: dict[str, Json]) -> SourceRow:
   """Creates a row. Raises ValueError if it has 'reasoning_gym' without a reasoning-gym entry."""
   entry = fields.get('entry')
   if 'reasoning_gym' in fields and not (isinstance(entry, dict) and isinstance(entry.get('metadata'), dict)):
     raise ValueError("has 'reasoning_gym' without an entry {question, answer, metadata}; wanted both or neither")
-  return Row(where=where, fields=fields)
+  return SourceRow(where=where, fields=fields)
 
 
-def _parquet_rows(path: pathlib.Path) -> Iterator[Row | Corrupt]:
+def _parquet_rows(path: pathlib.Path) -> Iterator[SourceRow | Corrupt]:
   try:
     file = pyarrow.parquet.ParquetFile(path)
     number = 0
@@ -217,7 +217,7 @@ def _parquet_rows(path: pathlib.Path) -> Iterator[Row | Corrupt]:
     raise UserError(f'{path}: not a readable Parquet file: {one_line(error)}') from error
 
 
-def _dataset_rows(target: str, options: Mapping[str, Any]) -> Iterator[Row | Corrupt]:
+def _dataset_rows(target: str, options: Mapping[str, Any]) -> Iterator[SourceRow | Corrupt]:
   import datasets  # imported here because the import takes 2 s
 
   name, _, split = target.partition('#')
@@ -278,7 +278,7 @@ def _read_listed(path: pathlib.Path, name: str) -> list[Json]:
   return listed
 
 
-def _loaded_rows(where: str, loaded: Any) -> Iterator[Row | Corrupt]:
+def _loaded_rows(where: str, loaded: Any) -> Iterator[SourceRow | Corrupt]:
   rows = iter(loaded)
   if loaded.features and any(_names_files(field.type) for field in loaded.features.arrow_schema):
     # Read undecoded: to decode an image, datasets would open any file that a row names.
@@ -307,7 +307,7 @@ def _with_text(items: Any) -> Any:
   return [{k: as_text(v) for k, v in item.items()} if isinstance(item, dict) else item for item in items]
 
 
-def _checked(where: str, fields: Mapping[str, Any]) -> Row | Corrupt:
+def _checked(where: str, fields: Mapping[str, Any]) -> SourceRow | Corrupt:
   try:
     plain = _plain({k: _with_text(v) if k in MEDIA else v for k, v in fields.items()})
     check_depth(plain)

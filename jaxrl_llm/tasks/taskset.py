@@ -29,7 +29,7 @@ _NAME = re.compile(r'[A-Za-z0-9_.-]+')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProcessorConfig:
+class TaskProcessorConfig:
   name: str
   """Key of `tasks.processors.PROCESSORS` (`jaxrl train --list`)."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -63,7 +63,7 @@ class TasksetConfig:
   holdout: float = 0.0
   """Fraction of prompts in 'eval', in [0, 1); the rest is 'train'."""
   on_corrupt: Literal['fail', 'skip'] = 'fail'
-  processors: tuple[ProcessorConfig, ...] = ()
+  processors: tuple[TaskProcessorConfig, ...] = ()
   """Processors that then drop tasks, in this order."""
 
   def __post_init__(self):
@@ -219,7 +219,7 @@ def _choice(task: Task, config: DemonstrationsConfig) -> str:
   return config.templates[-1]
 
 
-def _task_or_corrupt(row: sources.Row | sources.Corrupt, config: TasksetConfig) -> Task | sources.Corrupt:
+def _task_or_corrupt(row: sources.SourceRow | sources.Corrupt, config: TasksetConfig) -> Task | sources.Corrupt:
   if isinstance(row, sources.Corrupt):
     return row
   try:

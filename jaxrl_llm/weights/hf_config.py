@@ -43,7 +43,7 @@ _SAME_NAMES = (
 """Fields of ModelSpec with the same name in config.json."""
 
 
-class _Config:
+class _HfConfig:
   """Settings of one config.json; every error names its path."""
 
   def __init__(self, path: Path, values: Mapping[str, Any]):
@@ -103,7 +103,7 @@ def read_spec(directory: str | Path) -> ModelSpec:
   'lm'.
   """
   path = Path(directory) / 'config.json'
-  config = _Config(path, read_json(path))
+  config = _HfConfig(path, read_json(path))
   name = config.values.get('model_type')
   if not isinstance(name, str) or name not in FAMILIES:
     raise config.error('model_type', name, f'one of {", ".join(FAMILIES)}')
@@ -144,7 +144,7 @@ def read_spec(directory: str | Path) -> ModelSpec:
     raise UserError(f'{path}: {error}') from None
 
 
-def _refuse_unsupported(config: _Config, family: Family) -> None:
+def _refuse_unsupported(config: _HfConfig, family: Family) -> None:
   """Rejects settings that affect numerical results and that the decoder does not implement."""
   values = config.values
   if values.get('hidden_act', 'silu') not in ('silu', 'swish'):
@@ -177,7 +177,7 @@ def _refuse_unsupported(config: _Config, family: Family) -> None:
     raise UserError(f'{config.path}: attention has a sliding window ({details}), wanted full attention in every layer')
 
 
-def _head(config: _Config, family: Family) -> str:
+def _head(config: _HfConfig, family: Family) -> str:
   """Returns the head of the class in `architectures`; rejects unknown classes and more than one output."""
   names, classes = config.values.get('architectures'), family.architectures
   if not names:
@@ -190,7 +190,7 @@ def _head(config: _Config, family: Family) -> str:
   return head
 
 
-def _require_one_label(config: _Config) -> None:
+def _require_one_label(config: _HfConfig) -> None:
   # Transformers takes the number of labels from id2label, else from num_labels, else it is 2.
   labels, count = config.values.get('id2label'), config.values.get('num_labels')
   if labels is not None and (not isinstance(labels, dict) or len(labels) != 1):
@@ -199,7 +199,7 @@ def _require_one_label(config: _Config) -> None:
     raise config.error('num_labels', count, '1: a reward model or critic has one output')
 
 
-def _attention_bias(config: _Config, family: Family) -> bool:
+def _attention_bias(config: _HfConfig, family: Family) -> bool:
   """Whether q, k and v have biases."""
   always = family.attention_bias == 'qkv'
   value = config.flag('attention_bias', always)
@@ -210,7 +210,7 @@ def _attention_bias(config: _Config, family: Family) -> bool:
   return value
 
 
-def _read_rope(config: _Config, default_theta: float, positions: int) -> tuple[float, RopeScaling | None]:
+def _read_rope(config: _HfConfig, default_theta: float, positions: int) -> tuple[float, RopeScaling | None]:
   """Reads base and scaling; rejects a file whose two forms disagree."""
   v4, v5 = config.values.get('rope_scaling'), config.values.get('rope_parameters')
   read = functools.partial(_rope, config, default_theta=default_theta, positions=positions)
@@ -222,7 +222,7 @@ def _read_rope(config: _Config, default_theta: float, positions: int) -> tuple[f
 
 
 def _rope(
-  config: _Config, name: str, values: Any, *, default_theta: float, positions: int
+  config: _HfConfig, name: str, values: Any, *, default_theta: float, positions: int
 ) -> tuple[float, RopeScaling | None]:
   if not isinstance(values, dict):
     raise config.error(name, values, 'an object or null')

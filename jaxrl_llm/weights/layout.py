@@ -18,7 +18,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.trees import flatten, unflatten
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.weights.tables import Entry, Inventory, entries, zeros
+from jaxrl_llm.weights.tables import Inventory, TensorEntry, entries, zeros
 
 DTYPES = {
   'float32': np.dtype(np.float32),
@@ -102,7 +102,7 @@ def from_hf(
 
 
 def fill(
-  read: Callable[[Entry], np.ndarray],
+  read: Callable[[TensorEntry], np.ndarray],
   spec: ModelSpec,
   *,
   scan_layers: bool,

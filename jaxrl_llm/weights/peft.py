@@ -18,7 +18,7 @@ from jaxrl_llm.core.types import Params
 from jaxrl_llm.models.spec import LoraConfig, ModelSpec
 from jaxrl_llm.weights.hf_config import write_json
 from jaxrl_llm.weights.safetensors_files import writing
-from jaxrl_llm.weights.tables import Entry, entries
+from jaxrl_llm.weights.tables import TensorEntry, entries
 
 CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
 _PREFIX = 'base_model.model.'
@@ -78,5 +78,5 @@ def export_adapter(
     save_file(dict(to_peft(params, spec)), directory / WEIGHTS, metadata={'format': 'pt'})
 
 
-def _module(entry: Entry) -> str:
+def _module(entry: TensorEntry) -> str:
   return entry.hf.removesuffix('.weight')

@@ -25,7 +25,7 @@ from jaxrl_llm.core.types import Params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.weights.hf_config import read_json, write_json
 from jaxrl_llm.weights.layout import dtype_of, fill, to_hf
-from jaxrl_llm.weights.tables import Entry, Inventory, entries, zeros
+from jaxrl_llm.weights.tables import Inventory, TensorEntry, entries, zeros
 
 SHARD_BYTES = 5_000_000_000
 """Default size in bytes above which weights are sharded; many small and few large files are both awkward to copy."""
@@ -74,7 +74,7 @@ def load_params(
     files = {path: stack.enter_context(_open(path)) for path in _weight_files(Path(directory))}
     where = _check_files(Path(directory), files, spec)
 
-    def read(entry: Entry) -> np.ndarray:
+    def read(entry: TensorEntry) -> np.ndarray:
       path = where[entry.hf]
       with np.errstate(over='ignore'):  # Overflows are rejected by the next check.
         tensor = _read(path, files[path], entry.hf).astype(to, copy=False)
@@ -201,14 +201,14 @@ def save_params(
   return files
 
 
-def _bytes(entry: Entry, itemsize: int) -> int:
+def _bytes(entry: TensorEntry, itemsize: int) -> int:
   return int(np.prod(entry.shape)) * itemsize
 
 
-def _plan_shards(spec: ModelSpec, itemsize: int, shard_bytes: int) -> list[list[Entry]]:
+def _plan_shards(spec: ModelSpec, itemsize: int, shard_bytes: int) -> list[list[TensorEntry]]:
   if shard_bytes <= 0:
     raise UserError(f'shard_bytes is {shard_bytes}, wanted a positive number of bytes')
-  shards: list[list[Entry]] = [[]]
+  shards: list[list[TensorEntry]] = [[]]
   size = 0
   for entry in (*entries(spec), *zeros(spec)):
     size += _bytes(entry, itemsize)
@@ -219,7 +219,9 @@ def _plan_shards(spec: ModelSpec, itemsize: int, shard_bytes: int) -> list[list[
   return shards
 
 
-def _write_shard(path: Path, shard: list[Entry], tensors: Iterator[tuple[str, np.ndarray]], dtype: np.dtype) -> None:
+def _write_shard(
+  path: Path, shard: list[TensorEntry], tensors: Iterator[tuple[str, np.ndarray]], dtype: np.dtype
+) -> None:
   # save_file writes contiguous memory from the first element on and ignores strides: a transposed view would be
   # silently corrupted.
   arrays = {}

@@ -18,7 +18,7 @@ from jaxrl_llm.models.spec import ModelSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ParameterRow:
   """One parameter, or one per layer if the names contain `{i}`."""
 
   hf: str
@@ -49,38 +49,38 @@ _CONDITIONS: Mapping[str, Callable[[ModelSpec], bool]] = {
 _LAYER = 'model.layers.{i}.'
 
 ROWS = (
-  Row('model.embed_tokens.weight', 'embed/kernel', ('vocab', 'hidden')),
-  Row(_LAYER + 'input_layernorm.weight', 'layers/{i}/attention_norm/scale', ('hidden',)),
-  Row(_LAYER + 'self_attn.q_proj.weight', 'layers/{i}/attention/query/kernel', ('queries', 'hidden')),
-  Row(_LAYER + 'self_attn.k_proj.weight', 'layers/{i}/attention/key/kernel', ('keys', 'hidden')),
-  Row(_LAYER + 'self_attn.v_proj.weight', 'layers/{i}/attention/value/kernel', ('keys', 'hidden')),
-  Row(_LAYER + 'self_attn.o_proj.weight', 'layers/{i}/attention/output/kernel', ('hidden', 'queries')),
-  Row(_LAYER + 'post_attention_layernorm.weight', 'layers/{i}/mlp_norm/scale', ('hidden',)),
-  Row(_LAYER + 'mlp.gate_proj.weight', 'layers/{i}/mlp/gate/kernel', ('mlp', 'hidden')),
-  Row(_LAYER + 'mlp.up_proj.weight', 'layers/{i}/mlp/up/kernel', ('mlp', 'hidden')),
-  Row(_LAYER + 'mlp.down_proj.weight', 'layers/{i}/mlp/down/kernel', ('hidden', 'mlp')),
-  Row('model.norm.weight', 'norm/scale', ('hidden',)),
-  Row('lm_head.weight', 'head/kernel', ('vocab', 'hidden'), 'untied'),
-  Row('score.weight', 'head/kernel', ('one', 'hidden'), 'one_output'),
-  Row(_LAYER + 'self_attn.q_proj.bias', 'layers/{i}/attention/query/bias', ('queries',), 'qkv_bias'),
-  Row(_LAYER + 'self_attn.k_proj.bias', 'layers/{i}/attention/key/bias', ('keys',), 'qkv_bias'),
-  Row(_LAYER + 'self_attn.v_proj.bias', 'layers/{i}/attention/value/bias', ('keys',), 'qkv_bias'),
-  Row(_LAYER + 'self_attn.o_proj.bias', 'layers/{i}/attention/output/bias', ('hidden',), 'o_bias'),
-  Row(_LAYER + 'self_attn.q_norm.weight', 'layers/{i}/attention/query_norm/scale', ('head_dim',), 'qk_norm'),
-  Row(_LAYER + 'self_attn.k_norm.weight', 'layers/{i}/attention/key_norm/scale', ('head_dim',), 'qk_norm'),
-  Row(_LAYER + 'mlp.gate_proj.bias', 'layers/{i}/mlp/gate/bias', ('mlp',), 'mlp_bias'),
-  Row(_LAYER + 'mlp.up_proj.bias', 'layers/{i}/mlp/up/bias', ('mlp',), 'mlp_bias'),
-  Row(_LAYER + 'mlp.down_proj.bias', 'layers/{i}/mlp/down/bias', ('hidden',), 'mlp_bias'),
+  ParameterRow('model.embed_tokens.weight', 'embed/kernel', ('vocab', 'hidden')),
+  ParameterRow(_LAYER + 'input_layernorm.weight', 'layers/{i}/attention_norm/scale', ('hidden',)),
+  ParameterRow(_LAYER + 'self_attn.q_proj.weight', 'layers/{i}/attention/query/kernel', ('queries', 'hidden')),
+  ParameterRow(_LAYER + 'self_attn.k_proj.weight', 'layers/{i}/attention/key/kernel', ('keys', 'hidden')),
+  ParameterRow(_LAYER + 'self_attn.v_proj.weight', 'layers/{i}/attention/value/kernel', ('keys', 'hidden')),
+  ParameterRow(_LAYER + 'self_attn.o_proj.weight', 'layers/{i}/attention/output/kernel', ('hidden', 'queries')),
+  ParameterRow(_LAYER + 'post_attention_layernorm.weight', 'layers/{i}/mlp_norm/scale', ('hidden',)),
+  ParameterRow(_LAYER + 'mlp.gate_proj.weight', 'layers/{i}/mlp/gate/kernel', ('mlp', 'hidden')),
+  ParameterRow(_LAYER + 'mlp.up_proj.weight', 'layers/{i}/mlp/up/kernel', ('mlp', 'hidden')),
+  ParameterRow(_LAYER + 'mlp.down_proj.weight', 'layers/{i}/mlp/down/kernel', ('hidden', 'mlp')),
+  ParameterRow('model.norm.weight', 'norm/scale', ('hidden',)),
+  ParameterRow('lm_head.weight', 'head/kernel', ('vocab', 'hidden'), 'untied'),
+  ParameterRow('score.weight', 'head/kernel', ('one', 'hidden'), 'one_output'),
+  ParameterRow(_LAYER + 'self_attn.q_proj.bias', 'layers/{i}/attention/query/bias', ('queries',), 'qkv_bias'),
+  ParameterRow(_LAYER + 'self_attn.k_proj.bias', 'layers/{i}/attention/key/bias', ('keys',), 'qkv_bias'),
+  ParameterRow(_LAYER + 'self_attn.v_proj.bias', 'layers/{i}/attention/value/bias', ('keys',), 'qkv_bias'),
+  ParameterRow(_LAYER + 'self_attn.o_proj.bias', 'layers/{i}/attention/output/bias', ('hidden',), 'o_bias'),
+  ParameterRow(_LAYER + 'self_attn.q_norm.weight', 'layers/{i}/attention/query_norm/scale', ('head_dim',), 'qk_norm'),
+  ParameterRow(_LAYER + 'self_attn.k_norm.weight', 'layers/{i}/attention/key_norm/scale', ('head_dim',), 'qk_norm'),
+  ParameterRow(_LAYER + 'mlp.gate_proj.bias', 'layers/{i}/mlp/gate/bias', ('mlp',), 'mlp_bias'),
+  ParameterRow(_LAYER + 'mlp.up_proj.bias', 'layers/{i}/mlp/up/bias', ('mlp',), 'mlp_bias'),
+  ParameterRow(_LAYER + 'mlp.down_proj.bias', 'layers/{i}/mlp/down/bias', ('hidden',), 'mlp_bias'),
 )
 
 _DERIVED = (
-  Row(_LAYER + 'self_attn.rotary_emb.inv_freq', 'layers/{i}/frequencies', ('half_head_dim',)),
-  Row('lm_head.weight', 'head/kernel', ('vocab', 'hidden'), 'tied'),
+  ParameterRow(_LAYER + 'self_attn.rotary_emb.inv_freq', 'layers/{i}/frequencies', ('half_head_dim',)),
+  ParameterRow('lm_head.weight', 'head/kernel', ('vocab', 'hidden'), 'tied'),
 )
 """Redundant tensors that a file may contain, because they follow from its parameters or configuration: the buffers of
 old Llama files, and the unembedding of a tied model, which is the embedding."""
 
-_ZERO = (Row('score.bias', 'head/bias', ('one',), 'one_output'),)
+_ZERO = (ParameterRow('score.bias', 'head/bias', ('one',), 'one_output'),)
 """Tensors that a file may contain only with value 0, because our models do not have them."""
 
 
@@ -98,7 +98,7 @@ def _sizes(spec: ModelSpec) -> Mapping[str, int]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
+class TensorEntry:
   """One tensor of one model."""
 
   hf: str
@@ -116,22 +116,24 @@ class Entry:
     return self.path if self.layer is None else self.path.replace('layers/', f'layers/{self.layer}/', 1)
 
 
-def _expand(rows: Iterable[Row], spec: ModelSpec) -> tuple[Entry, ...]:
+def _expand(rows: Iterable[ParameterRow], spec: ModelSpec) -> tuple[TensorEntry, ...]:
   sizes = _sizes(spec)
   return tuple(
-    Entry(hf=row.hf.format(i=i), path=row.ours.replace('{i}/', ''), layer=i, shape=tuple(sizes[a] for a in row.axes))
+    TensorEntry(
+      hf=row.hf.format(i=i), path=row.ours.replace('{i}/', ''), layer=i, shape=tuple(sizes[a] for a in row.axes)
+    )
     for row in rows
     if _CONDITIONS[row.when](spec)
     for i in (range(spec.num_hidden_layers) if row.stacked else (None,))
   )
 
 
-def entries(spec: ModelSpec) -> tuple[Entry, ...]:
+def entries(spec: ModelSpec) -> tuple[TensorEntry, ...]:
   """Returns a model's tensors; those of one row (one array of the scanned tree) are consecutive, in layer order."""
   return _expand(ROWS, spec)
 
 
-def zeros(spec: ModelSpec) -> tuple[Entry, ...]:
+def zeros(spec: ModelSpec) -> tuple[TensorEntry, ...]:
   """Returns the extra tensors that are written as 0: the head's bias in transformers' token-classification class."""
   return _expand(_ZERO, spec) if spec.head == 'value' else ()
 
@@ -149,7 +151,7 @@ class Inventory:
     self._doubled: list[str] = []
     self._misshaped: list[str] = []
 
-  def see(self, name: str, shape: Iterable[int], read: Callable[[], np.ndarray]) -> Entry | None:
+  def see(self, name: str, shape: Iterable[int], read: Callable[[], np.ndarray]) -> TensorEntry | None:
     """Returns a tensor's entry; None if it has none or is wrong, which `finish` reports.
 
     Args:

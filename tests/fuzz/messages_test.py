@@ -48,7 +48,7 @@ from jaxrl_llm.rewards.sandbox.sandbox import Case, Ending, Limits, Sandboxes, W
 from jaxrl_llm.rewards.sandbox.server import SandboxServer, order_body
 from jaxrl_llm.rollout.api import Request, Sampling
 from jaxrl_llm.rollout.explorers import wire
-from jaxrl_llm.rollout.explorers.explorer import Gone
+from jaxrl_llm.rollout.explorers.explorer import Rejected
 from jaxrl_llm.rollout.vllm.publication import digest
 
 ANSWERED = (200, 400, 401, 403, 404, 405, 408, 409, 410, 411, 413, 414, 415, 417, 422, 431, 505)
@@ -172,7 +172,7 @@ def test_no_message_of_an_explorer_harms_another(tmp_path, monkeypatch, count):
       await asyncio.wait({wanted, taking}, return_when=asyncio.FIRST_COMPLETED)
       order = await taking if not wanted.done() else None
       if order:
-        with contextlib.suppress(Gone):  # One of the samples has come from the other, and was good.
+        with contextlib.suppress(Rejected):  # One of the samples has come from the other, and was good.
           for sample in await setting.made(honest, order):
             await honest.call(wire.SAMPLE, lease=order['lease'], sample=encode(sample))
           await honest.call(wire.DONE, lease=order['lease'])

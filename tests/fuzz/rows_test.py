@@ -15,7 +15,7 @@ from jaxrl_llm.app.offline.scoring import read_attempts
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rollout.explorers import wire
 from jaxrl_llm.tasks.preferences import PreferencesConfig, load_preferences, pairs_of_tasks
-from jaxrl_llm.tasks.processors import PROCESSORS, ProcessorConfig, Setting, process
+from jaxrl_llm.tasks.processors import PROCESSORS, ProcessorContext, TaskProcessorConfig, process
 from jaxrl_llm.tasks.taskset import DemonstrationsConfig, TasksetConfig, demonstrations, load_taskset
 
 PIXEL = base64.b64decode(
@@ -234,8 +234,10 @@ def test_templates_and_processors_take_any_row(folder, count):
       taskset = load_taskset(config)
       demonstrations(taskset, DemonstrationsConfig(templates=(template,)))
       pairs_of_tasks(taskset, chosen='{prompt}', rejected=(template,))
-      configs = [ProcessorConfig(name=name, options=chosen)] if isinstance(chosen, dict) else []
-      return process(taskset, configs, Setting(others=taskset.tasks[:1], length_of=lambda task: len(task.prompt)))
+      configs = [TaskProcessorConfig(name=name, options=chosen)] if isinstance(chosen, dict) else []
+      return process(
+        taskset, configs, ProcessorContext(others=taskset.tasks[:1], length_of=lambda task: len(task.prompt))
+      )
 
     taskset = taken(file, load)
     if taskset is not None:

@@ -18,7 +18,7 @@ from scoring import pool, using
 from serving import children_of
 
 from jaxrl_llm.core.net.client import Lost, RemoteError
-from jaxrl_llm.core.net.remote import Remote, RemoteOptions
+from jaxrl_llm.core.net.remote import RemoteOptions, ServiceClient
 from jaxrl_llm.core.process import child
 from jaxrl_llm.core.records.score import Status
 from jaxrl_llm.core.waits import WaitExpired
@@ -27,8 +27,7 @@ from jaxrl_llm.rewards.sandbox import isolation
 from jaxrl_llm.rewards.sandbox.sandbox import Ending, Limits, Sandboxes
 from jaxrl_llm.rollout.explorers import explorer as exploring
 from jaxrl_llm.rollout.vllm.client import VllmClient
-from jaxrl_llm.tasks.rendering import Limits as RenderLimits
-from jaxrl_llm.tasks.rendering import RenderError, TemplateProcess
+from jaxrl_llm.tasks.rendering import RenderError, RenderingLimits, TemplateProcess
 
 PATIENCE_S = 60
 """Guards against a hang; the bounds under test are shorter."""
@@ -64,7 +63,7 @@ def test_a_peer_that_falls_silent_is_one_line_to_every_client(said, monkeypatch)
 
   async def to_a_scorer(address):
     options = RemoteOptions(addresses=(address,), request_deadline_s=0.2, retries=1, first_wait_s=0.01)
-    async with Remote(options, 'scorer') as remote:
+    async with ServiceClient(options, 'scorer') as remote:
       with pytest.raises(RemoteError, match=r'^2 tries: http://\S+: no answer within 0\.2 s$'):
         await remote.post({})
 
@@ -169,16 +168,16 @@ def test_a_process_that_forks_sandboxes_and_is_stopped_is_replaced(monkeypatch):
 
 @pytest.mark.full
 def test_a_process_that_renders_templates_and_is_stopped_is_a_line_and_the_next_one_renders():
-  template = TemplateProcess('{{ messages[0].content }}', RenderLimits(wall_s=5.0))
+  template = TemplateProcess('{{ messages[0].content }}', RenderingLimits(wall_s=5.0))
   render = lambda: template.render([{'role': 'user', 'content': 'hi'}], add_generation_prompt=False, variables={})
   assert render() == 'hi'
   (process,) = [
     child for child in psutil.Process().children() if any('render_process' in word for word in child.cmdline())
   ]
   process.suspend()
-  template._limits = RenderLimits(wall_s=0.2)
+  template._limits = RenderingLimits(wall_s=0.2)
   with pytest.raises(RenderError, match=r'^gave no answer in 0\.2 s$'):
     render()
   assert not process.is_running()
-  template._limits = RenderLimits()
+  template._limits = RenderingLimits()
   assert render() == 'hi'

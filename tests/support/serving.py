@@ -33,7 +33,7 @@ from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.fleet import Fleet
 from jaxrl_llm.rollout.vllm.publication import AdapterFolder, PublicationFolder
 from jaxrl_llm.rollout.vllm.replica import Replica
-from jaxrl_llm.rollout.vllm.server import Server, VllmConfig, server_commands
+from jaxrl_llm.rollout.vllm.server import OwnedServer, VllmConfig, server_commands
 from jaxrl_llm.rollout.vllm.spec import PUBLISHED
 from jaxrl_llm.weights.hf import write_config
 
@@ -88,7 +88,7 @@ def servers_of(
     worker_files=FAULTY if faulty else None,
     worker_class='faulty_worker.Worker' if faulty else 'jaxrl_llm_worker.Worker',
   )
-  return [Server(c, name=f'vllm-{i}', log=folder / f'vllm-{i}.log') for i, c in enumerate(commands)]
+  return [OwnedServer(c, name=f'vllm-{i}', log=folder / f'vllm-{i}.log') for i, c in enumerate(commands)]
 
 
 @contextlib.asynccontextmanager

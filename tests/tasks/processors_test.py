@@ -10,8 +10,8 @@ from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.task import Task
-from jaxrl_llm.tasks.processors import Outcomes, Setting, guessable, normalised, pass_rate, process, run
-from jaxrl_llm.tasks.taskset import ProcessorConfig, Taskset
+from jaxrl_llm.tasks.processors import Outcomes, ProcessorContext, guessable, normalised, pass_rate, process, run
+from jaxrl_llm.tasks.taskset import TaskProcessorConfig, Taskset
 
 
 def task(text, truth='1', system=None, taskset='train'):
@@ -26,9 +26,9 @@ def taskset(*tasks):
 
 def processed(tasks, *processors, others=()):
   """The kept texts, and the counts."""
-  configs = [ProcessorConfig(name=name, options=options) for name, options in processors]
-  setting = Setting(others, lambda one: len(one.prompt[-1]['content'].split()))
-  found = process(taskset(*tasks), configs, setting)
+  configs = [TaskProcessorConfig(name=name, options=options) for name, options in processors]
+  context = ProcessorContext(others, lambda one: len(one.prompt[-1]['content'].split()))
+  found = process(taskset(*tasks), configs, context)
   assert found.counts['read'] == sum(count for name, count in found.counts.items() if name != 'read')
   return [one.prompt[-1]['content'] for one in found.tasks], found.counts
 
@@ -120,7 +120,7 @@ def test_what_is_measured_is_not_trained_on_and_stays(tmp_path):
   both = dataclasses.replace(train, split='all')
   with pytest.raises(UserError, match='share'):
     prepare(dataclasses.replace(config, tasksets=(both, held_out)), tmp_path)
-  dedup = (ProcessorConfig(name='dedup'),)
+  dedup = (TaskProcessorConfig(name='dedup'),)
   both, own = (dataclasses.replace(one, processors=dedup) for one in (both, held_out))
   found = prepare(dataclasses.replace(config, tasksets=(both, own)), tmp_path)
   plain = prepare(dataclasses.replace(config, tasksets=(train, held_out)), tmp_path)

@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.tasks import sources
-from jaxrl_llm.tasks.sources import Corrupt, Row, read_rows
+from jaxrl_llm.tasks.sources import Corrupt, SourceRow, read_rows
 
 
 def read(source, *, options=None, size=None, seed=0):
@@ -24,7 +24,7 @@ def test_jsonl_names_each_corrupt_line_by_its_number(tmp_path):
   rows = read(path)
   # line 2 is blank: no row and no error
   assert [row.where.removeprefix(f'{path}:') for row in rows] == ['1', '3', '4', '5', '6', '7']
-  assert [type(row) for row in rows] == [Row, Corrupt, Corrupt, Corrupt, Corrupt, Row]
+  assert [type(row) for row in rows] == [SourceRow, Corrupt, Corrupt, Corrupt, Corrupt, SourceRow]
   assert rows[0].fields == {'prompt': 'a'} and rows[-1].fields == {'prompt': 'b'}
   assert 'list' in rows[2].reason and 'utf-8' in rows[3].reason and 'NaN' in rows[4].reason
 
@@ -58,7 +58,7 @@ def test_a_line_without_end_is_corrupt_and_the_next_is_read(tmp_path, monkeypatc
   rows = read(path)
   assert [(type(row), row.where) for row in rows] == [
     (Corrupt, f'{path}:1'),
-    (Row, f'{path}:2'),
+    (SourceRow, f'{path}:2'),
     (Corrupt, f'{path}:3'),
   ]
   assert '64 bytes or more; wanted a shorter row' in rows[0].reason

@@ -273,7 +273,7 @@ ONE_OF_MANY = """
 
 @pytest.mark.full
 def test_a_template_that_fails_or_never_ends_is_one_line(built, tmp_path, monkeypatch):
-  monkeypatch.setattr(rendering, 'LIMITS', rendering.Limits(cpu_s=1.0))
+  monkeypatch.setattr(rendering, 'LIMITS', rendering.RenderingLimits(cpu_s=1.0))
   built['bpe', 'plain'][0].save(tmp_path)
   (tmp_path / 'chat_template.jinja').write_text(ONE_OF_MANY)
   tokenizer = Tokenizer.from_directory(tmp_path)

@@ -43,7 +43,7 @@ from jaxrl_llm.rewards.scorers.verifier.scorer import check_verifiers
 from jaxrl_llm.rollout.workflow import completion_text, demonstration_sample
 from jaxrl_llm.runtime.writers import METRICS_FILE
 from jaxrl_llm.tasks.preferences import Preferences, load_preferences, pairs_of_tasks, preference_samples
-from jaxrl_llm.tasks.processors import Setting, process
+from jaxrl_llm.tasks.processors import ProcessorContext, process
 from jaxrl_llm.tasks.taskset import Taskset, check_disjoint, demonstrations, drop_long, taskset_loader
 from jaxrl_llm.tasks.tokenizer import Tokenizer, build_tokenizer, task_texts
 from jaxrl_llm.weights.hf import read_spec, resolve
@@ -179,7 +179,7 @@ def _processed(config: Config, tasksets: Mapping[str, Taskset], length_of: Calla
   measured = {suite.taskset for suite in config.evaluation}
   processed, kept = {}, []
   for taskset in sorted(config.tasksets, key=lambda taskset: taskset.name not in measured):
-    processed[taskset.name] = process(tasksets[taskset.name], taskset.processors, Setting(kept, length_of))
+    processed[taskset.name] = process(tasksets[taskset.name], taskset.processors, ProcessorContext(kept, length_of))
     kept += processed[taskset.name].tasks
   return {name: processed[name] for name in tasksets}
 

@@ -16,7 +16,7 @@ from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import RunError, UserError, first_cause
 from jaxrl_llm.core.net.front import Front, FrontConfig
-from jaxrl_llm.rollout.vllm.server import WORKER, WORKER_MODULE, Server, VllmConfig, parse_options, server_commands
+from jaxrl_llm.rollout.vllm.server import WORKER, WORKER_MODULE, OwnedServer, VllmConfig, parse_options, server_commands
 
 FLAGS = flags.FlagValues()
 _MODEL = flags.DEFINE_string('model', None, "Directory with the policy's config.json.", flag_values=FLAGS)
@@ -72,7 +72,7 @@ _STEADY_S = 60.0
 """Seconds of uninterrupted service after which the count of failures in a row starts over."""
 
 
-async def serve(servers: list[Server], fronts: list[FrontConfig | None]) -> None:
+async def serve(servers: list[OwnedServer], fronts: list[FrontConfig | None]) -> None:
   """Serves until SIGINT or SIGTERM; raises RunError when a server cannot be kept up."""
   stop = asyncio.Event()
   for number in (signal.SIGINT, signal.SIGTERM):
@@ -98,7 +98,7 @@ async def serve(servers: list[Server], fronts: list[FrontConfig | None]) -> None
         task.cancel()
 
 
-async def announce(servers: list[Server], addresses: list[str]) -> None:
+async def announce(servers: list[OwnedServer], addresses: list[str]) -> None:
   await asyncio.gather(*(server.ready(deadline_s=_START_DEADLINE_S) for server in servers))
   for server, address in zip(servers, addresses, strict=True):
     print(f'{server.name} serves at {address}', flush=True)
@@ -106,7 +106,7 @@ async def announce(servers: list[Server], addresses: list[str]) -> None:
   write_addresses(_FILE.value, addresses)
 
 
-async def keep_up(server: Server) -> None:
+async def keep_up(server: OwnedServer) -> None:
   """Restarts the server whenever it ends; raises RunError after more than _MAX_RESTARTS failures in a row."""
   loop, failures = asyncio.get_running_loop(), 0
   await server.ready(deadline_s=_START_DEADLINE_S)
@@ -164,7 +164,7 @@ def _run(options: Sequence[str]) -> int:
     logs.mkdir(parents=True, exist_ok=True)
   except OSError as error:
     raise UserError(f'{logs}: --logs cannot be made ({error.strerror}); name another directory') from None
-  servers = [Server(command, name=f'vllm-{i}', log=logs / f'vllm-{i}.log') for i, command in enumerate(commands)]
+  servers = [OwnedServer(command, name=f'vllm-{i}', log=logs / f'vllm-{i}.log') for i, command in enumerate(commands)]
   for server in servers:
     print(f'{server.name}: {server.line}', flush=True)
   try:

@@ -67,7 +67,7 @@ def _check_addresses(addresses: Sequence[str], where: str) -> None:
     check_address(address, where)
 
 
-class Remote:
+class ServiceClient:
   """Client of replicated services, and base class of specific clients.
 
   Use as an async context manager in the event loop that makes the calls.

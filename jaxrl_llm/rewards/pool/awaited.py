@@ -16,7 +16,7 @@ from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.records.score import Score
 from jaxrl_llm.core.waits import bounded
 from jaxrl_llm.rewards.api import Addressed, Attempt, Awaited, AwaitedGroup
-from jaxrl_llm.rewards.pool.outcome import Outcome, checked, failed, timed_out
+from jaxrl_llm.rewards.pool.outcome import CallOutcome, checked, failed, timed_out
 
 OPEN_DEADLINE_S = 120.0
 """Time limit for opening a scorer: its session, the first reply of its server."""
@@ -105,7 +105,7 @@ class AwaitedScorer:
 
   async def call(
     self, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...], deadline_s: float
-  ) -> Outcome:
+  ) -> CallOutcome:
     """Scores one attempt or one group; the wait for a free slot does not count towards the deadline."""
     async with self._free:
       if self._call is None:
@@ -130,13 +130,13 @@ async def _judge(
   scores: tuple[tuple[Score, ...], ...],
   *,
   per_group: bool,
-) -> Outcome:
+) -> CallOutcome:
   """Calls the scorer; returns what it raises as data, also SystemExit (which would end the loop) or a cancellation."""
   start = time.perf_counter()
   try:
     said = await call(attempts, scores) if per_group else [await call(attempts[0])]
     verdicts = checked(said, len(attempts))
-    return Outcome(verdicts=verdicts, seconds=time.perf_counter() - start)
+    return CallOutcome(verdicts=verdicts, seconds=time.perf_counter() - start)
   except (KeyboardInterrupt, GeneratorExit):
     raise
   except BaseException as raised:

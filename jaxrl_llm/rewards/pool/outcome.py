@@ -17,7 +17,7 @@ MAX_SCORE = 1e9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
+class CallOutcome:
   """Outcome of one scorer call, in a worker or on the event loop."""
 
   status: Status = Status.OK
@@ -58,12 +58,12 @@ def _checked(verdict: Verdict) -> Verdict:
   return Verdict(value=value, parts=parts, turn_values=turns, evidence=evidence)
 
 
-def failed(raised: BaseException, seconds: float) -> Outcome:
+def failed(raised: BaseException, seconds: float) -> CallOutcome:
   """Outcome of a scorer that raised."""
   *_, (frame, line) = traceback.walk_tb(raised.__traceback__)
   evidence = {'error': _text(raised), 'where': f'{frame.f_code.co_filename}:{line}'}
   overran = isinstance(raised, MemoryError | RecursionError)
-  return Outcome(status=Status.ERROR, evidence=evidence, seconds=seconds, overran=overran)
+  return CallOutcome(status=Status.ERROR, evidence=evidence, seconds=seconds, overran=overran)
 
 
 def _text(raised: BaseException) -> str:
@@ -73,7 +73,7 @@ def _text(raised: BaseException) -> str:
     return f'{type(raised).__name__}, whose text cannot be had ({type(error).__name__})'
 
 
-def timed_out(deadline_s: float) -> Outcome:
+def timed_out(deadline_s: float) -> CallOutcome:
   """Outcome of a scorer that missed its deadline."""
   evidence = {'error': f'ran past its deadline of {deadline_s:g} s'}
-  return Outcome(status=Status.TIMEOUT, evidence=evidence, seconds=deadline_s, overran=True)
+  return CallOutcome(status=Status.TIMEOUT, evidence=evidence, seconds=deadline_s, overran=True)

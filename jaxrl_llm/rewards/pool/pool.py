@@ -30,7 +30,7 @@ from jaxrl_llm.rewards.api import (
 )
 from jaxrl_llm.rewards.pool.awaited import AwaitedScorer
 from jaxrl_llm.rewards.pool.live import Live, LiveFile, Partly
-from jaxrl_llm.rewards.pool.outcome import Outcome
+from jaxrl_llm.rewards.pool.outcome import CallOutcome
 from jaxrl_llm.rewards.pool.processes import Workers
 
 
@@ -176,7 +176,7 @@ class ScorerPool:
 
   async def _call(
     self, config: ScorerConfig, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]
-  ) -> Outcome:
+  ) -> CallOutcome:
     if config.name in self._awaited:
       outcome = await self._awaited[config.name].call(attempts, scores, config.deadline_s)
     else:
@@ -186,7 +186,7 @@ class ScorerPool:
     return outcome
 
   def _failed(
-    self, config: ScorerConfig, attempts: tuple[Attempt, ...], outcome: Outcome, calls: int, *, blamed: bool
+    self, config: ScorerConfig, attempts: tuple[Attempt, ...], outcome: CallOutcome, calls: int, *, blamed: bool
   ) -> tuple[Score, ...]:
     """Returns the scores of a failed call by the scorer's policy; 0 if the completion is to blame."""
     value = 0.0 if blamed or config.on_failure == 'zero' else None
@@ -208,7 +208,7 @@ class ScorerPool:
     )
 
   def _tell(
-    self, config: ScorerConfig, attempts: tuple[Attempt, ...], outcome: Outcome, calls: int, *, last: bool
+    self, config: ScorerConfig, attempts: tuple[Attempt, ...], outcome: CallOutcome, calls: int, *, last: bool
   ) -> None:
     """Logs the 1st, 2nd, 4th, 8th, … failure per scorer and status, so a constant failure does not flood the log."""
     so_far = self.counts[f'{config.name}/{outcome.status.value}']

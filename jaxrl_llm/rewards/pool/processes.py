@@ -1,6 +1,6 @@
 """Worker processes for scorers: killable, replaced when they die, resizable at any time.
 
-Invariants: every call ends in exactly one `Outcome`; a scorer that hangs, raises or crashes its process affects its
+Invariants: every call ends in exactly one `CallOutcome`; a scorer that hangs, raises or crashes its process affects its
 own call only; no worker outlives the process that owns it.
 
 Start-up: a fork server imports the libraries of the scorers once and forks each worker, so a killed worker is replaced
@@ -32,7 +32,7 @@ from jaxrl_llm.core.waits import WaitExpired, bounded
 from jaxrl_llm.rewards.api import Attempt, PerGroup, Scorer, ScorerConfig
 from jaxrl_llm.rewards.pool import worker
 from jaxrl_llm.rewards.pool.locks import NamelessLocks
-from jaxrl_llm.rewards.pool.outcome import Outcome, timed_out
+from jaxrl_llm.rewards.pool.outcome import CallOutcome, timed_out
 
 START_DEADLINE_S = 120.0
 """Time limit in seconds, on a busy machine, to start (with imports) or to end the fork server and the workers."""
@@ -143,7 +143,7 @@ class Workers:
 
   async def call(
     self, config: ScorerConfig, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]
-  ) -> Outcome:
+  ) -> CallOutcome:
     """Calls scorer `config.name` on one attempt or, for a `PerGroup` scorer, on a group with the scores of each."""
     outcome = None
     while outcome is None:
@@ -154,7 +154,7 @@ class Workers:
     self._breaks_in_a_row = 0
     return outcome
 
-  async def _try(self, config, attempts, scores) -> Outcome | None:
+  async def _try(self, config, attempts, scores) -> CallOutcome | None:
     """Returns None if the whole pool broke during the call: it has been replaced, and the call can be repeated."""
     pool = self._pool
     if pool is None:
@@ -171,7 +171,7 @@ class Workers:
       return timed_out(config.deadline_s)
     except pebble.ProcessExpired as expired:
       evidence = {'error': 'the worker process died', 'exit_code': expired.exitcode}
-      return Outcome(status=Status.CRASHED, evidence=evidence)
+      return CallOutcome(status=Status.CRASHED, evidence=evidence)
     except BrokenProcessPool as error:
       await self._mend(pool, error)
       return None

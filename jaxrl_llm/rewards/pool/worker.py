@@ -21,7 +21,7 @@ from typing import Any
 
 from jaxrl_llm.core.records.score import Score
 from jaxrl_llm.rewards.api import Attempt, OverrunIsZero, PerGroup, Scorer
-from jaxrl_llm.rewards.pool.outcome import Outcome, checked, failed
+from jaxrl_llm.rewards.pool.outcome import CallOutcome, checked, failed
 from jaxrl_llm.rewards.watch import BadSign
 
 HEAVY = ('jax', 'torch')
@@ -143,7 +143,7 @@ def heavy_modules() -> list[str]:
   return [name for name in HEAVY if name in sys.modules]
 
 
-def call(name: str, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]) -> Outcome:
+def call(name: str, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]) -> CallOutcome:
   """Calls scorer `name`. Exceptions are returned as data, even SystemExit, which would end the owner.
 
   After a `BadSign` this process exits: its results can no longer be trusted.
@@ -156,7 +156,7 @@ def call(name: str, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ..
   try:
     verdicts = scorer.scorer(attempts, scores) if isinstance(scorer, PerGroup) else [scorer(a) for a in attempts]
     verdicts = checked(verdicts, len(attempts))
-    return Outcome(verdicts=verdicts, seconds=time.perf_counter() - start)
+    return CallOutcome(verdicts=verdicts, seconds=time.perf_counter() - start)
   except BadSign as sign:
     sys.stderr.write(f'Scorer {name}: {sign}; its process {os.getpid()} is discarded\n')
     sys.stderr.flush()

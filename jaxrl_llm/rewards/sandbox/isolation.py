@@ -21,7 +21,7 @@ from typing import Any, Literal
 from absl import logging
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.rewards.sandbox.inside.channel import Channel, Closed
+from jaxrl_llm.rewards.sandbox.inside.channel import Channel, ChannelClosed
 
 Isolation = Literal['auto', 'namespaces', 'bubblewrap', 'none']
 """auto: namespaces where the kernel permits them, else bubblewrap, else an error. none: limits, but no isolation."""
@@ -104,7 +104,7 @@ def first_words(control: socket.socket) -> str:
   control.settimeout(START_S)
   try:
     return Channel(control).receive().get('failed', '')
-  except (Closed, TimeoutError) as error:
+  except (ChannelClosed, TimeoutError) as error:
     return f'it does not start ({error})'
 
 

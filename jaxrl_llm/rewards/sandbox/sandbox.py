@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.rewards.sandbox.inside.channel import Channel, Closed
+from jaxrl_llm.rewards.sandbox.inside.channel import Channel, ChannelClosed
 from jaxrl_llm.rewards.sandbox.isolation import NOTHING, Isolation, Preload, Starter, first_words, open_starter
 
 _GRACE_S = 15.0
@@ -87,7 +87,7 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ProgramOutcome:
   ended: Ending
   """Ending of the first test that did not pass."""
   passed: int
@@ -168,10 +168,10 @@ class Sandboxes:
   def isolation(self) -> str:
     return self._starter.kind
 
-  def run_cases(self, program: str, cases: Sequence[Case], stop: Stop | None = None) -> Outcome:
+  def run_cases(self, program: str, cases: Sequence[Case], stop: Stop | None = None) -> ProgramOutcome:
     """Runs the program once for each case; a case passes if the output agrees, up to white space at line ends."""
 
-    def run(control: Channel) -> Outcome:
+    def run(control: Channel) -> ProgramOutcome:
       control.send({'form': 'stdio', 'program': program, 'limits': self._limits.message()})
       passed, first = 0, None
       for case in cases:
@@ -188,11 +188,11 @@ class Sandboxes:
 
     return self._in_sandbox(run, len(cases), stop)
 
-  def output(self, program: str, stdin: str) -> tuple[Outcome, str]:
+  def output(self, program: str, stdin: str) -> tuple[ProgramOutcome, str]:
     """Runs the program once; returns how it ended (PASSED: exit code 0), and its standard output up to the limit."""
     printed = ''
 
-    def run(control: Channel) -> Outcome:
+    def run(control: Channel) -> ProgramOutcome:
       nonlocal printed
       control.send({'form': 'stdio', 'program': program, 'limits': self._limits.message()})
       control.send({'stdin': stdin})
@@ -207,10 +207,10 @@ class Sandboxes:
 
   def run_tests(
     self, program: str, tests: Sequence[str], entry_point: str | None = None, stop: Stop | None = None
-  ) -> Outcome:
+  ) -> ProgramOutcome:
     """Runs the program, then each test, in order and in one namespace; a test passes if it raises nothing."""
 
-    def run(control: Channel) -> Outcome:
+    def run(control: Channel) -> ProgramOutcome:
       control.send({'form': 'tests', 'program': program, 'limits': self._limits.message()})
       control.send({'tests': list(tests), 'entry_point': entry_point})
       result = _judged(control.receive())
@@ -242,17 +242,19 @@ class Sandboxes:
   def _open(self) -> Starter:
     return open_starter(self._isolation, tmp_bytes=self._limits.tmp_mib << 20, preload=self._preload)
 
-  def _outcome(self, ended: Ending, passed: int, total: int, detail: str) -> Outcome:
-    return Outcome(ended=ended, passed=passed, total=total, isolation=self.isolation, detail=detail[-500:])
+  def _outcome(self, ended: Ending, passed: int, total: int, detail: str) -> ProgramOutcome:
+    return ProgramOutcome(ended=ended, passed=passed, total=total, isolation=self.isolation, detail=detail[-500:])
 
-  def _in_sandbox(self, run: Callable[[Channel], Outcome], total: int, stop: Stop | None = None) -> Outcome:
+  def _in_sandbox(
+    self, run: Callable[[Channel], ProgramOutcome], total: int, stop: Stop | None = None
+  ) -> ProgramOutcome:
     with self._take() as connection, self._runs(connection), (stop or Stop()).ends(connection):
       control = Channel(connection)
       connection.settimeout(self._limits.wall_s + _GRACE_S)
       began = time.monotonic()
       try:
         outcome = run(control)
-      except (Closed, TimeoutError) as error:
+      except (ChannelClosed, TimeoutError) as error:
         if self.isolation != 'none' or self._closed:
           raise SandboxError(f'the sandbox failed: {error}') from None
         outcome = self._outcome(Ending.LOST, 0, total, '')
@@ -315,7 +317,7 @@ class Work:
   tests: tuple[str, ...] = ()
   entry_point: str | None = None
 
-  def run(self, sandboxes: Sandboxes, stop: Stop | None = None) -> Outcome:
+  def run(self, sandboxes: Sandboxes, stop: Stop | None = None) -> ProgramOutcome:
     if self.cases:
       return sandboxes.run_cases(self.program, self.cases, stop)
     return sandboxes.run_tests(self.program, self.tests, self.entry_point, stop)

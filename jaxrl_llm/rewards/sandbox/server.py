@@ -19,7 +19,7 @@ from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.rewards.sandbox.isolation import Isolation, NoIsolation
-from jaxrl_llm.rewards.sandbox.sandbox import Limits, Outcome, SandboxError, Sandboxes, Stop, Work
+from jaxrl_llm.rewards.sandbox.sandbox import Limits, ProgramOutcome, SandboxError, Sandboxes, Stop, Work
 
 RUN_PATH = '/run'
 ROUTES = (('GET', '/health'), ('POST', RUN_PATH))
@@ -114,6 +114,6 @@ def order_body(work: Work, limits: Limits) -> dict[str, Any]:
   return dataclasses.asdict(Order(work=work, limits=limits))
 
 
-def read_outcome(answer: Json) -> Outcome:
+def read_outcome(answer: Json) -> ProgramOutcome:
   """Reads a server's answer. Raises UserError if it is not an outcome."""
-  return from_json(answer, Outcome, 'answer of the sandbox host')
+  return from_json(answer, ProgramOutcome, 'answer of the sandbox host')

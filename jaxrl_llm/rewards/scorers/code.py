@@ -18,11 +18,11 @@ from typing import Any, Literal
 
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.net.remote import Remote, RemoteOptions
+from jaxrl_llm.core.net.remote import RemoteOptions, ServiceClient
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.rewards.api import Attempt, Awaited, Scorer, ScorerConfig, Verdict
 from jaxrl_llm.rewards.sandbox.isolation import Isolation
-from jaxrl_llm.rewards.sandbox.sandbox import Case, Limits, Outcome, Sandboxes, Work
+from jaxrl_llm.rewards.sandbox.sandbox import Case, Limits, ProgramOutcome, Sandboxes, Work
 from jaxrl_llm.rewards.sandbox.server import RUN_PATH, order_body, read_outcome
 
 
@@ -170,7 +170,7 @@ def read_work(attempt: Attempt) -> Work | Verdict:
   return dataclasses.replace(work, program=program)
 
 
-def verdict_of(outcome: Outcome, credit: str) -> Verdict:
+def verdict_of(outcome: ProgramOutcome, credit: str) -> Verdict:
   fraction = outcome.fraction
   evidence = {
     'ended': outcome.ended.value,
@@ -198,7 +198,7 @@ def score_code(attempt: Attempt, *, options: CodeOptions) -> Verdict:
   return verdict_of(work.run(_sandboxes(options.limits, options.isolation)), options.credit)
 
 
-class SandboxHosts(Remote):
+class SandboxHosts(ServiceClient):
   """Scorer that sends programs to sandbox hosts."""
 
   def __init__(self, options: CodeOptions):

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.net.client import Malformed
-from jaxrl_llm.core.net.remote import Remote, RemoteOptions, read_object
+from jaxrl_llm.core.net.remote import RemoteOptions, ServiceClient, read_object
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.rewards.api import Attempt, Awaited, Verdict
 from jaxrl_llm.rewards.scorers.adapters import data_source, ground_truth
@@ -60,7 +60,7 @@ def read_verdict(answer: Json) -> Verdict:
   return Verdict(value=None if value is None else float(value), parts=numbers, evidence=evidence)
 
 
-class Endpoint(Remote):
+class Endpoint(ServiceClient):
   """Scorer that posts attempts to the endpoint."""
 
   def __init__(self, options: EndpointOptions):

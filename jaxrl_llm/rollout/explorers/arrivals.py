@@ -19,7 +19,7 @@ from jaxrl_llm.core.records.task import Message
 from jaxrl_llm.rewards.api import Attempt
 from jaxrl_llm.rollout.api import Request
 from jaxrl_llm.rollout.explorers import wire
-from jaxrl_llm.rollout.explorers.leases import Group, Misbehaved
+from jaxrl_llm.rollout.explorers.leases import LentGroup, Misbehaved
 
 T = TypeVar('T')
 
@@ -84,7 +84,7 @@ def read_error(body: Mapping[str, Any]) -> str:
     return one_line(_field(body, 'error', str), _MAX_ERROR)
 
 
-def read_sample(body: Mapping[str, Any], group: Group, bounds: Bounds) -> Sample:
+def read_sample(body: Mapping[str, Any], group: LentGroup, bounds: Bounds) -> Sample:
   """Returns a sample of the group, generated under versions announced to its lease. Raises Misbehaved."""
   with _reading('sample'):
     data, most = _field(body, 'sample', bytes), _SAMPLE_BYTES + _TOKEN_BYTES * bounds.max_length
@@ -118,7 +118,7 @@ def read_request(body: Mapping[str, Any], bounds: Bounds) -> Request:
     return wire.read_request(row)
 
 
-def read_attempt(body: Mapping[str, Any], group: Group) -> Attempt:
+def read_attempt(body: Mapping[str, Any], group: LentGroup) -> Attempt:
   """Returns an attempt at the group's unchanged task: scorers run tests from its fields. Raises Misbehaved."""
   with _reading('attempt'):
     row = _field(body, 'attempt', dict)
@@ -199,8 +199,8 @@ def _check_arrays(sample: Sample, bounds: Bounds) -> None:
     raise ValueError(f'behaviour_logprobs has {sample.behaviour_logprobs.max()}, wanted at most 0')
 
 
-def _check_origin(sample: Sample, group: Group) -> None:
-  """Checks names against those of the lease; `Group.hand_in` checks the index and the uid."""
+def _check_origin(sample: Sample, group: LentGroup) -> None:
+  """Checks names against those of the lease; `LentGroup.hand_in` checks the index and the uid."""
   task, visit = group.order['task'], group.order['visit']
   wanted = {
     'task_id': group.name.removeprefix(f'{group.order["stage"]}/').removesuffix(f'/{visit}'),
@@ -219,7 +219,7 @@ def _check_origin(sample: Sample, group: Group) -> None:
     raise ValueError("media are not the task's")
 
 
-def _check_segments(sample: Sample, group: Group) -> None:
+def _check_segments(sample: Sample, group: LentGroup) -> None:
   if not sample.segments:
     raise ValueError('segments are missing, so no version of the weights drew it')
   covered, last = np.zeros(len(sample.tokens), bool), 0

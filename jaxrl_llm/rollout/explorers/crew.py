@@ -45,7 +45,7 @@ from jaxrl_llm.rollout.explorers.arrivals import (
   read_sample,
   read_sender,
 )
-from jaxrl_llm.rollout.explorers.leases import Evicted, Gone, Group, Leases, Misbehaved
+from jaxrl_llm.rollout.explorers.leases import Gone, Leases, LentGroup, Misbehaved, SenderEvicted
 from jaxrl_llm.rollout.explorers.process import ExplorerCommand, ExplorerProcess
 from jaxrl_llm.rollout.explorers.wire import (
   completion_row,
@@ -189,7 +189,7 @@ class Crew:
     """Implements `Workflow.run`. Raises RunError if the workflow raised in its explorer."""
     options = {'visit': visit, 'stage': stage, 'samples': samples, 'sampling': sampling_row(sampling)}
     order = {'task': task_row(task), **options}
-    group = Group(order=order, name=f'{stage}/{task.uid}/{visit}', samples=samples)
+    group = LentGroup(order=order, name=f'{stage}/{task.uid}/{visit}', samples=samples)
     await self._leases.offer(group)
     try:
       for _ in range(samples):
@@ -237,7 +237,7 @@ class Crew:
         return await handle(sender, body, request)
       except Gone as gone:
         return web.Response(status=410, text=str(gone))
-      except Evicted as evicted:
+      except SenderEvicted as evicted:
         return web.Response(status=wire.EVICTED, text=str(evicted))
       except Misbehaved as error:
         why = f'{request.path}: {error}'
@@ -297,7 +297,7 @@ class Crew:
 
   async def _stream(
     self,
-    frames: Callable[[dict[str, Any], Group], AsyncIterator[Any]],
+    frames: Callable[[dict[str, Any], LentGroup], AsyncIterator[Any]],
     sender: str,
     body: dict[str, Any],
     request: web.Request,
@@ -324,7 +324,7 @@ class Crew:
         group.fail(error)
     return response
 
-  def _generate(self, body: dict[str, Any], group: Group) -> AsyncIterator[Any]:
+  def _generate(self, body: dict[str, Any], group: LentGroup) -> AsyncIterator[Any]:
     asked, announced = read_request(body, self._bounds), group.announced
 
     async def frames() -> AsyncIterator[Any]:
@@ -335,7 +335,7 @@ class Crew:
 
     return frames()
 
-  def _score(self, body: dict[str, Any], group: Group) -> AsyncIterator[Any]:
+  def _score(self, body: dict[str, Any], group: LentGroup) -> AsyncIterator[Any]:
     attempt = read_attempt(body, group)
 
     async def frames() -> AsyncIterator[Any]:
@@ -343,7 +343,7 @@ class Crew:
 
     return frames()
 
-  def _ask(self, body: dict[str, Any], group: Group) -> AsyncIterator[Any]:
+  def _ask(self, body: dict[str, Any], group: LentGroup) -> AsyncIterator[Any]:
     model, messages, options = read_question(body)
 
     async def frames() -> AsyncIterator[Any]:

@@ -68,7 +68,7 @@ class Welcome:
 BuildWorkflow = Callable[[WorkflowConfig, Hub, Tokenizer, int], Workflow]
 
 
-class Gone(Lost):
+class Rejected(Lost):
   """The master rejects the message: the lease was lost, or the group has ended."""
 
 
@@ -140,7 +140,7 @@ class Link:
           f'master: refuses the token ({error.status}); --key_file has to hold that of its listen'
         ) from None
       if error.status == 410:
-        raise Gone(error.reason) from None
+        raise Rejected(error.reason) from None
       if error.status == wire.EVICTED:
         raise Evicted(f'master: {error.reason}') from None
       if error.status is not None:
@@ -249,7 +249,7 @@ async def _patiently(call: Callable[[], Any]) -> Any:
   while True:
     try:
       return await call()
-    except Gone:
+    except Rejected:
       raise
     except Lost as lost:
       if loop.time() > deadline:

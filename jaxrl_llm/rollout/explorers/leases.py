@@ -41,12 +41,12 @@ class Misbehaved(Exception):
   """The message is one that no honest explorer sends; its sender must be evicted."""
 
 
-class Evicted(Exception):
+class SenderEvicted(Exception):
   """The sender was evicted for an earlier message."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class Group:
+class LentGroup:
   """A group of samples that the master requested."""
 
   order: dict[str, Any]
@@ -103,8 +103,8 @@ class Leases:
     """
     self.counts: collections.Counter[str] = collections.Counter()
     self._silent_s = silent_s
-    self._waiting: collections.deque[Group] = collections.deque()
-    self._lent: dict[str, Group] = {}
+    self._waiting: collections.deque[LentGroup] = collections.deque()
+    self._lent: dict[str, LentGroup] = {}
     self._evicted: dict[str, str] = {}
     """Reason for each eviction by explorer name, oldest first."""
     self._heard: dict[str, float] = {}
@@ -117,26 +117,26 @@ class Leases:
     return tuple(self._heard)
 
   @property
-  def groups(self) -> tuple[Group, ...]:
+  def groups(self) -> tuple[LentGroup, ...]:
     """Waiting and lent groups."""
     return (*self._waiting, *self._lent.values())
 
-  async def offer(self, group: Group) -> None:
+  async def offer(self, group: LentGroup) -> None:
     """Queues the group for any explorer."""
     async with self._work:
       self._waiting.append(group)
       self._work.notify_all()
 
   def admit(self, name: str) -> None:
-    """Raises Evicted if the explorer was evicted."""
+    """Raises SenderEvicted if the explorer was evicted."""
     if name in self._evicted:
-      raise Evicted(f'{name} was evicted: {self._evicted[name]}')
+      raise SenderEvicted(f'{name} was evicted: {self._evicted[name]}')
 
   def hear(self, name: str) -> None:
     """Records a sign of life of an explorer."""
     self._heard[name] = time.monotonic()
 
-  async def take(self, name: str) -> Group | None:
+  async def take(self, name: str) -> LentGroup | None:
     """Lends a group to this explorer; returns None if none becomes available within `TAKE_S`."""
     self.hear(name)
     async with self._work:
@@ -153,7 +153,7 @@ class Leases:
     self._lent[group.lease] = group
     return group
 
-  def _next(self, name: str) -> Group | None:
+  def _next(self, name: str) -> LentGroup | None:
     """Returns the first waiting group; one that this explorer's label spoiled is left to others, if there are any."""
     label = _label(name)
     for group in self._waiting:
@@ -161,7 +161,7 @@ class Leases:
         return group
     return None
 
-  def held(self, lease: str, name: str) -> Group:
+  def held(self, lease: str, name: str) -> LentGroup:
     """Returns the group that this explorer holds. Raises Gone, or Misbehaved if another explorer holds the lease."""
     if lease not in self._lent:
       self.counts['late'] += 1
@@ -175,7 +175,7 @@ class Leases:
     return lease in self._lent
 
   @contextlib.contextmanager
-  def called(self, lease: str, name: str) -> Iterator[Group]:
+  def called(self, lease: str, name: str) -> Iterator[LentGroup]:
     """Cancels the current task if the lease ends during the block. Raises Gone and Misbehaved, as `held` does."""
     group, task = self.held(lease, name), asyncio.current_task()
     group.calls.add(task)
@@ -184,7 +184,7 @@ class Leases:
     finally:
       group.calls.discard(task)
 
-  def end(self, group: Group) -> None:
+  def end(self, group: LentGroup) -> None:
     """Removes the group and cancels its pending requests."""
     self._lent.pop(group.lease, None)
     with contextlib.suppress(ValueError):
@@ -226,7 +226,7 @@ class Leases:
       await self.give_up(name, f'was silent for {self._silent_s:g} s')
     return silent
 
-  async def _lend_again(self, lost: list[Group], why: str) -> None:
+  async def _lend_again(self, lost: list[LentGroup], why: str) -> None:
     async with self._work:
       for group in reversed(lost):
         if self._lent.pop(group.lease, None) is None:  # It ended in the meantime.
@@ -250,7 +250,7 @@ def _label(name: str) -> str:
   return name.rpartition('/')[0]
 
 
-def _recall(group: Group) -> None:
+def _recall(group: LentGroup) -> None:
   for call in [*group.calls]:
     if call is not asyncio.current_task():
       call.cancel()

@@ -1,4 +1,4 @@
-"""What a fleet asks of its servers. vLLM's provide it through `VllmClient` and `Server`.
+"""What a fleet asks of its servers. vLLM's provide it through `VllmClient` and `OwnedServer`.
 
 Invariant: a call raises `Lost` when the server's state is unknown, and `Refused` when the server works but rejects the
 call; a replica restarts or brings back a lost server.

@@ -21,7 +21,7 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.api import Completion, Probe, Request, Weights
 from jaxrl_llm.rollout.vllm.publication import Publication, PublicationFolder
-from jaxrl_llm.rollout.vllm.replica import Replica, State, Unproven
+from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState, Unproven
 from jaxrl_llm.rollout.vllm.server import VllmConfig
 from jaxrl_llm.weights.tables import entries
 
@@ -119,7 +119,7 @@ class Fleet:
     except BaseExceptionGroup as group:
       raise first_cause(group) from None
     for replica in self.replicas:
-      replica.state = State.SERVING
+      replica.state = ReplicaState.SERVING
     self._watcher = asyncio.create_task(self._watch(), name=f'engine {self.name}: watch')
 
   async def close(self) -> None:
@@ -135,7 +135,7 @@ class Fleet:
       raise errors[0]
 
   async def _end(self, replica: Replica) -> None:
-    replica.state = State.GONE
+    replica.state = ReplicaState.GONE
     await replica.transfer.close()
     await replica.client.close()
     if replica.server is not None:
@@ -172,9 +172,9 @@ class Fleet:
       publication = await self._run(self._folder.write, weights.version, weights.leaves)
       self._seconds['perf/publish_write_s'] = loop.time() - began
       before, self._current = self._current, _Current(publication, weights.probe)
-      live = [replica for replica in self.replicas if replica.state == State.SERVING]
+      live = [replica for replica in self.replicas if replica.state == ReplicaState.SERVING]
       refusals = [r for r in await asyncio.gather(*(self._take(replica) for replica in live)) if r is not None]
-      held = [replica for replica in live if replica.state == State.HELD]
+      held = [replica for replica in live if replica.state == ReplicaState.HELD]
       if refusals and not self._is_served(publication.version):
         self._current = before
         for replica in held:
@@ -204,7 +204,7 @@ class Fleet:
 
   async def _take(self, replica: Replica) -> str | None:
     """Updates a serving replica to the current version; returns its reason if it refused and stays HELD."""
-    replica.state = State.HELD
+    replica.state = ReplicaState.HELD
     try:
       await self._transact(replica, self._current)
     except Refused as error:
@@ -222,11 +222,11 @@ class Fleet:
     )
 
   def _is_served(self, version: Version) -> bool:
-    return any(r.state == State.SERVING and r.version == version for r in self.replicas)
+    return any(r.state == ReplicaState.SERVING and r.version == version for r in self.replicas)
 
   def _is_one_behind(self) -> bool:
     """Whether a server that was not given up lacks the current version."""
-    return any(r.state != State.GONE and r.version != self._current.publication.version for r in self.replicas)
+    return any(r.state != ReplicaState.GONE and r.version != self._current.publication.version for r in self.replicas)
 
   async def _let_go(self) -> None:
     """Removes earlier publications, except the previous one while a server is behind."""
@@ -236,11 +236,11 @@ class Fleet:
     await asyncio.to_thread(self._folder.keep_only, *kept)
 
   def _serve(self, replica: Replica) -> None:
-    if replica.state == State.GONE:  # The fleet was closed.
+    if replica.state == ReplicaState.GONE:  # The fleet was closed.
       return
-    replica.state = State.SERVING
+    replica.state = ReplicaState.SERVING
     # Otherwise 'uniform' dispatch would send it all the requests that it missed.
-    serving = [r.assigned for r in self.replicas if r.state == State.SERVING and r is not replica]
+    serving = [r.assigned for r in self.replicas if r.state == ReplicaState.SERVING and r is not replica]
     replica.assigned = max([replica.assigned, *serving])
     self._changed.set()
 
@@ -262,9 +262,9 @@ class Fleet:
       await asyncio.sleep(_WATCH_S)
       for replica in self.replicas:
         lost = replica.server is not None and not replica.server.is_running()
-        if lost and replica.state == State.SERVING:
+        if lost and replica.state == ReplicaState.SERVING:
           self._repair(replica, 'its process ended')
-      if any(replica.state in (State.SERVING, State.HELD) for replica in self.replicas):
+      if any(replica.state in (ReplicaState.SERVING, ReplicaState.HELD) for replica in self.replicas):
         served = loop.time()
       elif loop.time() - served > self._config.start_deadline_s:
         self._fail(
@@ -284,7 +284,7 @@ class Fleet:
     """Takes a server out of dispatch and starts a task that recovers it, by a restart if necessary."""
     if replica in self._repairs or self._failure is not None:
       return
-    replica.state = State.DOWN
+    replica.state = ReplicaState.DOWN
     replica.failures += 1
     self._last_trouble = f'engine {replica.name}: {reason}'
     logging.warning('engine %s: out of dispatch: %s', replica.name, reason)
@@ -295,9 +295,9 @@ class Fleet:
   def _repaired(self, replica: Replica, task: asyncio.Task) -> None:
     del self._repairs[replica]
     if not task.cancelled() and (error := task.exception()) is not None:
-      replica.state = State.GONE
+      replica.state = ReplicaState.GONE
       logging.error('engine %s: given up: %s', replica.name, error)
-      if all(r.state == State.GONE for r in self.replicas):
+      if all(r.state == ReplicaState.GONE for r in self.replicas):
         self._fail(RunError(f'no engine left; the last: {error}'))
     self._changed.set()
     self._deal()
@@ -437,7 +437,7 @@ class Fleet:
         error = Lost(f'{replica.name}: tokens of a version that it was not proven to hold')
       except Lost as lost:
         error = lost
-        if replica.state == State.SERVING and replica.life == life:
+        if replica.state == ReplicaState.SERVING and replica.life == life:
           self._repair(replica, str(lost))
       finally:
         replica.in_flight -= 1
@@ -486,7 +486,7 @@ class Fleet:
 
   def _choose(self) -> Replica | None:
     current = self._current.publication.version if self._current else None
-    serving = [r for r in self.replicas if r.state == State.SERVING and r.version == current]
+    serving = [r for r in self.replicas if r.state == ReplicaState.SERVING and r.version == current]
     if not serving:
       return None
     load = (lambda r: r.assigned) if self._config.dispatch == 'uniform' else (lambda r: r.in_flight)
@@ -500,5 +500,5 @@ class Fleet:
     }
     self._taken = self.counts.copy()
     seconds, self._seconds = self._seconds, {}
-    serving = sum(replica.state == State.SERVING for replica in self.replicas)
+    serving = sum(replica.state == ReplicaState.SERVING for replica in self.replicas)
     return {**counts, 'run/engines_serving': float(serving), **seconds}

@@ -29,7 +29,7 @@ from jaxrl_llm.models.spec import LoraConfig, ModelSpec
 from jaxrl_llm.weights.layout import dtype_of
 from jaxrl_llm.weights.peft import WEIGHTS, export_adapter, to_peft
 from jaxrl_llm.weights.safetensors_files import writing
-from jaxrl_llm.weights.tables import Entry, entries
+from jaxrl_llm.weights.tables import TensorEntry, entries
 
 FILE = 'weights.safetensors'
 MANIFEST = 'manifest.json'
@@ -197,7 +197,7 @@ class _Layout:
     text += b' ' * (-len(text) % 8)
     self._header = len(text).to_bytes(8, 'little') + text
     self.nbytes, self.size = offset, len(self._header) + offset
-    self._by_leaf: dict[str, list[Entry]] = {}
+    self._by_leaf: dict[str, list[TensorEntry]] = {}
     for entry in entries(spec):
       for name in {entry.path, entry.unrolled}:
         self._by_leaf.setdefault(name, []).append(entry)

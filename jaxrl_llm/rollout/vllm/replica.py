@@ -25,7 +25,7 @@ from jaxrl_llm.rollout.vllm.server import SPECULATION, lora_rank
 from jaxrl_llm.rollout.vllm.transfer import FileTransfer, Transfer
 
 
-class State(enum.Enum):
+class ReplicaState(enum.Enum):
   DOWN = 'down'
   """Not serving: starting, being checked, or restarting."""
   SERVING = 'serving'
@@ -53,7 +53,7 @@ class Replica:
     """
     self.name, self.client, self.server = name, client, server
     self.transfer: Transfer = transfer or FileTransfer()
-    self.state = State.DOWN
+    self.state = ReplicaState.DOWN
     self.version: Version | None = None
     """Newest proven version."""
     self.label: str | None = None

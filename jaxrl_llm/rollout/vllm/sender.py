@@ -92,7 +92,7 @@ class Trainer:
     self.read()
 
 
-class Client:
+class ForwardingClient:
   """vLLM's `VLLMWeightSyncClient`, forwarding calls to the trainer, which has the address, key and TLS settings."""
 
   def __init__(self, trainer: Trainer):
@@ -120,7 +120,7 @@ def as_json(update_info: dict[str, Any]) -> dict[str, Any]:
   return {**rest, 'ipc_handles_pickled': base64.b64encode(pickle.dumps(update_info['ipc_handles'])).decode()}
 
 
-class Source(WeightSource):
+class PublicationSource(WeightSource):
   """Tensors of the publication being sent, moved to the device one at a time."""
 
   def __init__(self, device: torch.device):
@@ -194,9 +194,10 @@ class Sender:
     self._workers: list[Tensors] = []
 
   def init(self, order: Mapping[str, Any]) -> dict[str, Any]:
-    self._workers, self._source = order['workers'], Source(torch.device(order['device']))
+    self._workers, self._source = order['workers'], PublicationSource(torch.device(order['device']))
     info = init_info(order['backend'], order['host'], self._workers)
-    self._engine = WeightTransferTrainerFactory.trainer_init(info, client=Client(self._trainer), source=self._source)
+    client = ForwardingClient(self._trainer)
+    self._engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._source)
     return {'ok': True}
 
   def send(self, order: Mapping[str, Any]) -> dict[str, Any]:

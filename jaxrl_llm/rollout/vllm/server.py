@@ -333,7 +333,7 @@ def lora_rank(rank: int) -> int:
   return next(r for r in _LORA_RANKS if r >= rank)
 
 
-class Server:
+class OwnedServer:
   """One owned server, run under a guard. Its address does not change across restarts."""
 
   def __init__(self, command: ServerCommand, *, name: str, log: pathlib.Path, remove: Sequence[pathlib.Path] = ()):

@@ -17,7 +17,7 @@ from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.fleet import Fleet
 from jaxrl_llm.rollout.vllm.publication import AdapterFolder, PublicationFolder
 from jaxrl_llm.rollout.vllm.replica import Replica
-from jaxrl_llm.rollout.vllm.server import Server, ServerCommand, VllmConfig, server_commands
+from jaxrl_llm.rollout.vllm.server import OwnedServer, ServerCommand, VllmConfig, server_commands
 from jaxrl_llm.rollout.vllm.transfer import Transfer, build_transfer
 from jaxrl_llm.weights.hf import write_config
 
@@ -145,7 +145,7 @@ def _owned(config: VllmConfig, setting: EngineSetting, published: pathlib.Path) 
     pad_id=setting.tokenizer.pad_id,
   )
   servers = [
-    Server(command, name=f'vllm-{i}', log=logs / f'vllm-{i}.log', remove=(published,))
+    OwnedServer(command, name=f'vllm-{i}', log=logs / f'vllm-{i}.log', remove=(published,))
     for i, command in enumerate(commands)
   ]
   return [

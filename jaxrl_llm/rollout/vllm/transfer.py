@@ -1,7 +1,7 @@
 """Transfer of published weights to a server: from files that both sides see, or through a sender process.
 
-Invariant: `Refused` means that nothing was written; any other failed send raises `Lost`, because the server's weights
-are then unknown.
+Invariant: `Refused` means that nothing was written; any other failed send raises `Lost`, because the server's
+weights are then unknown.
 """
 
 from __future__ import annotations

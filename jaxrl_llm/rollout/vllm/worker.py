@@ -229,7 +229,7 @@ def _install() -> None:
     adapter: str = ''
     """Name of the adapter in the files, which vLLM loads itself after they were verified here; '' = whole weights."""
 
-  class FileTransfer(WeightTransferEngine):
+  class FileTransferEngine(WeightTransferEngine):
     """Loads weights from files that both sides see (shared memory, or a shared file system)."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
@@ -251,7 +251,7 @@ def _install() -> None:
     def shutdown(self):
       pass
 
-  WeightTransferEngineFactory.register_engine(BACKEND, FileTransfer)
+  WeightTransferEngineFactory.register_engine(BACKEND, FileTransferEngine)
 
 
 try:

@@ -22,7 +22,7 @@ from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
 from jaxrl_llm.rewards.pool import worker
 from jaxrl_llm.rewards.pool.pool import ScorerPool
 from jaxrl_llm.rewards.sandbox.isolation import NoIsolation
-from jaxrl_llm.rewards.sandbox.sandbox import Ending, Outcome, SandboxError
+from jaxrl_llm.rewards.sandbox.sandbox import Ending, ProgramOutcome, SandboxError
 from jaxrl_llm.rewards.scorers.verifier import evaluating
 from jaxrl_llm.rewards.scorers.verifier import scorer as verifier
 from jaxrl_llm.rewards.scorers.verifier.evaluating import GRAMMARS, PLAIN, evaluates, may_evaluate, score_in_sandbox
@@ -266,7 +266,7 @@ def test_a_verifier_that_raises_on_its_reference_answer_is_the_scorers_own_error
 
 
 def test_an_answer_that_meets_a_limit_is_wrong_or_has_no_verdict(monkeypatch):
-  ended = Outcome(ended=Ending.CPU, passed=0, total=1, isolation='namespaces')
+  ended = ProgramOutcome(ended=Ending.CPU, passed=0, total=1, isolation='namespaces')
   monkeypatch.setattr(verifier, 'score_in_sandbox', lambda *args: (None, ended))
   verdict = judged('countdown', '9**9999', COUNTDOWN)
   assert (verdict.value, verdict.evidence['reason']) == (0.0, 'the verifier met a limit of its sandbox (cpu)')

@@ -22,7 +22,7 @@ from jaxrl_llm.rollout.explorers.arrivals import (
   read_sample,
   read_sender,
 )
-from jaxrl_llm.rollout.explorers.leases import Group, Misbehaved
+from jaxrl_llm.rollout.explorers.leases import LentGroup, Misbehaved
 from jaxrl_llm.rollout.workflow import rollout_sample
 
 BOUNDS = Bounds(vocab_size=10, max_length=8)
@@ -40,7 +40,7 @@ VERSION = Version(0, 2)
 
 def group():
   order = {'task': wire.task_row(TASK), 'visit': 3, 'stage': 'grpo', 'samples': 4}
-  return Group(order=order, name=NAME, samples=4, announced={(VERSION, 'engine')})
+  return LentGroup(order=order, name=NAME, samples=4, announced={(VERSION, 'engine')})
 
 
 def sample():

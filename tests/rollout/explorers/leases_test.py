@@ -12,11 +12,11 @@ from learning import sample
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.explorers import leases
-from jaxrl_llm.rollout.explorers.leases import Evicted, Gone, Group, Leases, Misbehaved
+from jaxrl_llm.rollout.explorers.leases import Gone, Leases, LentGroup, Misbehaved, SenderEvicted
 
 
 def group(taskset='sums', samples=2):
-  return Group(order={'task': {'taskset': taskset}}, name='s', samples=samples)
+  return LentGroup(order={'task': {'taskset': taskset}}, name='s', samples=samples)
 
 
 async def lent(leases, *names):
@@ -262,7 +262,7 @@ def test_one_that_is_evicted_is_remembered_and_others_get_its_groups():
     (waits,) = await waiting(leases, 'a')
     leases.admit('a')
     await leases.evict('a', 'its samples have no tokens')
-    with pytest.raises(Evicted, match='a was evicted: its samples have no tokens'):
+    with pytest.raises(SenderEvicted, match='a was evicted: its samples have no tokens'):
       leases.admit('a')
     leases.admit('b')
     assert leases.explorers == ('b',) and (one.holder, two.holder) == (None, 'b')

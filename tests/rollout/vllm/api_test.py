@@ -15,8 +15,8 @@ from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig, EmbeddedEngine
 from jaxrl_llm.rollout.vllm.api import EngineServer, ServerProcess
 from jaxrl_llm.rollout.vllm.client import Lost, Refused, VllmClient
 from jaxrl_llm.rollout.vllm.publication import digest, read_checked
-from jaxrl_llm.rollout.vllm.replica import Replica, State
-from jaxrl_llm.rollout.vllm.server import Server
+from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState
+from jaxrl_llm.rollout.vllm.server import OwnedServer
 from jaxrl_llm.rollout.vllm.transfer import Transfer
 from jaxrl_llm.weights.layout import from_hf
 from jaxrl_llm.weights.tables import entries
@@ -136,7 +136,7 @@ def test_a_lost_server_is_started_again_and_is_sent_the_version(tmp_path):
       server.lost = True
       again = await serving.ask(fleet, serving.request(1))
       assert again[0].tokens.tolist() == before[0].tokens.tolist()
-      assert (server.starts, fleet.counts['restarts'], fleet.replicas[0].state) == (2, 1, State.SERVING)
+      assert (server.starts, fleet.counts['restarts'], fleet.replicas[0].state) == (2, 1, ReplicaState.SERVING)
 
   asyncio.run(main())
 
@@ -156,6 +156,6 @@ def test_a_server_that_suits_no_run_is_refused_before_it_joins(tmp_path):
 
 def test_vllms_servers_provide_the_protocols():
   client = VllmClient('http://127.0.0.1:9')
-  assert isinstance(client, EngineServer) and issubclass(Server, ServerProcess)
+  assert isinstance(client, EngineServer) and issubclass(OwnedServer, ServerProcess)
   here = EmbeddedServer('a', None)
   assert all(isinstance(here, protocol) for protocol in (EngineServer, ServerProcess, Transfer))

@@ -26,7 +26,7 @@ from jaxrl_llm.rollout.api import Probe, Sampling, Weights
 from jaxrl_llm.rollout.vllm import fleet as fleet_module
 from jaxrl_llm.rollout.vllm.client import VllmClient, sampler_seed
 from jaxrl_llm.rollout.vllm.publication import FILE
-from jaxrl_llm.rollout.vllm.replica import Replica, State
+from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState
 from jaxrl_llm.weights.tables import entries
 
 MODEL = serving.model_of('qwen2', tied=True)
@@ -278,7 +278,7 @@ def versions(found):
 async def back(fleet, place, version):
   """Waits until a server serves a version, and sees that it holds what was published as that."""
   replica = fleet.replicas[place.number]
-  await until(lambda: replica.state == State.SERVING and replica.version == version)
+  await until(lambda: replica.state == ReplicaState.SERVING and replica.version == version)
   assert place.server.label.startswith(f'{version}-') and not place.server.paused
   assert await place.digests() == fleet._current.publication.digests
   assert int(place.policy.tensors[NORM][0]) == version.step
@@ -440,7 +440,7 @@ def test_an_answer_that_is_not_what_was_asked_for_is_drawn_again(tmp_path, wrong
       assert versions(found) == {A}
       assert len(lost) == 1 and lost[0] not in draws(itertools.chain(*found))
       assert fleet.counts['retries'] == 1 and fleet.counts['void'] == 0
-      await until(lambda: fleet.replicas[0].state == State.SERVING)
+      await until(lambda: fleet.replicas[0].state == ReplicaState.SERVING)
 
   run(main)
 
@@ -450,7 +450,7 @@ def test_what_came_back_by_itself_is_never_sampled_from(tmp_path):
     async with places(tmp_path, 2) as made, fleet_over(made, tmp_path, dispatch='uniform') as fleet:
       await wave(fleet)
       await made[0].restart()
-      assert fleet.replicas[0].state == State.SERVING, 'nobody noticed'
+      assert fleet.replicas[0].state == ReplicaState.SERVING, 'nobody noticed'
       assert versions(await wave(fleet, begin=10)) == {A}
       assert made[0].policy.used == {GARBAGE}, 'it was asked, and what it said was not taken'
       await back(fleet, made[0], A)
@@ -694,7 +694,7 @@ def test_a_version_published_while_a_server_is_looked_at_reaches_it(tmp_path):
       made[0].policy.may_score.clear()
       made[0].faults.fault, made[0].faults.times = Fault.INTERNAL_ERROR, 1
       waiting = asyncio.create_task(wave(fleet, groups=1, samples=1))
-      await until(lambda: fleet.replicas[0].state == State.DOWN and made[0].policy.scoring == 1)
+      await until(lambda: fleet.replicas[0].state == ReplicaState.DOWN and made[0].policy.scoring == 1)
       loading = asyncio.create_task(fleet.load(weights(B)))
       await until(lambda: fleet._current.publication.version == B)
       made[0].policy.may_score.set()
@@ -957,7 +957,7 @@ def test_closing_ends_a_load_under_way(tmp_path, path):
       await fleet.close()
       assert is_the_end(await loading, 'closed') and fleet.version == A
       assert not (tmp_path / 'published').exists()
-      assert fleet.replicas[0].state == State.GONE
+      assert fleet.replicas[0].state == ReplicaState.GONE
 
   run(main)
 
@@ -1117,7 +1117,7 @@ def test_a_request_that_a_server_refuses_is_asked_once(tmp_path):
         await ask(fleet, request(1, samples=2))
       finally:
         assert between.held == 2 and fleet.counts['retries'] == 0
-        assert fleet.replicas[0].state == State.SERVING
+        assert fleet.replicas[0].state == ReplicaState.SERVING
 
   assert 'request r1: vllm-0: /inference/v1/generate: HTTP 400: not for you' in refusal(main)
 

@@ -660,11 +660,11 @@ import dataclasses, inspect, torch
 import jaxrl_llm_sender as sender
 from vllm.distributed.weight_transfer import base, clients, factory, ipc_engine, nccl_common, nccl_engine
 
-client, source = sender.Client(None), sender.Source(torch.device('cpu'))
+client, source = sender.ForwardingClient(None), sender.PublicationSource(torch.device('cpu'))
 assert isinstance(client, base.VLLMWeightSyncClient)
 for name in ('init_weight_transfer_engine', 'start_weight_update', 'update_weights', 'finish_weight_update'):
   wanted = inspect.signature(getattr(base.VLLMWeightSyncClient, name)).parameters
-  assert list(inspect.signature(getattr(sender.Client, name)).parameters) == list(wanted), name
+  assert list(inspect.signature(getattr(sender.ForwardingClient, name)).parameters) == list(wanted), name
 parameters = inspect.signature(factory.WeightTransferTrainerFactory.trainer_init).parameters
 assert list(parameters) == ['init_info', 'client', 'source']
 

@@ -69,7 +69,7 @@ def _read(info: Mapping[str, Any], held: Mapping[str, np.ndarray]) -> dict[str, 
   unknown = sorted(set(info) - {'directory', 'files'})
   if unknown:
     raise ValueError(
-      'Invalid update_info for FileTransfer: _install.<locals>.UpdateInfo.__init__() got an unexpected keyword '
+      'Invalid update_info for FileTransferEngine: _install.<locals>.UpdateInfo.__init__() got an unexpected keyword '
       f"argument '{unknown[0]}'"
     )
   files, directory = info.get('files', {}), info.get('directory', '')

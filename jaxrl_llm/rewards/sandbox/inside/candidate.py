@@ -19,7 +19,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from .channel import Channel, Closed
+from .channel import Channel, ChannelClosed
 from .exchange import OPERATIONS, Message, Peer
 from .values import STANDARD_TYPES, TYPE_NAMES, base_of
 
@@ -123,7 +123,7 @@ class Candidate:
   def _reply(self, request: Message) -> Message:
     try:
       return self._do(request)
-    except Closed:
+    except ChannelClosed:
       raise
     except BaseException as error:
       kinds = [kind.__name__ for kind in type(error).__mro__]

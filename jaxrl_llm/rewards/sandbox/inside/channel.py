@@ -12,7 +12,7 @@ MAX_MESSAGE = 256 << 20
 """Maximum size of a message in bytes."""
 
 
-class Closed(Exception):
+class ChannelClosed(Exception):
   """The other end is gone, or has sent an invalid message."""
 
 
@@ -25,17 +25,17 @@ class Channel:
     try:
       self.socket.sendall(_LENGTH.pack(len(body)) + body)
     except OSError as error:
-      raise Closed(str(error)) from None
+      raise ChannelClosed(str(error)) from None
 
   def receive(self) -> Any:
-    """Returns the next message. Raises Closed, or TimeoutError if the socket has a timeout."""
+    """Returns the next message. Raises ChannelClosed, or TimeoutError if the socket has a timeout."""
     (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
     if length > MAX_MESSAGE:
-      raise Closed(f'a message of {length} bytes')
+      raise ChannelClosed(f'a message of {length} bytes')
     try:
       return json.loads(self._exactly(length))
     except (ValueError, RecursionError) as error:
-      raise Closed(str(error)) from None
+      raise ChannelClosed(str(error)) from None
 
   def _exactly(self, count: int) -> bytes:
     parts = []
@@ -45,9 +45,9 @@ class Channel:
       except TimeoutError:
         raise
       except OSError as error:
-        raise Closed(str(error)) from None
+        raise ChannelClosed(str(error)) from None
       if not part:
-        raise Closed('end of file')
+        raise ChannelClosed('end of file')
       parts.append(part)
       count -= len(part)
     return b''.join(parts)

@@ -18,11 +18,11 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .channel import Channel, Closed
+from .channel import Channel, ChannelClosed
 from .exchange import Message, Peer
 from .names import raises_by_itself, read_names, with_identity
-from .remote import Remote, Role, is_same, is_suspect, remote_class
-from .values import STANDARD_TYPES, TYPE_NAMES, Unreadable
+from .remote import Origin, Remote, is_same, is_suspect, remote_class
+from .values import STANDARD_TYPES, TYPE_NAMES, Undecodable
 
 _ALIASED = frozenset({
   *('bisect', 'calendar', 'cmath', 'collections', 'copy', 'datetime', 'decimal', 'fractions', 'functools', 'heapq'),
@@ -63,7 +63,7 @@ class Examiner:
   def __init__(self, channel: Channel, entry_point: str | None):
     self._peer = Peer(channel, self._answer, self._proxy)
     self._entry_point = entry_point
-    self._remotes: dict[tuple[int, Role, str], Any] = {}
+    self._remotes: dict[tuple[int, Origin, str], Any] = {}
     self._exceptions: dict[str, type[BaseException]] = {}
     self._classes: set[str] = set()
     """Class names of the program that the tests use."""
@@ -105,7 +105,7 @@ class Examiner:
     return self._failure is None
 
   def _note(self, error: BaseException) -> None:
-    gone = isinstance(error, (Closed, Unreadable))
+    gone = isinstance(error, (ChannelClosed, Undecodable))
     self.error = self.error or {'type': type(error).__name__[:100], 'text': str(error)[:500], 'gone': gone}
 
   @contextlib.contextmanager
@@ -132,7 +132,7 @@ class Examiner:
   def _ask_names(self, names: frozenset[str]) -> dict[str, Any]:
     values = self._peer.ask({'do': 'names', 'names': sorted(names)}).get('value')
     if not isinstance(values, dict):
-      raise Unreadable('no names')
+      raise Undecodable('no names')
     return {name: packed for name, packed in values.items() if name in names}
 
   def _name(self, name: str, packed: Any) -> Any:
@@ -160,14 +160,14 @@ class Examiner:
       return self._rebuilt(packed)
     if 'ref' in description and 'raises' not in description:
       self._classes.add(name)
-    return self._rebuilt(packed, Role.NAMED, name)
+    return self._rebuilt(packed, Origin.NAMED, name)
 
   def is_of_named_class(self, remote: Remote) -> bool:
     return remote._remote_class in self._classes
 
   def compares(self, left: Remote, right: Remote) -> bool:
     """Whether the tests name the classes of both, and made at least one of the objects."""
-    made = {Role.MADE, Role.COMPUTED, Role.NAMED} & {left._remote_role, right._remote_role}
+    made = {Origin.MADE, Origin.COMPUTED, Origin.NAMED} & {left._remote_origin, right._remote_origin}
     return bool(made) and self.is_of_named_class(left) and self.is_of_named_class(right)
 
   def suppressible(self, error: BaseException) -> bool:
@@ -187,7 +187,7 @@ class Examiner:
     return self._peer.pack(value, self._lend)
 
   def call(self, remote: Remote, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    constructs = remote._remote_role is Role.NAMED and self._names.is_class(remote._remote_name)
+    constructs = remote._remote_origin is Origin.NAMED and self._names.is_class(remote._remote_name)
     request = {
       'do': 'call',
       'of': remote._remote_number,
@@ -195,7 +195,7 @@ class Examiner:
       'kwargs': {name: self.pack(arg) for name, arg in kwargs.items()},
     }
     reply = self._ask({**request, 'whole': True} if constructs else request)
-    value = self._value(reply, Role.MADE if constructs else Role.RESULT)
+    value = self._value(reply, Origin.MADE if constructs else Origin.RESULT)
     changed = reply.get('changed')
     if isinstance(changed, dict):
       for i, arg in enumerate([*args, *kwargs.values()]):
@@ -203,9 +203,9 @@ class Examiner:
           _replace(arg, self._rebuilt(changed[str(i)]))
     return value
 
-  def value(self, request: Message, role: Role = Role.RESULT, name: str = '') -> Any:
+  def value(self, request: Message, origin: Origin = Origin.RESULT, name: str = '') -> Any:
     ends = request.get('name') == '__next__' or request['do'] == 'anext'
-    return self._value(self._ask(request), role, name, ends=ends)
+    return self._value(self._ask(request), origin, name, ends=ends)
 
   def _ask(self, request: Message) -> Message:
     """Sends a request; the program reads and prints through the tests' replacements of the standard streams."""
@@ -225,28 +225,28 @@ class Examiner:
         getattr(sys, name).write(printed[name])
     return reply
 
-  def _value(self, reply: Message, role: Role, name: str = '', *, ends: bool = False) -> Any:
+  def _value(self, reply: Message, origin: Origin, name: str = '', *, ends: bool = False) -> Any:
     if 'raised' in reply:
       raise self._exception(reply, ends=ends)
     if 'absent' in reply:
       return NotImplemented
     with self._fatal():
       if 'value' not in reply:
-        raise Unreadable('a reply without a value')
-    return self._rebuilt(reply['value'], role, name)
+        raise Undecodable('a reply without a value')
+    return self._rebuilt(reply['value'], origin, name)
 
-  def _rebuilt(self, message: Any, role: Role = Role.RESULT, name: str = '') -> Any:
-    """Rebuilds the value of a message; an object that is the whole value gets the role, objects within are results."""
+  def _rebuilt(self, message: Any, origin: Origin = Origin.RESULT, name: str = '') -> Any:
+    """Rebuilds the value of a message; an object that is the whole value gets `origin`, objects within RESULT."""
     with self._fatal():
       if isinstance(message, dict) and 'ref' in message:
-        return self._proxy(message, role, name)
+        return self._proxy(message, origin, name)
       return self._peer.unpack(message)
 
   def _exception(self, reply: Message, *, ends: bool) -> BaseException:
     kinds, text, args = reply['raised'], str(reply.get('text')), reply.get('args')
     with self._fatal():
       if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-        raise Unreadable('an exception without a type')
+        raise Undecodable('an exception without a type')
     if _ENDS & set(kinds):
       stop = next(kind for kind in kinds if kind in _ENDS)
       return getattr(builtins, stop)() if ends else RuntimeError(f'the program raised {stop}')
@@ -294,15 +294,15 @@ class Examiner:
       self._exceptions[kinds[0]] = type(kinds[0], (Exception,), {})
     return self._exception_class(kinds)
 
-  def _proxy(self, message: Message, role: Role = Role.RESULT, name: str = '') -> Any:
+  def _proxy(self, message: Message, origin: Origin = Origin.RESULT, name: str = '') -> Any:
     match message:
       case {'raises': [*_], 'field': field} if is_suspect(str(field)):
-        raise Unreadable(f'a class in the field {field}, where a method of a standard value was wanted')
+        raise Undecodable(f'a class in the field {field}, where a method of a standard value was wanted')
       case {'raises': [*kinds]} if all(isinstance(kind, str) for kind in kinds):
         return self._caught_class(kinds)
       case {'ref': int(number), 'class': str(kind), 'can': [*can]}:
-        role = Role.FIELD if 'field' in message else role
-        key = (number, role, name if role is Role.NAMED else '')
+        origin = Origin.FIELD if 'field' in message else origin
+        key = (number, origin, name if origin is Origin.NAMED else '')
         if key not in self._remotes:
           stands = STANDARD_TYPES.get(str(message.get('type')))
           if kind == 'coroutine':
@@ -313,11 +313,11 @@ class Examiner:
             made = remote_class(kind, can, inherited if isinstance(inherited, list) else ())(
               self, number, kind, *key[1:], stands
             )
-            made._remote_base = base if role in (Role.MADE, Role.NAMED) else None
+            made._remote_base = base if origin in (Origin.MADE, Origin.NAMED) else None
           self._remotes[key] = made
           self._peer.borrow(number, made)
         return self._remotes[key]
-    raise Unreadable('a reference to nothing')
+    raise Undecodable('a reference to nothing')
 
   async def _coroutine(self, number: int) -> Any:
     return self.value({'do': 'await', 'of': number})

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .channel import Channel
-from .values import Unreadable, decode, encode
+from .values import Undecodable, decode, encode
 
 Message = Mapping[str, Any]
 OPERATIONS = (
@@ -47,13 +47,13 @@ class Peer:
     while True:
       message = self._channel.receive()
       if not isinstance(message, dict):
-        raise Unreadable('a message is no object')
+        raise Undecodable('a message is no object')
       if 'do' not in message:
         return message
       self._channel.send(self._answer(message))
 
   def serve(self) -> None:
-    """Answers requests until the other end is gone (Closed)."""
+    """Answers requests until the other end is gone (ChannelClosed)."""
     while True:
       self._channel.send(self._answer(self._channel.receive()))
 
@@ -75,7 +75,7 @@ class Peer:
 
   def lent(self, number: int) -> Any:
     if not isinstance(number, int) or not 0 <= number < len(self._lent):
-      raise Unreadable(f'no object {number!r}')
+      raise Undecodable(f'no object {number!r}')
     return self._lent[number]
 
   def borrow(self, number: int, proxy: Any) -> None:

@@ -1,9 +1,9 @@
 """Proxies for the program's objects in the tests; operations on a proxy run in the program's process.
 
 Invariant: a plain value of the tests reaches the program only as an argument of a call that the tests make, never
-through an operation on an object that stands where a value was wanted. Such an object (`Role.RESULT`) answers only
+through an operation on an object that stands where a value was wanted. Such an object (`Origin.RESULT`) answers only
 what it knows by itself, takes no operand, and has no method of a standard value; its equality is decided here. An
-object of a class that the tests name and instantiate (`Role.MADE`) behaves as its class defines.
+object of a class that the tests name and instantiate (`Origin.MADE`) behaves as its class defines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .exchange import OPERATIONS, Message
 from .values import STANDARD_TYPES
 
 
-class Role(enum.Enum):
+class Origin(enum.Enum):
   """How the tests obtained an object of the program, which decides what the object may be asked."""
 
   NAMED = enum.auto()
@@ -34,7 +34,7 @@ class Role(enum.Enum):
   """Field of a namedtuple."""
 
 
-_TRUSTED = (Role.NAMED, Role.MADE)
+_TRUSTED = (Origin.NAMED, Origin.MADE)
 _STANDARD_NAMES = frozenset(
   name
   for kind in STANDARD_TYPES.values()
@@ -59,7 +59,7 @@ def is_suspect(name: str) -> bool:
   return name in _STANDARD_NAMES or not _COMPARISONS.isdisjoint({bare, bare.removeprefix('is')})
 
 
-class Program(Protocol):
+class ProgramConnection(Protocol):
   """Connection from a proxy to the program's process."""
 
   changes: int
@@ -67,7 +67,7 @@ class Program(Protocol):
 
   def call(self, remote: Remote, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
-  def value(self, request: Message, role: Role = Role.RESULT, name: str = '') -> Any: ...
+  def value(self, request: Message, origin: Origin = Origin.RESULT, name: str = '') -> Any: ...
 
   def pack(self, value: Any) -> Any: ...
 
@@ -84,32 +84,34 @@ class Program(Protocol):
     ...
 
 
-class Refused(TypeError):
+class OperationRefused(TypeError):
   """The tests use an object of the program in a way that only plain values permit."""
 
 
 class Remote:
   # No docstring: `__doc__` is the object's.
   __slots__ = (
-    *('_remote_base', '_remote_class', '_remote_name', '_remote_number', '_remote_program', '_remote_role'),
+    *('_remote_base', '_remote_class', '_remote_name', '_remote_number', '_remote_program', '_remote_origin'),
     *('_remote_count', '_remote_stands'),
   )
 
-  def __init__(self, program: Program, number: int, kind: str, role: Role, name: str, stands: type | None):
+  def __init__(
+    self, program: ProgramConnection, number: int, kind: str, origin: Origin, name: str, stands: type | None
+  ):
     self._remote_program, self._remote_number, self._remote_class = program, number, kind
-    self._remote_role, self._remote_name, self._remote_stands = role, name, stands
+    self._remote_origin, self._remote_name, self._remote_stands = origin, name, stands
     self._remote_count: tuple[int, int] | None = None
     """Number of items it last yielded or counted, and the program's `changes` at that time."""
     self._remote_base: type | None = None
     """Built-in type from which its class is derived, for an object that the tests made or name."""
 
   def __getattr__(self, name: str) -> Any:
-    role = Role.NAMED if self._remote_role is Role.NAMED else Role.RESULT
-    suspect = self._remote_role not in _TRUSTED and is_suspect(name)
-    if suspect and self._remote_role is Role.COMPUTED:
+    origin = Origin.NAMED if self._remote_origin is Origin.NAMED else Origin.RESULT
+    suspect = self._remote_origin not in _TRUSTED and is_suspect(name)
+    if suspect and self._remote_origin is Origin.COMPUTED:
       raise AttributeError(f'{name} of a {self._remote_class!r} object that was computed with a value of the tests')
-    whole = {'whole': True} if role is Role.NAMED else {}
-    value = self._remote_program.value({'do': 'get', 'of': self._remote_number, 'name': name, **whole}, role, name)
+    whole = {'whole': True} if origin is Origin.NAMED else {}
+    value = self._remote_program.value({'do': 'get', 'of': self._remote_number, 'name': name, **whole}, origin, name)
     if suspect and (_is_remote(value) or callable(value)):  # An exception class is not a proxy.
       raise AttributeError(f'{name} of a {self._remote_class!r} object, which stands where a value was wanted')
     return value
@@ -133,7 +135,7 @@ class Remote:
     return types.GeneratorType if self._remote_class == 'generator' else self._remote_base or type(self)
 
   def __reduce_ex__(self, protocol: Any) -> Any:
-    raise Refused(f'a {self._remote_class!r} object stays with the program')
+    raise OperationRefused(f'a {self._remote_class!r} object stays with the program')
 
   def __hash__(self) -> int:
     if self._remote_base is not None and self._remote_base.__hash__ is not None:
@@ -155,7 +157,7 @@ class Remote:
     return _ask(self, 'eq', other) if self._remote_program.compares(self, other) else NotImplemented
 
   def __bool__(self) -> bool:
-    _refuse_if(self._remote_role is Role.COMPUTED, self, 'truth')
+    _refuse_if(self._remote_origin is Origin.COMPUTED, self, 'truth')
     value = _ask(self, 'bool')
     if value is NotImplemented:
       value = _ask(self, 'len')
@@ -206,19 +208,19 @@ def _inheriting(name: str) -> Callable[..., Any]:
 
 def _refuse_if(bad: bool, remote: Remote, what: str) -> None:
   if bad:
-    raise Refused(f'{what} of a {remote._remote_class!r} object, which stands where a value was wanted')
+    raise OperationRefused(f'{what} of a {remote._remote_class!r} object, which stands where a value was wanted')
 
 
-def _ask(remote: Remote, name: str, *args: Any, role: Role = Role.RESULT) -> Any:
+def _ask(remote: Remote, name: str, *args: Any, origin: Origin = Origin.RESULT) -> Any:
   program = remote._remote_program
   packed = [program.pack(arg) for arg in args]
   request = {'do': 'method', 'of': remote._remote_number, 'name': f'__{name}__', 'args': packed}
-  return program.value(request, role)
+  return program.value(request, origin)
 
 
 def _agree(remote: Remote, count: Any) -> None:
   """Refuses a changed number of items: an object that says three and yields none would pass where each is tested."""
-  if remote._remote_role in _TRUSTED or not isinstance(count, int):
+  if remote._remote_origin in _TRUSTED or not isinstance(count, int):
     return
   now = (count, remote._remote_program.changes)
   before = remote._remote_count or now
@@ -241,15 +243,15 @@ def _telling(name: str) -> Callable[..., Any]:
 
   def method(self: Remote, *args: Any) -> Any:
     has_operand = bool(args) and not (name == 'format' and args == ('',))
-    _refuse_if(has_operand and self._remote_role not in _TRUSTED, self, name)
-    value = _ask(self, name, *args, role=self._remote_role if number else Role.RESULT)
-    _refuse_if(number and self._remote_role is Role.COMPUTED and not _is_remote(value), self, name)
+    _refuse_if(has_operand and self._remote_origin not in _TRUSTED, self, name)
+    value = _ask(self, name, *args, origin=self._remote_origin if number else Origin.RESULT)
+    _refuse_if(number and self._remote_origin is Origin.COMPUTED and not _is_remote(value), self, name)
     if value is NotImplemented:
       raise TypeError(f'{self._remote_class!r} object has no {name}')
     if name == 'len':
       _agree(self, value)
     used_up = hasattr(type(self), '__next__') and not hasattr(type(self), '__len__')
-    if name in ('iter', 'reversed') and self._remote_role not in _TRUSTED and not used_up:
+    if name in ('iter', 'reversed') and self._remote_origin not in _TRUSTED and not used_up:
       return _counted(self, value)
     return value
 
@@ -270,24 +272,24 @@ def _computing(name: str) -> Callable[[Remote, Any], Any]:
 
   def method(self: Remote, other: Any) -> Any:
     remotes = [thing for thing in (self, other) if _is_remote(thing)]
-    roles = {remote._remote_role for remote in remotes}
-    if Role.FIELD in roles or (self._remote_role is Role.RESULT and Role.MADE not in roles):
+    origins = {remote._remote_origin for remote in remotes}
+    if Origin.FIELD in origins or (self._remote_origin is Origin.RESULT and Origin.MADE not in origins):
       return NotImplemented
-    with_plain = len(remotes) < 2 or Role.COMPUTED in roles
-    value = _ask(self, name, other, role=Role.COMPUTED if with_plain else Role.MADE)
+    with_plain = len(remotes) < 2 or Origin.COMPUTED in origins
+    value = _ask(self, name, other, origin=Origin.COMPUTED if with_plain else Origin.MADE)
     return NotImplemented if with_plain and not _is_remote(value) else value
 
   return method
 
 
 def _containing(self: Remote, item: Any) -> bool:
-  if self._remote_role in _TRUSTED and (answer := _ask(self, 'contains', item)) is not NotImplemented:
+  if self._remote_origin in _TRUSTED and (answer := _ask(self, 'contains', item)) is not NotImplemented:
     return answer is True
   return any(item is value or item == value for value in self)
 
 
 def _calling(self: Remote, *args: Any, **kwargs: Any) -> Any:
-  _refuse_if(self._remote_role is Role.FIELD, self, 'call')
+  _refuse_if(self._remote_origin is Origin.FIELD, self, 'call')
   return self._remote_program.call(self, args, kwargs)
 
 

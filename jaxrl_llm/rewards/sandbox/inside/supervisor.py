@@ -28,7 +28,7 @@ from typing import Any
 
 from . import kernel
 from .candidate import Candidate, lines_of, run_program
-from .channel import Channel, Closed
+from .channel import Channel, ChannelClosed
 from .examiner import Examiner
 from .usage import Usage
 
@@ -47,7 +47,7 @@ _SOCKET = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class LimitsMessage:
   """Limits as `sandbox.Limits.message` sends them."""
 
   wall_s: float
@@ -96,10 +96,10 @@ class Supervisor:
     self._usage = Usage(proc)
 
   def run(self) -> None:
-    """Serves one program; raises Closed when the outside is done with it."""
+    """Serves one program; raises ChannelClosed when the outside is done with it."""
     self._control.send({'ready': True})
     task = self._control.receive()
-    self._limits = Limits(**task['limits'])
+    self._limits = LimitsMessage(**task['limits'])
     self._deadline = time.monotonic() + self._limits.wall_s
     if task['form'] == 'tests':
       self._control.send(self._run_tests(task['program']))
@@ -132,7 +132,7 @@ class Supervisor:
 
     def serve() -> None:
       namespace = run_program(program, 'program')
-      with contextlib.suppress(Closed):
+      with contextlib.suppress(ChannelClosed):
         Candidate(Channel(theirs), namespace).serve()
 
     candidate = self._fork(serve, stdout=output, stderr=errors, keep=(theirs.fileno(),))
@@ -252,7 +252,7 @@ class _Run:
 
   def __init__(
     self,
-    limits: Limits,
+    limits: LimitsMessage,
     deadline: float,
     pipes: list[_Pipe],
     *,
@@ -273,7 +273,7 @@ class _Run:
       self._poll.register(descriptor, select.POLLIN)
 
   def wait_for(self, pid: int, seconds: float = math.inf) -> None:
-    """Waits until the process has ended, at most `seconds`. Raises Closed if the outside hangs up meanwhile."""
+    """Waits until the process has ended, at most `seconds`. Raises ChannelClosed if the outside hangs up meanwhile."""
     until = time.monotonic() + seconds
     while pid not in self.ended and time.monotonic() < until:
       self._read(pid)
@@ -305,7 +305,7 @@ class _Run:
     try:
       for descriptor, _ in self._poll.poll(_LOOK_S * 1000):
         if descriptor == self._control.socket.fileno():
-          raise Closed('the outside has hung up')
+          raise ChannelClosed('the outside has hung up')
         if descriptor in self._pipes:
           self._pipes[descriptor].read()
           if not self._pipes[descriptor].open:
@@ -421,7 +421,7 @@ def supervise(connection: socket.socket, *, alone: bool, proc: str = '/proc') ->
     if not alone:
       kernel.adopt_orphans()
     Supervisor(Channel(connection), alone=alone, proc=proc).run()
-  except Closed:
+  except ChannelClosed:
     pass
   finally:
     if not alone:

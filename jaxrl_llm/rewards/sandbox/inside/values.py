@@ -80,7 +80,7 @@ def base_of(kind: type) -> type | None:
   return next((base for base in _BASES if issubclass(kind, base)), None)
 
 
-class Unreadable(Exception):
+class Undecodable(Exception):
   """A message that cannot be decoded."""
 
 
@@ -122,7 +122,7 @@ _SEQUENCES = {'tuple': tuple, 'set': set, 'frozenset': frozenset}
 
 
 def decode(message: Any, resolve: Callable[[dict[str, Any]], Any]) -> Any:
-  """Decodes the output of `encode`; `resolve` turns references into values. Raises Unreadable."""
+  """Decodes the output of `encode`; `resolve` turns references into values. Raises Undecodable."""
   if isinstance(message, list):
     return [decode(item, resolve) for item in message]
   if not isinstance(message, dict):
@@ -151,4 +151,4 @@ def decode(message: Any, resolve: Callable[[dict[str, Any]], Any]) -> Any:
         return kind(decode(item, resolve) for item in message[name])
     return resolve(message)
   except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-    raise Unreadable(f'{type(error).__name__}: {error}') from None
+    raise Undecodable(f'{type(error).__name__}: {error}') from None

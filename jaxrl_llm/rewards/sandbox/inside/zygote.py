@@ -20,7 +20,7 @@ import sys
 from typing import Any
 
 from . import kernel
-from .channel import Channel, Closed
+from .channel import Channel, ChannelClosed
 from .supervisor import supervise
 
 MODULES = (
@@ -150,7 +150,7 @@ def _start(connection: socket.socket, tmp_bytes: int, *, isolated: bool) -> int:
       _enter(connection, tmp_bytes)
     supervise(connection, alone=False)
   except OSError as error:
-    with contextlib.suppress(Closed):
+    with contextlib.suppress(ChannelClosed):
       Channel(connection).send({'failed': str(error)})
   finally:
     os._exit(1)

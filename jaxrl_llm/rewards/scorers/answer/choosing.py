@@ -26,34 +26,34 @@ _LETTER = re.compile(r'(?:\\text(?:bf|rm)?\s*\{)?\s*\(?[A-J]\)?\.?\s*\}?')
 _MATHEMATICAL = re.compile(r'[\d\\=^+*/<>${}()\[\]|_]')
 
 
-class Chosen(NamedTuple):
+class ChosenOptions(NamedTuple):
   options: Mapping[str, Any]
   """Options of the scorer `answer`."""
   why: str
 
 
-def choose(truths: Iterable[str | None]) -> Chosen:
+def choose(truths: Iterable[str | None]) -> ChosenOptions:
   """Chooses the options for tasks with these truths; None stands for a task without truth."""
   given = sorted({truth for truth in truths if truth and truth.strip()})
   if not given:
-    return Chosen({'mode': 'latex', 'extraction': ANYWHERE}, 'no task has a truth')
+    return ChosenOptions({'mode': 'latex', 'extraction': ANYWHERE}, 'no task has a truth')
   hashed = sum('####' in truth for truth in given)
   extraction = HASHES_FIRST if 2 * hashed >= len(given) else ANYWHERE
   answers = [reference(truth) for truth in given]
   noun = f'of {len(given):,} different truths'
   if hashed == len(given) and all(parse_quantity(answer) for answer in answers):
-    return Chosen(
+    return ChosenOptions(
       {'mode': 'numeric', 'units': 'stated', 'extraction': extraction}, f'all {noun} are numbers after ####'
     )
   if all(_LETTER.fullmatch(answer) for answer in answers):
-    return Chosen({'mode': 'choice', 'extraction': extraction}, f'all {noun} are letters of choices')
+    return ChosenOptions({'mode': 'choice', 'extraction': extraction}, f'all {noun} are letters of choices')
   if all(_is_words(text) for answer in answers for text in aliases(answer)):
-    return Chosen({'mode': 'text', 'extraction': extraction}, f'all {noun} are words')
+    return ChosenOptions({'mode': 'text', 'extraction': extraction}, f'all {noun} are words')
   numbers = sum(parse_quantity(answer) is not None for answer in answers)
   why = (
     f'all {noun} are numbers' if numbers == len(given) else f'{numbers:,} {noun} are numbers, others have other forms'
   )
-  return Chosen({'mode': 'latex', 'extraction': extraction}, why)
+  return ChosenOptions({'mode': 'latex', 'extraction': extraction}, why)
 
 
 def _is_words(text: str) -> bool:

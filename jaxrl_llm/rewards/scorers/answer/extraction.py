@@ -75,14 +75,14 @@ def collapse(text: str) -> str:
   return ' '.join(text.split())
 
 
-class _Box(NamedTuple):
+class _Boxed(NamedTuple):
   begin: int
   start: int
   """Start of the content."""
   end: int
 
 
-def _boxes(text: str) -> tuple[list[_Box], list[_Box]]:
+def _boxes(text: str) -> tuple[list[_Boxed], list[_Boxed]]:
   """Returns the outermost boxes and the nested ones, both ordered by their ends."""
   outer, inner, stack, open_boxes = [], [], [], 0
   for match in _BRACES.finditer(text):
@@ -92,7 +92,7 @@ def _boxes(text: str) -> tuple[list[_Box], list[_Box]]:
         boxed, begin, start = stack.pop()
         open_boxes -= boxed
         if boxed:
-          (inner if open_boxes else outer).append(_Box(begin, start, match.start()))
+          (inner if open_boxes else outer).append(_Boxed(begin, start, match.start()))
     elif token.endswith('{') and token != r'\{':
       stack.append((token != '{', match.start(), match.end()))
       open_boxes += token != '{'
@@ -105,7 +105,7 @@ def _boxes(text: str) -> tuple[list[_Box], list[_Box]]:
   return outer, inner
 
 
-def _held(text: str) -> list[tuple[_Box, str]]:
+def _held(text: str) -> list[tuple[_Boxed, str]]:
   """Returns the outermost boxes and their contents, without the commands of nested boxes."""
   outer, inner = _boxes(text)
   cuts = sorted([(box.begin, box.start) for box in inner] + [(box.end, box.end + 1) for box in inner])
@@ -130,7 +130,7 @@ def _boxed(text: str) -> list[list[str]]:
   """
   boxes = [(box, held) for box, held in _held(text) if held]
   if not boxes:
-    boxes = [(_Box(match.start(), match.start(1), match.end(1)), match[1]) for match in _BARE_BOX.finditer(text)]
+    boxes = [(_Boxed(match.start(), match.start(1), match.end(1)), match[1]) for match in _BARE_BOX.finditer(text)]
   if marker := _FINAL.search(text):
     boxes = [(box, held) for box, held in boxes if box.begin >= marker.end()] or boxes
   groups: list[list[str]] = []

@@ -15,7 +15,7 @@ from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.rewards.api import Attempt, OverrunIsZero, Scorer, Verdict, read_options
 from jaxrl_llm.rewards.scorers.answer.choice import choices_agree, parse_choice, read_choices
-from jaxrl_llm.rewards.scorers.answer.choosing import Chosen, Mode, choose
+from jaxrl_llm.rewards.scorers.answer.choosing import ChosenOptions, Mode, choose
 from jaxrl_llm.rewards.scorers.answer.expressions import is_name, unboxed
 from jaxrl_llm.rewards.scorers.answer.extraction import Extraction, Methods, collapse, extract, reference
 from jaxrl_llm.rewards.scorers.answer.intervals import intervals_agree
@@ -192,7 +192,7 @@ def _left_open(options: AnswerOptions, chosen: Mapping[str, Any]) -> dict[str, A
   return {'extraction': chosen['extraction']}
 
 
-def choose_options(given: Mapping[str, Any], truths: Callable[[], Iterable[str | None]]) -> Chosen | None:
+def choose_options(given: Mapping[str, Any], truths: Callable[[], Iterable[str | None]]) -> ChosenOptions | None:
   """Chooses the options left open for tasks with these truths; None if none are."""
   options = read_options(AnswerOptions, given, 'answer')
   if options.mode is not None and options.extraction is not None:

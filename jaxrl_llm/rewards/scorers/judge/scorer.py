@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, Self
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError, first_cause
 from jaxrl_llm.core.net.client import Malformed
-from jaxrl_llm.core.net.remote import CHAT_PATH, Remote, RemoteOptions, read_object
+from jaxrl_llm.core.net.remote import CHAT_PATH, RemoteOptions, ServiceClient, read_object
 from jaxrl_llm.core.records.score import Score
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Json
@@ -88,7 +88,7 @@ class Said(NamedTuple):
   cached: bool
 
 
-class Judge(Remote):
+class Judge(ServiceClient):
   """Client that asks a model for verdicts."""
 
   def __init__(self, options: JudgeOptions):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from jaxrl_llm.rewards.sandbox.isolation import Isolation, Preload
-from jaxrl_llm.rewards.sandbox.sandbox import Ending, Limits, Outcome, SandboxError, Sandboxes
+from jaxrl_llm.rewards.sandbox.sandbox import Ending, Limits, ProgramOutcome, SandboxError, Sandboxes
 from jaxrl_llm.rewards.scorers.answer.effort import explodes
 
 T = TypeVar('T')
@@ -198,7 +198,7 @@ def check_isolation(isolation: Isolation) -> None:
 
 def score_in_sandbox(
   name: str, answer: str, entry: Mapping[str, Any], isolation: Isolation
-) -> tuple[float | None, Outcome]:
+) -> tuple[float | None, ProgramOutcome]:
   """Returns the verifier's number (None if the answer hit a limit) and the outcome of its sandbox.
 
   Raises:
