@@ -17,8 +17,8 @@ from absl import logging
 from rich.console import Console
 
 from jaxrl_llm.app.composition.chosen import settle
-from jaxrl_llm.app.composition.host import Host, build_parts, open_host
 from jaxrl_llm.app.composition.prepare import Prepared, base_of, checkpoint_directory, prepare
+from jaxrl_llm.app.composition.resources import Resources, build_parts, open_resources
 from jaxrl_llm.app.composition.setup import Setup
 from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
 from jaxrl_llm.app.composition.state import committed_state, critic_model
@@ -154,14 +154,14 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
     explorer_command=explorer.command,
   )
   state, base = await device.run(committed_state, setup, facts.step)
-  host = open_host(setup, prepared, committed) if coordinator.leads else None
+  resources = open_resources(setup, prepared, committed) if coordinator.leads else None
   best = tuple(committed['best']) if committed and committed['best'] else None
-  parts = build_parts(setup, Start(attempt=facts.attempt, stop=stop, best=best, base=base), host)
+  parts = build_parts(setup, Start(attempt=facts.attempt, stop=stop, best=best, base=base), resources)
   left = state.step < stages[-1].end or not state.evaluated
-  async with _opened(host, start=left):
+  async with _opened(resources, start=left):
     begun.set()
-    if host and facts.step and left:
-      host.logs.progress.note(f'resuming from the commit at step {facts.step}{_not_exact(committed["machine"])}')
+    if resources and facts.step and left:
+      resources.logs.progress.note(f'resuming from the commit at step {facts.step}{_not_exact(committed["machine"])}')
     outcome = await loop.run(parts, state)
   if outcome.stop:
     return _stopped(outcome, path, leads=coordinator.leads)
@@ -221,21 +221,21 @@ def _facts(value: Any) -> _Facts:
 
 
 @contextlib.asynccontextmanager
-async def _opened(host: Host | None, *, start: bool):
+async def _opened(resources: Resources | None, *, start: bool):
   """Runs process 0's engine, scorers and logs during the block; starts none if nothing is left to do."""
-  if host is None:
+  if resources is None:
     yield
     return
   try:
     if not start:
       yield
       return
-    await host.start()
-    with host.logs.progress:
-      async with host.heartbeat.running():
+    await resources.start()
+    with resources.logs.progress:
+      async with resources.heartbeat.running():
         yield
   finally:
-    await host.close()
+    await resources.close()
 
 
 def _stopped(outcome: Outcome, path: pathlib.Path, *, leads: bool) -> int:

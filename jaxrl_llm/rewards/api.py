@@ -182,8 +182,8 @@ class RewardsConfig:
 
 def in_force(configs: Sequence[ScorerConfig], domain: str, taskset: str) -> tuple[ScorerConfig, ...]:
   """Returns the scorers for tasks of `domain` in `taskset`. Raises UserError for none: such tasks teach nothing."""
-  judges = lambda config: not config.tasksets or taskset in config.tasksets
-  chosen = tuple(c for c in configs if judges(c) and (not c.domains or domain in c.domains))
+  applies = lambda config: not config.tasksets or taskset in config.tasksets
+  chosen = tuple(c for c in configs if applies(c) and (not c.domains or domain in c.domains))
   if not chosen:
     known = sorted({d for c in configs for d in c.domains})
     raise UserError(
@@ -229,8 +229,8 @@ def combine(scores: Sequence[Score], config: RewardsConfig) -> Reward:
   values = [(weights[s.scorer], s.value) for s in scores]
   if not values or any(value is None for _, value in values):
     return Reward(value=None, parts=parts)
-  judge = config.correct_by or scores[0].scorer
-  said = [s.value for s in scores if s.scorer == judge]
+  decisive = config.correct_by or scores[0].scorer
+  said = [s.value for s in scores if s.scorer == decisive]
   turns = [[weights[s.scorer] * value for value in s.turn_values] for s in scores]
   return Reward(
     value=math.fsum(weight * value for weight, value in values),

@@ -286,6 +286,6 @@ def _messages(value: list[Json]) -> list[Message]:
 def own_truth(fields: Mapping[str, Json]) -> str | None:
   """Returns a row's own reference answer as text, None if it has none."""
   source = fields['entry'] if 'reasoning_gym' in fields else fields
-  judge = source.get('reward_model')
-  value = judge.get('ground_truth') if isinstance(judge, Mapping) else source.get('answer')
+  reward_model = source.get('reward_model')
+  value = reward_model.get('ground_truth') if isinstance(reward_model, Mapping) else source.get('answer')
   return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -95,7 +95,7 @@ def prepare(config: Config, workdir: pathlib.Path, load: Callable[[str], Taskset
   suites = [(suite, _suite_tasks(suite, tasksets)) for suite in config.evaluation]
   _check_names(config, tasksets)
   for name in sorted(scored_tasksets(config)):
-    check_judged(tasksets[name], config.rewards)
+    check_scored(tasksets[name], config.rewards)
     check_verifiers(tasksets[name].tasks, config.rewards.scorers)
   preferences = {source.name: _preferences(source, config, tasksets) for source in config.preferences}
   _check_pairs(config, preferences, suites)
@@ -163,11 +163,11 @@ def prepare(config: Config, workdir: pathlib.Path, load: Callable[[str], Taskset
   return Prepared(tasksets=tasksets, tokenizer=tokenizer, spec=spec, suites=suites, lengths=lengths)
 
 
-def check_judged(taskset: Taskset, rewards: RewardsConfig) -> None:
+def check_scored(taskset: Taskset, rewards: RewardsConfig) -> None:
   """Raises UserError for tasks that no scorer judges, or that `correct_by` does not judge."""
   for domain in sorted({task.domain for task in taskset.tasks}):
-    judges = {scorer.name for scorer in in_force(rewards.scorers, domain, taskset.name)}
-    if rewards.correct_by is not None and rewards.correct_by not in judges:
+    scorers = {scorer.name for scorer in in_force(rewards.scorers, domain, taskset.name)}
+    if rewards.correct_by is not None and rewards.correct_by not in scorers:
       raise UserError(
         f'rewards.correct_by: {rewards.correct_by!r} does not judge domain {domain!r} of taskset {taskset.name}, so '
         'nothing there would be correct; let it judge all, or remove correct_by'

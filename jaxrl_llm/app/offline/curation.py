@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxrl_llm.app.composition.prepare import check_judged
+from jaxrl_llm.app.composition.prepare import check_scored
 from jaxrl_llm.app.offline.reopen import Serving, reopen, serving
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.core.errors import UserError
@@ -65,7 +65,7 @@ async def curate(config: Config, run: pathlib.Path, step: int, name: str, how: C
     )
   async with reopen(config, run) as past:
     taskset = past.prepared.tasksets[name]
-    check_judged(taskset, config.rewards)
+    check_scored(taskset, config.rewards)
     if how.guess_tries:
       _check_guesses(taskset.tasks, past.prepared.tokenizer.render_prompt, config.rollout.max_prompt_length, how)
     async with serving(past) as served:

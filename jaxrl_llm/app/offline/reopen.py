@@ -11,8 +11,8 @@ import shutil
 from collections.abc import AsyncIterator, Mapping
 
 from jaxrl_llm.app.composition.engines import build_engine
-from jaxrl_llm.app.composition.host import build_publisher, build_rollouts
 from jaxrl_llm.app.composition.prepare import Prepared, prepare
+from jaxrl_llm.app.composition.resources import build_publisher, build_rollouts
 from jaxrl_llm.app.composition.saved import read_saved
 from jaxrl_llm.app.composition.scorers import build_scorers
 from jaxrl_llm.app.composition.setup import Setup

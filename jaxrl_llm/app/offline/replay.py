@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm.app.composition.host import recorded_groups, stage_entrance
+from jaxrl_llm.app.composition.resources import recorded_groups, stage_entrance
 from jaxrl_llm.app.offline.reopen import Reopened, reopen
 from jaxrl_llm.app.schema import Config, Recorded
 from jaxrl_llm.batching.plan import StepPlan

@@ -65,9 +65,9 @@ def _attempt(fields: Mapping[str, Json], taskset: str, uid: str) -> Attempt:
     if not isinstance(value, kinds):
       got = f'{name} is {json.dumps(value)[:80]}' if name in fields else f'no {name} among {sorted(fields)}'
       raise ValueError(f'{got}, wanted {wanted}')
-  judge, is_code = fields.get('reward_model'), fields.get('tests') is not None
-  if judge is not None and 'ground_truth' not in judge:
-    raise ValueError(f'reward_model has {sorted(judge)}, wanted ground_truth in it')
+  reward_model, is_code = fields.get('reward_model'), fields.get('tests') is not None
+  if reward_model is not None and 'ground_truth' not in reward_model:
+    raise ValueError(f'reward_model has {sorted(reward_model)}, wanted ground_truth in it')
   prompt = [{'role': 'user', 'content': ''}] if is_code and fields.get('prompt') is None else own_messages(fields)
   completion = fields['completion']
   response_len = fields.get('response_len')

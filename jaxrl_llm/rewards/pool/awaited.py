@@ -111,7 +111,7 @@ class AwaitedScorer:
       if self._call is None:
         raise RunError('scorer pool: score() was called before start() or after close()')
       per_group = isinstance(self._scorer, AwaitedGroup)
-      task = asyncio.create_task(_judge(self._call, attempts, scores, per_group=per_group))
+      task = asyncio.create_task(_call_scorer(self._call, attempts, scores, per_group=per_group))
       self._under_way.add(task)
       task.add_done_callback(self._under_way.discard)
       try:
@@ -124,7 +124,7 @@ class AwaitedScorer:
     return timed_out(deadline_s) if late else task.result()
 
 
-async def _judge(
+async def _call_scorer(
   call: Callable[..., Awaitable[Any]],
   attempts: tuple[Attempt, ...],
   scores: tuple[tuple[Score, ...], ...],

@@ -118,7 +118,7 @@ class ScorerPool:
   async def score(self, attempt: Attempt) -> tuple[Score, ...]:
     """Scores an attempt: one Score per per-sample scorer in force for its task, in configuration order."""
     chosen = self._in_force(attempt, per_group=False)
-    return tuple([score for (score,) in await asyncio.gather(*(self._judge(config, (attempt,)) for config in chosen))])
+    return tuple([score for (score,) in await asyncio.gather(*(self._scores(config, (attempt,)) for config in chosen))])
 
   async def score_group(
     self, attempts: Sequence[Attempt], scores: Sequence[tuple[Score, ...]]
@@ -137,9 +137,9 @@ class ScorerPool:
       raise ValueError(f'attempts at {sorted({a.task.uid for a in attempts})}, wanted those at one task')
     all_of = lambda: [score for of in scores for score in of]
     if not drops_group(all_of(), self.config) and (chosen := self._in_force(attempts[0], per_group=True)):
-      judged = await asyncio.gather(*(self._judge(config, attempts, scores) for config in chosen))
+      by_scorer = await asyncio.gather(*(self._scores(config, attempts, scores) for config in chosen))
       order = {scorer.name: place for place, scorer in enumerate(self.config.scorers)}
-      merged = zip(scores, *judged, strict=True)
+      merged = zip(scores, *by_scorer, strict=True)
       scores = tuple(tuple(sorted((*single, *more), key=lambda s: order[s.scorer])) for single, *more in merged)
     for name in {s.scorer for s in all_of() if drops_group([s], self.config)}:
       self.counts[f'{name}/dropped_groups'] += 1
@@ -155,7 +155,7 @@ class ScorerPool:
     chosen = in_force(self.config.scorers, attempt.task.domain, attempt.task.taskset)
     return [config for config in chosen if isinstance(self._scorers[config.name], PerGroup | AwaitedGroup) == per_group]
 
-  async def _judge(
+  async def _scores(
     self, config: ScorerConfig, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...] = ()
   ) -> tuple[Score, ...]:
     """Returns one Score per attempt, after as many calls as the scorer's policy allows."""

@@ -120,8 +120,8 @@ def _file_module(path: pathlib.Path, where: str) -> ModuleType:
 
 def ground_truth(task: Task) -> Json:
   """Returns the truth with the type that it has in the row; the taskset's text if the taskset made its own."""
-  judge = task.fields.get('reward_model')
-  values = [judge.get('ground_truth') if isinstance(judge, Mapping) else None, task.fields.get('answer')]
+  reward_model = task.fields.get('reward_model')
+  values = [reward_model.get('ground_truth') if isinstance(reward_model, Mapping) else None, task.fields.get('answer')]
   for value in values:
     if value is not None and not isinstance(value, str) and json.dumps(value, ensure_ascii=False) == task.truth:
       return value

@@ -103,8 +103,8 @@ def build_rollouts(setup: Setup, prepared: Prepared, engine: Engine | None, scor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Host:
-  """Process 0's resources beside the loop's parts; `open_host` opens them, `close` releases them."""
+class Resources:
+  """Process 0's resources beside the loop's parts; `open_resources` opens them, `close` releases them."""
 
   events: Events
   engine: Engine | None
@@ -132,8 +132,8 @@ class Host:
       rest.push_async_callback(self.rollouts.close)
 
 
-def open_host(setup: Setup, prepared: Prepared, committed: Any) -> Host:
-  """Opens process 0's logs, store, engine and scorers, as the commit's host state left them (None: no commit)."""
+def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resources:
+  """Opens process 0's logs, store, engine and scorers, as the commit's state left them (None: no commit)."""
   config, workdir, stages, process = setup.config, setup.workdir, setup.stages, setup.process
   step = committed['step'] if committed else 0
   store = open_store(workdir / 'replay', max_uses=config.max_uses, synchronous='normal')
@@ -186,7 +186,9 @@ def open_host(setup: Setup, prepared: Prepared, committed: Any) -> Host:
   )
   if committed and committed['stage'] in logs.batches:
     logs.batches[committed['stage']].restore(committed['batches'])
-  return Host(events=process.events, engine=engine, scorers=scorers, rollouts=rolling, logs=logs, heartbeat=heartbeat)
+  return Resources(
+    events=process.events, engine=engine, scorers=scorers, rollouts=rolling, logs=logs, heartbeat=heartbeat
+  )
 
 
 def _batches(
@@ -278,10 +280,10 @@ def stage_entrance(setup: Setup) -> EnterStage:
   return enter_stage
 
 
-def build_parts(setup: Setup, start: Start, host: Host | None) -> Parts:
-  """Builds the loop's parts; `host` is None except on process 0."""
+def build_parts(setup: Setup, start: Start, resources: Resources | None) -> Parts:
+  """Builds the loop's parts; only process 0 has `resources`."""
   config = setup.config
-  publisher = build_publisher(setup, host.engine if host else None)
+  publisher = build_publisher(setup, resources.engine if resources else None)
   return Parts(
     stages=setup.stages,
     process=setup.process,
@@ -291,7 +293,7 @@ def build_parts(setup: Setup, start: Start, host: Host | None) -> Parts:
       start,
       publisher=publisher,
       checkpoints=setup.checkpoints,
-      logs=host.logs if host else None,
+      logs=resources.logs if resources else None,
       generates=bool(config.evaluation),
     ),
     enter_stage=stage_entrance(setup),
@@ -301,6 +303,6 @@ def build_parts(setup: Setup, start: Start, host: Host | None) -> Parts:
       every_minutes=config.checkpoint.every_minutes,
       stop=start.stop,
     ),
-    batches=dict(host.logs.batches) if host else {},
+    batches=dict(resources.logs.batches) if resources else {},
     attempt=start.attempt,
   )
