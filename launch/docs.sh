@@ -22,7 +22,8 @@ done
 
 (
   venv=.venv-docs
-  begin_separate_environment "$venv" "$(find_python)" docs launch/docs.sh pyproject.toml || exit 0
+  python=$(find_python)
+  begin_separate_environment "$venv" "$python" docs launch/docs.sh pyproject.toml || exit 0
   say "installing mkdocs-material into $venv"
   "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --group docs ||
     fail "uv could not install the group docs (its own words are above)"

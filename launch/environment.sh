@@ -105,14 +105,15 @@ alone() {
 
 # install_packages DIRECTORY CONSTRAINTS [GROUP]: installs the package, editable, and the group: by uv, or else by pip.
 install_packages() {
-  local venv=$1 constraints=$2 group=${3:-} chosen=() uv words
+  local venv=$1 constraints=$2 group=${3:-} chosen=() uv words installed=
+  [ "${PWD%/jaxrl_llm/app/environments}" = "$PWD" ] || installed=yes  # Within an installed package, not a checkout.
   [ ! -f "$constraints" ] || chosen+=(--constraint "$constraints")
   [ -z "$group" ] || chosen+=(--group "$group")
   if words=$(ensure_uv "$venv"); then
     adopt_pip_settings "$venv"
     uv=("$venv/bin/python" -m uv pip install --quiet --python "$venv/bin/python")
     if "${uv[@]}" --requirements pyproject.toml "${chosen[@]}"; then
-      if [ "${PWD%/jaxrl_llm/app/environments}" != "$PWD" ]; then  # Within an installed package, not a checkout.
+      if [ -n "$installed" ]; then
         cp -R ../../../jaxrl_llm "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
         return
       fi
@@ -122,6 +123,7 @@ install_packages() {
   else
     say "no uv could be had for $venv ($words); installing with pip"
   fi
+  [ -z "$installed" ] || fail "wanted uv, for pip cannot install this package again; see above"
   # Groups are known to pip since 25.1.
   "$venv/bin/python" -c 'import pip, sys; sys.exit(tuple(map(int, pip.__version__.split(".")[:2])) < (25, 1))' ||
     [ -z "$group" ] || "$venv/bin/python" -m pip install --quiet --upgrade 'pip>=25.1'

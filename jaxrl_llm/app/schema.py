@@ -433,7 +433,7 @@ class RolloutConfig:
     return spec
 
   def engine_may_change(self) -> tuple[str, ...]:
-    """Prefixes of the keys of engines' options that a resumed run may change."""
+    """Keys of engines' options that a resumed run may change."""
     specs = {f'rollout.{name}': make(getattr(self, name)) for name, (_, make) in ENGINES.items()}
     specs[self.engine_options_key] = self.engine_spec()
     return tuple(f'{key}.{name}' for key, spec in specs.items() for name in spec.may_change)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import pathlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxrl_llm.app.composition.saved import read_saved
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import difference
-from jaxrl_llm.config.values import to_json
+from jaxrl_llm.config.values import from_json, to_json
 from jaxrl_llm.core.disk import write_durably
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.replay.committed import missing
@@ -21,7 +22,7 @@ from jaxrl_llm.runtime.events import FILE as EVENTS_FILE
 from jaxrl_llm.runtime.writers import METRICS_FILE
 
 MAY_CHANGE = ('rewards.workers', 'rollout.explorers')
-"""Prefixes of the keys that a resumed run may change, beside those of its engine: number, place and deadlines of its
+"""Keys whose values a resumed run may change, beside those of its engine: number, place and deadlines of its
 services, not what they compute."""
 ATTEMPT = 'attempt'
 """File with the number of the last start."""
@@ -84,9 +85,10 @@ class Workdir:
           raise ValueError('no JSON object')
       except ValueError as error:  # no JSON, or not even text
         raise UserError(f'{file}: not the configuration of a run ({error}); choose another --workdir') from error
-      changes = difference(old, config)
+      with contextlib.suppress(UserError):  # Of an earlier version: fields that it lacked have their defaults.
+        old = to_json(from_json(old, Config))
       may_change = (*MAY_CHANGE, *config.rollout.engine_may_change())
-      changes = [change for change in changes if not change[0].startswith(may_change)]
+      changes = [change for change in difference(old, config) if not is_below(change[0], may_change)]
       if not changes:
         return
       if has_commits(self.path):
@@ -155,3 +157,8 @@ def made_files(path: pathlib.Path) -> dict[str, int]:
   """Sizes in bytes of the tokenizer and data files in the run directory, by path relative to it."""
   files = sorted(file for made in (TOKENIZER, DATA) for file in (path / made).rglob('*') if file.is_file())
   return {file.relative_to(path).as_posix(): file.stat().st_size for file in files}
+
+
+def is_below(key: str, others: Iterable[str]) -> bool:
+  """Whether the dotted key is one of the others, or lies below it."""
+  return any(key == other or key.startswith(f'{other}.') for other in others)

@@ -117,7 +117,9 @@ class ServiceClient:
           met.append(str(error))
           if len(met) > self._options.retries:
             errors = '; '.join(dict.fromkeys(met))
-            raise RemoteError(f'{len(met)} tries: {errors}' if len(met) > 1 else errors) from None
+            message = f'{len(met)} tries: {errors}' if len(met) > 1 else errors
+            last = dict(status=error.status, reason=error.reason, wait_s=error.wait_s)
+            raise type(error)(message, **last) from None
           asked = error.wait_s
           self._rests_until[address] = asyncio.get_running_loop().time() + _REST_S
         finally:

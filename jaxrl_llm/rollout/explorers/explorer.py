@@ -68,7 +68,11 @@ class Welcome:
 BuildWorkflow = Callable[[WorkflowConfig, Hub, Tokenizer, int], Workflow]
 
 
-class Rejected(Lost):
+class MasterLost(Lost):
+  """The master does not respond. `Lost` of another service that a workflow calls is a failure of the workflow."""
+
+
+class Rejected(MasterLost):
   """The master rejects the message: the lease was lost, or the group has ended."""
 
 
@@ -84,7 +88,7 @@ class Link:
     sender: identification in every message; its secret is known only to this explorer.
 
   Raises:
-    Lost: the master does not respond (any call).
+    MasterLost: the master does not respond (any call).
     RunError: the master refuses the request.
     Evicted: the master refuses all further requests.
   """
@@ -124,7 +128,7 @@ class Link:
             raise RunError(value)
           if value is not True:
             yield value
-    raise Lost(f'{path}: the answer broke off')
+    raise MasterLost(f'{path}: the answer broke off')
 
   @contextlib.asynccontextmanager
   async def _posted(self, path: str, body: Mapping[str, Any], deadline_s: float | None) -> AsyncIterator[Response]:
@@ -145,7 +149,7 @@ class Link:
         raise Evicted(f'master: {error.reason}') from None
       if error.status is not None:
         raise RunError(f'master: {error}') from None
-      raise
+      raise MasterLost(str(error)) from None
 
 
 class _LeasedHub:
@@ -192,7 +196,7 @@ async def explore(link: Link, build: BuildWorkflow) -> None:
       for _ in range(welcome['groups']):
         tasks.create_task(_take_groups(link, make, under_way))
   finally:
-    with contextlib.suppress(Lost, UserError):
+    with contextlib.suppress(MasterLost, UserError):
       await link.call(wire.LEAVE, deadline_s=2.0)
     await link.close()
 
@@ -223,13 +227,13 @@ async def _run(link: Link, lease: str, workflow: Workflow, order: dict[str, Any]
         handed_in = {'lease': lease, 'sample': encode(sample)}
         await _patiently(functools.partial(link.call, wire.SAMPLE, **handed_in))  # Safe to retry.
     await _patiently(lambda: link.call(wire.DONE, lease=lease))
-  except Lost as lost:
+  except MasterLost as lost:
     logging.info('a group of taskset %s is lost: %s', order['task']['taskset'], lost)
   except Evicted:
     raise
   except Exception as error:
     logging.exception('a group of taskset %s: its workflow failed', order['task']['taskset'])
-    with contextlib.suppress(Lost):
+    with contextlib.suppress(MasterLost):
       await link.call(wire.FAILED, lease=lease, error=_line(error))
 
 
@@ -251,7 +255,7 @@ async def _patiently(call: Callable[[], Any]) -> Any:
       return await call()
     except Rejected:
       raise
-    except Lost as lost:
+    except MasterLost as lost:
       if loop.time() > deadline:
         raise RunError(f'the master has been away for {_PATIENCE_S:g} s: {lost}') from None
     await asyncio.sleep(_AGAIN_S)

@@ -136,10 +136,11 @@ class Fleet:
 
   async def _end(self, replica: Replica) -> None:
     replica.state = ReplicaState.GONE
-    await replica.transfer.close()
-    await replica.client.close()
-    if replica.server is not None:
-      await replica.server.close()
+    async with contextlib.AsyncExitStack() as ends:  # Each, even if an earlier one fails; in reverse order.
+      if replica.server is not None:
+        ends.push_async_callback(replica.server.close)
+      ends.push_async_callback(replica.client.close)
+      ends.push_async_callback(replica.transfer.close)
 
   async def _start(self, replica: Replica) -> None:
     """Starts a server if it is owned and checks that it serves the policy's model; it has no version yet."""

@@ -16,8 +16,11 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
+from absl import logging
+
 from jaxrl_llm.core.net.client import Lost, Refused
 from jaxrl_llm.core.process.child import Child
+from jaxrl_llm.core.waits import WaitExpired
 from jaxrl_llm.rollout.vllm.api import EngineServer
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.publication import Publication
@@ -148,7 +151,7 @@ class SenderTransfer:
       await self._start(client)
       await self._order(client, {'op': 'init', **order}, deadline_s=self._connect_deadline_s)
     except BaseException:
-      await self.close()
+      await self._kill()
       raise
 
   async def send(self, client: VllmClient, publication: Publication, *, deadline_s: float) -> None:
@@ -158,18 +161,27 @@ class SenderTransfer:
     except Refused:
       raise
     except BaseException:
-      await self.close()
+      await self._kill()
       raise
 
   async def close(self) -> None:
     """Kills the sender; it has no state to save. Raises WaitExpired if its guard is stuck."""
     child, self._child = self._child, None
-    if child is not None:
-      self._orders.close()
-      await child.stop(owner='the fleet')
-    if self._folder is not None:
-      shutil.rmtree(self._folder, ignore_errors=True)
-      self._folder = None
+    folder, self._folder = self._folder, None
+    try:
+      if child is not None:
+        self._orders.close()
+        await child.stop(owner='the fleet')
+    finally:
+      if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+  async def _kill(self) -> None:
+    """Closes after an error, which must not be replaced by that of a stuck guard."""
+    try:
+      await self.close()
+    except WaitExpired as error:
+      logging.warning('%s', error)
 
   async def _start(self, client: VllmClient) -> None:
     self._folder = pathlib.Path(tempfile.mkdtemp(prefix='jaxrl-sender-'))
@@ -178,24 +190,29 @@ class SenderTransfer:
     shutil.copyfile(WORKER, self._folder / f'{WORKER_MODULE}.py')
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(('XLA_', 'JAX_'))}
     variables = {'PYTHONPATH': str(self._folder), 'VLLM_NO_USAGE_STATS': '1', 'HF_HUB_OFFLINE': '1'}
-    ours, theirs = socket.socketpair()
-    self._answers, self._orders = await asyncio.open_connection(sock=ours, limit=_LINE)
-    self._child = Child(f'the sender of {client.name}', log=self._log, remove=(self._folder,), grace_s=0.0)
-    with theirs:
-      self._child.start([str(self._python), str(script)], {**inherited, **variables, **self._env}, channel=theirs)
+    child = Child(f'the sender of {client.name}', log=self._log, remove=(self._folder,), grace_s=0.0)
+    try:
+      ours, theirs = socket.socketpair()
+      with theirs:
+        self._answers, self._orders = await asyncio.open_connection(sock=ours, limit=_LINE)
+        self._child = child
+        child.start([str(self._python), str(script)], {**inherited, **variables, **self._env}, channel=theirs)
+    except OSError as error:
+      raise Lost(f'{client.name}: its sender cannot be started ({error})') from None
 
   async def _order(self, client: VllmClient, order: Mapping[str, Any], *, deadline_s: float) -> None:
     """Sends one order and makes the calls that the sender requests; raises Refused and Lost like `send`."""
-    if self._child is None:
+    child = self._child
+    if child is None:
       raise Lost(f'{client.name}: its sender is gone')
     called = False
     try:
       async with asyncio.timeout(deadline_s):
-        answer = await self._ask(client, order)
+        answer = await self._ask(client, child, order)
         while 'call' in answer:
           called = True
           await _perform(client, answer, deadline_s)
-          answer = await self._ask(client, {'ok': True})
+          answer = await self._ask(client, child, {'ok': True})
     except TimeoutError:
       raise Lost(f'{client.name}: its sender did not {order["op"]} within {deadline_s:g} s') from None
     if 'refused' in answer and not called:
@@ -203,8 +220,8 @@ class SenderTransfer:
     if answer != {'ok': True}:
       raise Lost(f'{client.name}: its sender: {answer.get("error", answer)}')
 
-  async def _ask(self, client: VllmClient, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes one line and reads one."""
+  async def _ask(self, client: VllmClient, child: Child, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes one line and reads one. A `close` meanwhile ends the child, and so the answer."""
     try:
       self._orders.write(json.dumps(message).encode() + b'\n')
       await self._orders.drain()
@@ -214,9 +231,11 @@ class SenderTransfer:
       pass  # The sender has closed its stdin.
     except ValueError as error:
       raise Lost(f'{client.name}: its sender: {error}') from None
-    while (code := self._child.exit_code) is None:  # wait sender: `transfer_deadline_s`, of the order
+    while child.is_running():  # wait sender: `transfer_deadline_s`, of the order
       await asyncio.sleep(_LOOK_S)
-    last_lines = ' | '.join(self._child.lines()[-_LAST_LINES:])[-1000:]
+    if (code := child.exit_code) is None:
+      raise Lost(f'{client.name}: its sender was closed')
+    last_lines = ' | '.join(child.lines()[-_LAST_LINES:])[-1000:]
     raise Lost(f'{client.name}: its sender ended with exit code {code}; of {self._log}: {last_lines}')
 
 

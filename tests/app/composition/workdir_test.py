@@ -10,7 +10,7 @@ import sys
 import pytest
 from paths import ROOT
 
-from jaxrl_llm.app.composition.workdir import Workdir, WorkdirInUse, made_files
+from jaxrl_llm.app.composition.workdir import Workdir, WorkdirInUse, is_below, made_files
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import load_file
 from jaxrl_llm.core.errors import UserError
@@ -19,7 +19,7 @@ from jaxrl_llm.rollout.explorers.crew import ExplorersConfig
 
 HOLDER = """
 import pathlib, sys, time
-from jaxrl_llm.app.composition.workdir import Workdir
+from jaxrl_llm.app.composition.workdir import Workdir, is_below
 held = Workdir(pathlib.Path(sys.argv[1]))
 sys.stdout.write('held' + chr(10))
 sys.stdout.flush()
@@ -147,6 +147,11 @@ def test_a_run_may_be_resumed_with_other_servers_but_not_with_other_arithmetic(t
   workdir.adopt(with_vllm(addresses=('unix:/elsewhere',), servers=3, latency_s=5.0))
   with pytest.raises(UserError, match=r'rollout\.vllm\.dtype'):
     workdir.adopt(with_vllm(dtype='bfloat16'))
+
+
+def test_a_field_whose_name_begins_like_one_that_may_change_may_not():
+  assert is_below('rollout.vllm.servers', ('rollout.vllm.servers',)) and is_below('a.b.c', ('a.b',))
+  assert not is_below('rollout.engine_options.server_model', ('rollout.engine_options.server',))
 
 
 def test_a_run_may_be_resumed_with_other_explorers(tmp_path, config):

@@ -156,6 +156,8 @@ def test_what_a_workflow_asks_for_reaches_the_hub_and_comes_back_whole(tmp_path)
   [
     (RunError('no engine is left'), ': its workflow failed: no engine is left'),
     (ZeroDivisionError('by zero'), ': its workflow failed: ZeroDivisionError: by zero'),
+    # Of a service that the workflow calls: the master is there.
+    (Lost('http://tools: no answer'), ': its workflow failed: Lost: http://tools: no answer'),
   ],
 )
 def test_a_workflow_that_fails_ends_the_wait_with_its_error(tmp_path, error, line):

@@ -442,6 +442,35 @@ def test_a_cancelled_send_leaves_no_process(folder):
   asyncio.run(main())
 
 
+def test_a_send_during_which_the_transfer_is_closed_is_lost(folder):
+  async def main():
+    async with connected(folder) as (server, client, transfer):
+      server.fault.write_text('hang with a child')
+      sending = asyncio.create_task(transfer.send(client, publish(folder, 1), deadline_s=60))
+      while len(processes_of(folder)) < 3:
+        await asyncio.sleep(0.01)
+      await transfer.close()
+      with pytest.raises(Lost, match='its sender was closed'):
+        await sending
+      assert not processes_of(folder)
+
+  asyncio.run(main())
+
+
+def test_a_sender_whose_guard_cannot_be_started_is_lost(folder, monkeypatch):
+  def fail(*args, **options):
+    raise OSError(12, 'Cannot allocate memory')
+
+  async def main():
+    async with connected(folder) as (_, client, transfer):
+      monkeypatch.setattr(subprocess, 'Popen', fail)
+      with pytest.raises(Lost, match=r'its sender cannot be started .*Cannot allocate memory'):
+        await transfer.connect(client)
+      assert transfer.pid is None
+
+  asyncio.run(main())
+
+
 def test_a_sender_ends_when_its_trainer_is_gone_even_while_it_waits(folder):
   """The end of stdin is all that a killed trainer leaves."""
   server = Recorder(folder)
