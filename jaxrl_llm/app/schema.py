@@ -26,6 +26,7 @@ from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.parallel.mesh import MeshConfig
 from jaxrl_llm.replay.draw import DrawConfig
 from jaxrl_llm.rewards.api import RewardsConfig
+from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.auxiliary import AuxiliaryConfig
 from jaxrl_llm.rollout.catalogue import ENGINES
 from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig
@@ -367,6 +368,8 @@ class StageConfig:
   def __post_init__(self):
     where = f'stages.{self.name}.'
     _at_least(where, self, steps=1, minibatches=1, epochs=1, evaluate_every=1)
+    if not isinstance(self.source, Rollouts | Demonstrations | Pairs | Recorded):
+      raise UserError(f'{where}source: got {self.source!r:.100}, wanted Rollouts, Demonstrations, Pairs or Recorded')
     self.source.check(f'{where}source.')
 
 
@@ -509,6 +512,21 @@ class Config:
       for name in names:
         if names.count(name) > 1:
           raise UserError(f'{part}: {names.count(name)} are called {name!r}; give each its own name')
+    if self.rollout.engine in ENGINES:  # One of the user's own is imported when a run needs it.
+      self.check_sampling()
+
+  def check_sampling(self) -> None:
+    """Raises UserError for a stage or an evaluation that samples as its engine cannot."""
+    asked = [
+      (f'stages.{stage.name}', Sampling(temperature=stage.source.temperature))
+      for stage in self.stages
+      if isinstance(stage.source, Rollouts)
+    ]
+    asked += [(f'evaluation.{suite.name}', suite.sampling) for suite in self.evaluation if suite.samples]
+    engine = self.rollout.engine_spec()
+    for where, sampling in asked:
+      if reason := engine.unsupported(sampling):
+        raise UserError(f'{where}: {reason}')
 
 
 def scored_tasksets(config: Config) -> set[str]:

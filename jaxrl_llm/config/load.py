@@ -38,7 +38,7 @@ from jaxrl_llm.config.annotations import (
   nearest,
 )
 from jaxrl_llm.config.text import parse_text
-from jaxrl_llm.config.values import check_types, default_json, from_json, record_type, records, to_json
+from jaxrl_llm.config.values import TAG, check_types, default_json, from_json, record_type, records, to_json
 from jaxrl_llm.core.errors import UserError
 
 _CONFIG_FLAG = re.compile(r'--?config(?:\.(?P<key>[^=]*))?(?:=(?P<text>.*))?', re.DOTALL)
@@ -225,6 +225,8 @@ def _with(value: Any, annotation: Any, names: list[str], text: str, where: str) 
   kinds = members(annotation)
   free = is_json(annotation)
   if records(annotation) and isinstance(value, dict | None):
+    if name == TAG:
+      raise UserError(f'{inner}: the type alone cannot be changed; give the whole: {where}={{"{TAG}": {text!r}, …}}')
     cls = record_type(value or {}, annotation, where)
     kind = field_type(cls, name, where)
     fields = default_json(cls) if value is None else value

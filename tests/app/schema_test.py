@@ -6,7 +6,6 @@ import re
 import pytest
 from paths import ROOT
 
-from jaxrl_llm.app.composition.engines import check_sampling
 from jaxrl_llm.app.schema import (
   AlgorithmConfig,
   Config,
@@ -165,5 +164,5 @@ def test_adapters_reach_servers_as_files(config):
 def test_filters_that_evaluation_wants_must_be_compiled(config):
   wanted = {'evaluation.held_out.samples': '4', 'evaluation.held_out.top_p': '0.9'}
   with pytest.raises(UserError, match=r'held_out.*filters'):
-    check_sampling(apply_overrides(config, wanted))
-  check_sampling(apply_overrides(config, {**wanted, 'rollout.embedded.filters': 'true'}))
+    apply_overrides(config, wanted)
+  apply_overrides(config, {**wanted, 'rollout.embedded.filters': 'true'})

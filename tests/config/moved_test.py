@@ -62,7 +62,7 @@ def test_a_former_name_is_answered_with_the_new_place(call, error, line):
 
 def test_a_file_that_uses_a_former_name_is_told_so_by_its_line(tmp_path):
   file = tmp_path / 'x.py'
-  file.write_text('from config_moved_test import Outer\n\ndef get_config():\n  return Outer(size=3)\n')
+  file.write_text(f'from {__name__} import Outer\n\ndef get_config():\n  return Outer(size=3)\n')
   with pytest.raises(UserError, match=r'x\.py:4: Outer\.size: moved to Outer\.inner\.size$'):
     load_file(str(file), Root)
 

@@ -6,7 +6,7 @@ import sys
 import jax
 from fuzzing import COUNTS, NUMBERS, TEXTS, bounded, changed, check_line, damaged, encoded, fuzz, quiet, state_of
 from hypothesis import strategies as st
-from paths import ROOT
+from paths import FIXTURES, ROOT
 
 from jaxrl_llm.app.commands.score import _options, _split
 from jaxrl_llm.app.composition.scorers import SCORERS, build_scorers
@@ -174,7 +174,7 @@ def test_the_written_configuration_of_a_run_is_read_or_refused(tmp_path, count):
     if refused(lambda: workdir.adopt(config)):
       assert state_of(tmp_path) == before
 
-  former = json.loads((ROOT / 'tests' / 'fixtures' / 'config_before_sources.json').read_text())
+  former = json.loads((FIXTURES / 'config_before_sources.json').read_text())
   fuzz(check, count, data=st.one_of(encoded(to_json(config)), encoded(former)))
 
 

@@ -8,6 +8,7 @@ import subprocess
 import job
 import pytest
 from fixtures.hostile_scorers import HARMS, meets
+from paths import FIXTURES
 
 from jaxrl_llm.replay.audit import audit
 
@@ -45,7 +46,7 @@ def finished(tmp_path_factory):
   done = subprocess.run(
     job.command(workdir, *flags, config=config),
     cwd=job.ROOT,
-    env=job.environment(PYTHONPATH=f'{job.ROOT}:{job.ROOT / "tests" / "fixtures"}'),
+    env=job.environment(PYTHONPATH=f'{job.ROOT}:{FIXTURES}'),
     capture_output=True,
     text=True,
     timeout=300,

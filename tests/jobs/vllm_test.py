@@ -385,12 +385,12 @@ def test_from_another_address_nothing_answers_without_the_token(pair, cabled, tm
   (tmp_path / 'token').write_text('a-token-of-this-test\n')
   (tmp_path / 'token').chmod(0o600)
   pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'text': True, 'env': cabled.environment()}
-  front = subprocess.Popen(cabled.run(0, 'vllm_test', 'front_in_namespace', pair[0].address, str(tmp_path)), **pipes)
+  front = subprocess.Popen(cabled.run(0, __name__, 'front_in_namespace', pair[0].address, str(tmp_path)), **pipes)
   try:
     address = front.stdout.readline().strip()
 
     def call(token):
-      command = cabled.run(1, 'vllm_test', 'call_from_namespace', address, token)
+      command = cabled.run(1, __name__, 'call_from_namespace', address, token)
       out = subprocess.run(command, env=pipes['env'], capture_output=True, text=True, check=True, timeout=120).stdout
       return dict(line.split() for line in out.splitlines())
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from fixtures import own_algorithm
-from paths import ROOT
+from paths import FIXTURES, ROOT
 
 from jaxrl_llm.advantages import tokens as by_token
 from jaxrl_llm.batching.chunks import Chunks
@@ -443,7 +443,7 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def _source(name: str) -> str:
-  return f'```python\n{(ROOT / "tests" / "fixtures" / name).read_text()}```'
+  return f'```python\n{(FIXTURES / name).read_text()}```'
 
 
 def filled(document: str) -> str:

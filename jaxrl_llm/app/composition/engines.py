@@ -5,25 +5,10 @@ from __future__ import annotations
 import pathlib
 
 from jaxrl_llm.app.composition.prepare import Prepared
-from jaxrl_llm.app.schema import Config, Rollouts
-from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.app.schema import Config
 from jaxrl_llm.parallel.device import DeviceThread
-from jaxrl_llm.rollout.api import Engine, Sampling
+from jaxrl_llm.rollout.api import Engine
 from jaxrl_llm.rollout.engine import EngineSetting
-
-
-def check_sampling(config: Config) -> None:
-  """Raises UserError for a stage or an evaluation that samples as its engine cannot."""
-  asked = [
-    (f'stages.{stage.name}', Sampling(temperature=stage.source.temperature))
-    for stage in config.stages
-    if isinstance(stage.source, Rollouts)
-  ]
-  asked += [(f'evaluation.{suite.name}', suite.sampling) for suite in config.evaluation if suite.samples]
-  engine = config.rollout.engine_spec()
-  for where, sampling in asked:
-    if reason := engine.unsupported(sampling):
-      raise UserError(f'{where}: {reason}')
 
 
 def engine_setting(config: Config, workdir: pathlib.Path, prepared: Prepared) -> EngineSetting:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from absl import logging
 from jax.sharding import Mesh
 
-from jaxrl_llm.app.composition.engines import check_sampling
 from jaxrl_llm.app.schema import AlgorithmConfig, Config, CriticConfig, Pairs, Recorded, Rollouts, StageConfig
 from jaxrl_llm.batching.plan import plan_shape
 from jaxrl_llm.config.own import named_pair
@@ -53,7 +52,7 @@ def build_stages(
   for stage in config.stages:
     stages.append(_stage(stage, config, mesh, start, vocab_size, lengths.get(stage.name, ())))
     start += stage.steps
-  check_sampling(config)
+  config.check_sampling()
   return tuple(stages)
 
 
@@ -140,7 +139,10 @@ def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> No
   if selection == 'shortest_correct' and name in ALGORITHMS and name != 'sft':
     raise UserError(f'{where}.source.selection: imitates one answer of a group, which {name} does not; use sft')
   if not groups and name in ALGORITHMS and name not in OFFLINE:
-    raise UserError(f'{where}.source: {name} learns from rollouts; give it Rollouts or Recorded')
+    raise UserError(
+      f'{where}.source: {name} learns from rollouts; give it Rollouts '
+      + ('with experts' if name == 'mix' else 'or Recorded')
+    )
   if (name == 'mix') != bool(expert_rows) and name in ALGORITHMS:
     raise UserError(f'{where}.source.experts: mix learns from expert rows beside its rollouts, and only mix does')
   if algorithm.head == 'scalar' and groups:

@@ -66,13 +66,18 @@ def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str,
   """
   if spec is not None:
     raise UserError(f"--config={spec}: the run's own configuration is used; --config.field=value changes it")
-  config = apply_overrides(config_of_run(run), overrides)
+  saved = config_of_run(run)
+  config = apply_overrides(saved, overrides)
   check_alone()
-  addresses = f'{config.rollout.engine_options_key}.addresses'
-  if config.rollout.engine_spec().addresses and not any(key.startswith(addresses) for key in overrides):
+  attached, addresses = config.rollout.engine_spec().addresses, f'{config.rollout.engine_options_key}.addresses'
+  kept = not any(key.startswith(addresses) for key in overrides)
+  if attached and kept and attached == saved.rollout.engine_spec().addresses:
+    embedded = '--config.rollout.engine=embedded' + (
+      ' --config.rollout.engine_options={}' if config.rollout.engine_options else ''
+    )
     raise UserError(
-      f"{addresses}: the run's own servers would be given old weights; use --config.rollout.engine=embedded, or name "
-      f'others with --config.{addresses}=[…]'
+      f"{addresses}: the run's own servers would be given old weights; use {embedded}, or name others with "
+      f'--config.{addresses}=[…]'
     )
   explorers = config.rollout.explorers
   if explorers is None or explorers.listen is None or any(key.startswith('rollout.explorers') for key in overrides):

@@ -1152,18 +1152,16 @@ def call_from_namespace(front, upstream, token):
 @pytest.mark.full
 def test_another_host_reaches_the_server_through_the_front_alone(tmp_path, cabled):
   token_file(tmp_path)
-  env = {**os.environ, 'PYTHONPATH': f'{ROOT}{os.pathsep}{ROOT / "tests"}'}
+  env = cabled.environment()
   pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'text': True, 'env': env}
-  server = subprocess.Popen(cabled.run(0, 'rollout_front_test', 'serve_in_namespace', str(tmp_path)), **pipes)
+  server = subprocess.Popen(cabled.run(0, __name__, 'serve_in_namespace', str(tmp_path)), **pipes)
 
   def told():
     print(file=server.stdin, flush=True)
     return json.loads(server.stdout.readline())
 
   def call(token):
-    command = cabled.run(
-      1, 'rollout_front_test', 'call_from_namespace', addresses['front'], addresses['upstream'], token
-    )
+    command = cabled.run(1, __name__, 'call_from_namespace', addresses['front'], addresses['upstream'], token)
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=PATIENCE_S)
     return json.loads(done.stdout)
 
