@@ -1,6 +1,7 @@
-"""Watches a verifier that should only compare text: refuses anything else, so that its process can be discarded.
+"""Watches verifiers that should only compare text, and refuses any other operation.
 
-The watch is an audit hook of the interpreter: it sees each operation before it happens, and cannot be removed.
+The watch is an audit hook of the interpreter: it sees each operation before it happens, and cannot be removed. A
+process in which an operation was refused is to be discarded.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def watched(name: str, literal: str | None = None) -> Iterator[None]:
   processes.
 
   Args:
+    name: the verifier's name, for the error message.
     literal: harmless text that may be compiled nevertheless.
 
   Raises:

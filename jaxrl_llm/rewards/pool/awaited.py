@@ -1,4 +1,4 @@
-"""Scorers that wait for another process, on the event loop: opened once, with limited concurrency and call deadlines.
+"""Runs scorers that wait for another process on the event loop: opens each once, limits its concurrency and call time.
 
 Invariants: a call ends at its deadline even if the scorer ignores its cancellation; exceptions are returned as data.
 """
@@ -19,13 +19,13 @@ from jaxrl_llm.rewards.api import Addressed, Attempt, Awaited, AwaitedGroup
 from jaxrl_llm.rewards.pool.outcome import CallOutcome, checked, failed, timed_out
 
 OPEN_DEADLINE_S = 120.0
-"""Time limit for opening a scorer: its session, the first reply of its server."""
+"""Time limit in seconds for opening a scorer, including the first reply from its server."""
 CLOSE_DEADLINE_S = 10.0
-"""Time limit for closing a scorer, after which the run goes on without waiting."""
+"""Time limit in seconds for closing a scorer; after that, the run continues without waiting."""
 
 
 class AwaitedScorer:
-  """One awaited scorer, from `start` to `close`."""
+  """Opens, calls and closes one `Awaited` or `AwaitedGroup` scorer."""
 
   def __init__(self, name: str, scorer: Awaited | AwaitedGroup):
     if scorer.concurrency < 1:
@@ -38,7 +38,7 @@ class AwaitedScorer:
     self._under_way: set[asyncio.Task] = set()
 
   async def start(self) -> None:
-    """Opens the scorer. Raises RunError if that fails, or the scorer's own UserError."""
+    """Opens the scorer. Raises RunError if that fails; a UserError raised by the scorer is passed on."""
     ready: asyncio.Future = asyncio.get_running_loop().create_future()
     self._open = asyncio.create_task(self._hold(ready))
     try:
@@ -93,7 +93,7 @@ class AwaitedScorer:
     return isinstance(self._call, Addressed)
 
   def set_addresses(self, addresses: Sequence[str]) -> None:
-    """Sets the scorer's addresses. Raises UserError if it refuses one, or has no addresses."""
+    """Sets the scorer's addresses. Raises UserError if the scorer refuses one, or if it has no addresses."""
     if not isinstance(self._call, Addressed):
       raise UserError(f'scorer {self._name!r} has no addresses that could change')
     try:

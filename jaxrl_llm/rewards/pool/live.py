@@ -22,21 +22,21 @@ FILE = 'scorers.json'
 CHECK_S = 1.0
 """Polling interval in seconds."""
 _MAX_BYTES = 1 << 20
-"""Maximum file size."""
+"""Maximum file size in bytes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Live:
-  """Parsed content of the file."""
+  """Parsed content of `scorers.json`."""
 
   workers: int | None = None
   """Number of scorer processes; None: unchanged."""
   addresses: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-  """New addresses by scorer name; other scorers keep theirs."""
+  """New addresses, keyed by scorer name; scorers not listed keep theirs."""
 
 
 def parse(text: str) -> Live:
-  """Parses the file's text. Raises UserError if it is malformed."""
+  """Parses the text of `scorers.json`. Raises UserError if it is malformed."""
   try:
     said = parse_json(text)
   except ValueError as error:
@@ -57,15 +57,16 @@ def _is_list_of_addresses(value: Any) -> bool:
 
 
 class Partly(UserError):
-  """Part of the file was applied and the rest refused; the message says which."""
+  """Part of the file was applied and the rest was refused; the message says which."""
 
 
 class LiveFile:
-  """Polls the file and applies its changes."""
+  """Polls a file and applies its content whenever it changes."""
 
   def __init__(self, path: pathlib.Path, apply: Callable[[Live], Awaitable[None]]):
     """
     Args:
+      path: the file; it need not exist.
       apply: applies the content; raises UserError if nothing was applied, Partly if only a part was.
     """
     self._path, self._apply = path, apply

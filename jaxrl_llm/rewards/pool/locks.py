@@ -1,4 +1,4 @@
-"""Inter-process locks of scorer processes without a name in the file system.
+"""Locks between scorer processes that have no name in the file system.
 
 With a fork server, `multiprocessing` uses semaphores with names in /dev/shm, which are leaked when the whole process
 tree is killed.
@@ -14,9 +14,10 @@ import time
 
 
 class PipeLock:
-  """A reentrant lock between processes: the thread that has read the single byte of a pipe holds it.
+  """A reentrant lock between processes: whichever thread has read the pipe's single byte holds the lock.
 
-  Pickled to a process when that starts. As with `multiprocessing.RLock`, a holder that is killed never releases it.
+  Passed to a process by pickling when the process starts. As with `multiprocessing.RLock`, a holder that is
+  killed never releases it.
   """
 
   def __init__(self, context: multiprocessing.context.BaseContext):

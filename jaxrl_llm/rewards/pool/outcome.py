@@ -13,7 +13,7 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.rewards.api import Verdict
 
 MAX_SCORE = 1e9
-"""Largest magnitude of a value, part or turn value: its square and sums over a batch stay finite in float32."""
+"""Maximum magnitude of a value, part or turn value; squares and sums over a batch thus stay finite in float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,9 +22,9 @@ class CallOutcome:
 
   status: Status = Status.OK
   verdicts: tuple[Verdict, ...] = ()
-  """One per attempt; empty if the call failed."""
+  """One verdict per attempt; empty if the call failed."""
   evidence: Mapping[str, Json] = dataclasses.field(default_factory=dict)
-  """Why the call failed."""
+  """Details of the failure; empty if the call succeeded."""
   seconds: float = 0.0
   overran: bool = False
   """Whether the call ran out of time, memory or stack."""
@@ -33,7 +33,7 @@ class CallOutcome:
 def checked(verdicts: Sequence[Verdict], count: int) -> tuple[Verdict, ...]:
   """Validates `count` verdicts and converts them to plain floats and JSON.
 
-  Raises TypeError or ValueError for other types or counts, numbers beyond `MAX_SCORE` and deeply nested evidence.
+  Raises TypeError or ValueError for a wrong type or count, a number beyond `MAX_SCORE`, or deeply nested evidence.
   """
   if not isinstance(verdicts, Sequence):
     raise TypeError(f'scorer returned {type(verdicts).__name__} for a group, wanted a tuple of Verdicts')
@@ -69,7 +69,7 @@ def failed(raised: BaseException, seconds: float) -> CallOutcome:
 def _text(raised: BaseException) -> str:
   try:
     return f'{type(raised).__name__}: {raised}'[:500]
-  except Exception as error:  # `__str__` may be the scorer's own code too.
+  except Exception as error:  # `__str__` may be the scorer's own code, and raise in turn.
     return f'{type(raised).__name__}, whose text cannot be had ({type(error).__name__})'
 
 

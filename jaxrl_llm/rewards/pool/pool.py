@@ -1,7 +1,7 @@
 """The scorer pool: scores attempts as soon as they finish, concurrently with the rest of the run.
 
 Invariants: every call ends in exactly one Score per attempt; a scorer that hangs, raises or crashes its process affects
-its own scores only, its `on_failure` policy says what they are worth, and every failure is counted.
+only its own scores, whose values its `on_failure` policy decides; every failure is counted.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ class ScorerPool:
   """Runs all scorers of a run: CPU-bound ones in worker processes, awaited ones on the event loop.
 
   Attributes:
-    counts: calls by status, in total (`ok`, `timeout`, `error`, `crashed`) and per scorer (`<scorer>/<status>`), and
-      how failures were handled: `<scorer>/retried`, `<scorer>/unscorable`, `<scorer>/zeroed`, and groups in
-      `<scorer>/dropped_groups`. `unscorable` counts all values of None, `breaks` restarts of all workers.
+    counts: counters keyed by name. Calls by status: `ok`, `timeout`, `error` and `crashed` in total, and
+      `<scorer>/<status>` per scorer. How failures were handled: `<scorer>/retried`, `<scorer>/unscorable`,
+      `<scorer>/zeroed` and, counting groups, `<scorer>/dropped_groups`. `unscorable` counts all values of None;
+      `breaks` counts restarts of all workers.
   """
 
   def __init__(self, scorers: Mapping[str, AnyScorer], config: RewardsConfig, *, live: pathlib.Path | None = None):
     """
     Args:
-      scorers: scorers by their names in `config`.
+      scorers: scorers, keyed by their names in `config`.
       live: path of the file that reconfigures the pool during the run (`pool.live`); None: no such file.
     """
     missing = [s.name for s in config.scorers if s.name not in scorers]
@@ -158,7 +159,7 @@ class ScorerPool:
   async def _scores(
     self, config: ScorerConfig, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...] = ()
   ) -> tuple[Score, ...]:
-    """Returns one Score per attempt, after as many calls as the scorer's policy allows."""
+    """Returns one Score per attempt; a failed call is repeated as often as the scorer's `retries` allow."""
     calls = 1
     while (outcome := await self._call(config, attempts, scores)).status != Status.OK:
       blamed = outcome.overran and isinstance(self._scorers[config.name], OverrunIsZero)
@@ -188,7 +189,7 @@ class ScorerPool:
   def _failed(
     self, config: ScorerConfig, attempts: tuple[Attempt, ...], outcome: CallOutcome, calls: int, *, blamed: bool
   ) -> tuple[Score, ...]:
-    """Returns the scores of a failed call by the scorer's policy; 0 if the completion is to blame."""
+    """Returns the scores of a failed call: 0 if the completion is to blame, else as the scorer's `on_failure` says."""
     value = 0.0 if blamed or config.on_failure == 'zero' else None
     evidence = {**outcome.evidence, 'caused_by': 'completion' if blamed else 'scorer', 'calls': calls}
     if value is None:

@@ -1,4 +1,4 @@
-"""Worker processes for scorers: killable, replaced when they die, resizable at any time.
+"""Worker processes for scorers; they can be killed, are replaced when they die, and their number can change any time.
 
 Invariants: every call ends in exactly one `CallOutcome`; a scorer that hangs, raises or crashes its process affects its
 own call only; no worker outlives the process that owns it.
@@ -35,14 +35,14 @@ from jaxrl_llm.rewards.pool.locks import NamelessLocks
 from jaxrl_llm.rewards.pool.outcome import CallOutcome, timed_out
 
 START_DEADLINE_S = 120.0
-"""Time limit in seconds, on a busy machine, to start (with imports) or to end the fork server and the workers."""
+"""Time limit in seconds for starting (with imports) or ending the fork server and the workers on a busy machine."""
 _TO_START = 'scorer workers to start (do their modules import?)'
 
 CHECK_S = 1.0
-"""Interval, in seconds, of the checks that the pool is alive while a call is in flight."""
+"""Interval in seconds at which the pool is checked to be alive while a call is in flight."""
 
 MAX_BREAKS = 5
-"""Consecutive breaks of the whole pool, without an outcome in between, that are tolerated; one more stops the run."""
+"""Maximum number of times the whole pool may break without an outcome in between; one more stops the run."""
 
 
 class Workers:
@@ -64,20 +64,20 @@ class Workers:
   ):
     """
     Args:
-      environment: names of variables that workers keep although they look like secrets.
-      longest_s: longest call deadline of any scorer.
+      environment: environment variables that workers keep although their names suggest secrets.
+      longest_s: longest call deadline of any scorer, in seconds.
       counts: counter whose `breaks` is incremented whenever all processes have to be restarted.
     """
     self._scorers, self._memory_limit_bytes, self._longest_s = dict(scorers), memory_limit_bytes, longest_s
     self._withheld = tuple(name for name in worker.secrets(os.environ) if name not in environment)
     self.count, self._counts = count, counts
-    # Twice the workers: each has its next call queued while the event loop is busy elsewhere.
+    # Twice the number of workers: each has its next call queued while the event loop is busy elsewhere.
     self._slots = asyncio.Semaphore(2 * count)
     self._changing = asyncio.Lock()
     self._breaks_in_a_row = 0
     self._pool: pebble.ProcessPool | None = None
     self._old: dict[asyncio.Task, pebble.ProcessPool] = {}
-    """Pools finishing their last calls, by the task that waits for their end."""
+    """Pools that finish their last calls, keyed by the task that waits for their end."""
 
   async def start(self) -> None:
     """Starts the workers; returns when they respond."""
@@ -177,7 +177,7 @@ class Workers:
       return None
 
   async def _mend(self, broken: pebble.ProcessPool, error: BrokenProcessPool) -> None:
-    """Replaces a broken pool, once even if several calls failed on it."""
+    """Replaces a broken pool, only once even if several calls failed on it."""
     async with self._changing:
       if self._pool is not broken:
         return

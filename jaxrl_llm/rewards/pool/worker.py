@@ -1,4 +1,5 @@
-"""The code of a scorer worker process: its scorers, its resource limits, and its end with the pool's owner."""
+"""Code that runs in a scorer worker process: holds the scorers, sets resource limits, and ends with the pool's
+owner."""
 
 from __future__ import annotations
 
@@ -27,18 +28,18 @@ from jaxrl_llm.rewards.watch import BadSign
 HEAVY = ('jax', 'torch')
 
 DISCARDED = 70
-"""Exit code of a worker in which a verifier did more than compare text."""
+"""Exit code of a worker that ends because a verifier did more than compare text."""
 
 _PACKAGE = 'jaxrl_llm.rewards.'
 _ADAPTERS = 'adapters'
-"""Module of the scorers that call a user's function."""
+"""Name of the module whose scorers call a user's function."""
 
 _SECRET = re.compile(
   r'(?:^|_)(?:API_?KEYS?|KEYS?|TOKENS?|AUTH)(?:_|$)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL', re.IGNORECASE
 )
 
 _scorers: dict[str, Scorer | PerGroup] = {}
-"""Scorers of this process, by name."""
+"""Scorers of this process, keyed by name."""
 
 
 def _die_with_owner() -> None:
@@ -64,17 +65,17 @@ def _die_with_owner() -> None:
 
 
 def _libraries_of(module: str) -> tuple[str, ...]:
-  """Returns a module's `LIBRARIES`: those that its functions import at their first call."""
+  """Returns a module's `LIBRARIES`: the libraries that its functions import at their first call."""
   return getattr(sys.modules.get(module), 'LIBRARIES', ())
 
 
 def _known_libraries() -> set[str]:
-  """Returns the libraries of all modules of this package that this process has imported."""
+  """Returns the `LIBRARIES` of all modules under `jaxrl_llm.rewards` that this process has imported."""
   return {library for name in [*sys.modules] if name.startswith(_PACKAGE) for library in _libraries_of(name)}
 
 
 def _built_in(scorer: Scorer | PerGroup) -> tuple[str, ...] | None:
-  """Returns the modules that a built-in scorer needs (its own and libraries); None for a user's scorer: unknown.
+  """Returns the modules that a built-in scorer needs (its own and its libraries); None for a user's scorer.
 
   Options with an attribute `libraries` override the module's `LIBRARIES`.
   """
@@ -93,7 +94,7 @@ def _built_in(scorer: Scorer | PerGroup) -> tuple[str, ...] | None:
 def preload(scorers: Iterable[Scorer | PerGroup]) -> tuple[str, ...]:
   """Returns the modules that the fork server imports for workers with these scorers.
 
-  A user's scorer adds the libraries that this process has imported: its module may have imported them.
+  For a user's scorer they include the known libraries that this process has imported, perhaps for that scorer.
   """
   modules = [__name__]
   for scorer in scorers:
@@ -107,8 +108,8 @@ def preload(scorers: Iterable[Scorer | PerGroup]) -> tuple[str, ...]:
 def _import_libraries(scorers: Iterable[Scorer | PerGroup]) -> None:
   """Imports the libraries that the scorers' first calls would otherwise import within their deadlines.
 
-  The fork server usually has them, unless it was started for other scorers. Which built-in functions a user's scorer
-  calls is unknown, so the libraries of all modules imported with it are loaded.
+  The fork server usually has them, unless it was started for other scorers. A user's scorer may call any built-in
+  scoring function that it has imported, so the libraries of all imported modules are loaded for it.
   """
   libraries: set[str] = set()
   for scorer in scorers:
@@ -125,7 +126,8 @@ def secrets(environment: Iterable[str]) -> list[str]:
 
 
 def initialise(scorers: Mapping[str, Scorer | PerGroup], memory_limit_bytes: int, withheld: Iterable[str] = ()) -> None:
-  """Initialises a worker process, without the environment variables in `withheld`."""
+  """Initialises a worker process: limits, libraries and scorers; removes the variables `withheld` from its
+  environment."""
   _die_with_owner()
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the owner decides.
   # A Python handler would wait for C code to return, holding up all workers meanwhile.
@@ -162,7 +164,7 @@ def call(name: str, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ..
     sys.stderr.flush()
     os._exit(DISCARDED)
   except BaseException as raised:
-    # The frames may hold what fills the memory, and the outcome needs some.
+    # Frees objects held by the frames: if they fill the memory, none is left for the outcome.
     raised.__cause__ = raised.__context__ = None
     traceback.clear_frames(raised.__traceback__)
     return failed(raised, time.perf_counter() - start)

@@ -1,7 +1,7 @@
 """Starts sandboxes: with the project's own namespaces, with bubblewrap or, on request, without isolation.
 
-Invariant: no process started here outlives its starter. Each waits on a socket whose other end only the starter holds,
-and ends when that end closes, for whatever reason.
+Invariant: no process started here outlives the process that started it. Each waits on a socket whose other end only the
+starting process holds, and ends when that end closes, for whatever reason.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rewards.sandbox.inside.channel import Channel, ChannelClosed
 
 Isolation = Literal['auto', 'namespaces', 'bubblewrap', 'none']
-"""auto: namespaces where the kernel permits them, else bubblewrap, else an error. none: limits, but no isolation."""
+"""auto: namespaces if the kernel permits them, else bubblewrap, else an error; none: resource limits but no
+isolation."""
 
 START_S = 30.0
-"""Seconds for Python to start on a busy machine."""
+"""Time limit in seconds for Python to start on a busy machine."""
 _CODE = pathlib.Path(__file__).parent
 _FLAGS = ('-P', '-s', '-S', '-B', '-X', 'utf8')
 _SYSTEM = ('/usr', '/bin', '/sbin', '/lib', '/lib32', '/lib64', '/libx32')
@@ -53,7 +54,7 @@ class NoIsolation(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Preload:
-  """Libraries of a sandbox besides the standard library."""
+  """Libraries that programs in a sandbox can import, besides the standard library."""
 
   path: tuple[str, ...] = ()
   """Host directories from which programs import; programs can read everything in them."""
@@ -82,7 +83,7 @@ def readable() -> tuple[str, ...]:
   return tuple(paths)
 
 
-# Appended to the path, so that files beside `inside` hide none of Python's own modules.
+# The code directory comes last in `sys.path`, so that files beside `inside` hide none of Python's own modules.
 _START = (
   'import json, os, sys; options = json.loads(os.read(0, int(sys.argv[2]))); sys.path.append(options["code"]); '
   'from inside.zygote import main; main(options)'
@@ -92,7 +93,8 @@ _START = (
 def _python(options: dict[str, Any]) -> tuple[list[str], bytes]:
   """Returns a command, and the options as the first bytes of its standard input.
 
-  Options name host directories, and programs inside can read the command line of the process they descend from.
+  The options are not on the command line because they name host directories, and programs in a sandbox can read the
+  command line of the process that they descend from.
   """
   first = json.dumps(options).encode()
   arguments = [str(options['tmp_bytes']), str(len(first))]
@@ -195,7 +197,7 @@ class Bubblewrap:
     for path in ('/dev/shm', '/tmp'):
       self._command += ['--size', str(tmp_bytes), '--tmpfs', path]
     self._command += ['--chmod', '1777', '/tmp', '--chdir', '/tmp']
-    # /proc too: if root starts this, programs are root on the outside, who may change the kernel's settings.
+    # /proc too: if root starts bwrap, programs are root outside the sandbox, and root may change the kernel's settings.
     for path in ('/dev', '/proc', '/'):
       self._command += ['--remount-ro', path]
     command, self._first = _python({'code': str(code), 'tmp_bytes': tmp_bytes, 'once': True, **preload.options()})
@@ -208,7 +210,7 @@ class Bubblewrap:
     self._processes[0].stderr.close()
 
   def start(self, errors: int = subprocess.DEVNULL) -> socket.socket:
-    """As `Zygote.start`; bwrap writes its error messages to `errors`."""
+    """Starts a sandbox like `Zygote.start`; bwrap writes its error messages to `errors`."""
     self._processes = [process for process in self._processes if process.poll() is None]
     ours, theirs = socket.socketpair()
     ours.sendall(self._first)

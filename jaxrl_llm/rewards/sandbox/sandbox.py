@@ -1,7 +1,7 @@
 """Runs untrusted programs, each in its own sandbox, which is discarded afterwards.
 
-Invariant: the outcome rests on nothing that the program could have written: its outputs are compared here, and
-function tests run in a separate process (`inside.examiner`), out of the program's reach.
+Invariant: a program cannot write its own outcome: its output is compared here, outside the sandbox, and function tests
+run in a separate process (`inside.examiner`), out of the program's reach.
 """
 
 from __future__ import annotations
@@ -21,52 +21,52 @@ from jaxrl_llm.rewards.sandbox.inside.channel import Channel, ChannelClosed
 from jaxrl_llm.rewards.sandbox.isolation import NOTHING, Isolation, Preload, Starter, first_words, open_starter
 
 _GRACE_S = 15.0
-"""Seconds beyond a program's wall-clock limit for the sandbox to report it."""
+"""Seconds that the sandbox has, after a program's wall-clock limit, to report the outcome."""
 
 
 class SandboxError(RuntimeError):
-  """The sandbox failed, not the program in it."""
+  """The sandbox itself failed, rather than the program in it."""
 
 
 class Ending(enum.StrEnum):
-  """How a program ended, or that it passed."""
+  """How a program ended."""
 
   PASSED = 'passed'
   FAILED = 'failed'
-  """It ran to its end, and a test failed."""
+  """The program ran to its end, and a test failed."""
   EXCEPTION = 'exception'
   EXIT = 'exit'
-  """It exited: with an exit code, or before its tests were over."""
+  """The program exited with a nonzero code, or before its tests were over."""
   SIGNAL = 'signal'
   WALL = 'wall'
-  """It reached the wall-clock limit by itself, sleeping or waiting."""
+  """The program reached the wall-clock limit, and not because the machine was busy."""
   CPU = 'cpu'
-  """It ran out of processor time."""
+  """The program used up its processor time."""
   MEMORY = 'memory'
   OUTPUT = 'output'
   PROCESSES = 'processes'
   LOST = 'lost'
-  """It killed its own supervisor, which only a program without isolation can do."""
+  """The program killed its own supervisor; only a program without isolation can."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-  """Limits of one program, including all of its tests and processes."""
+  """Resource limits for one program, including all of its tests and processes."""
 
   wall_s: float = 30.0
   """Wall-clock time. If a program reaches it because the machine is busy, the run raises a SandboxError."""
   cpu_s: int = 6
   """Processor time of all processes together, including those of the tests."""
   memory_mib: int = 1024
-  """Address space of each process, and resident memory of all together."""
+  """Maximum address space of each process, and maximum resident memory of all together, in MiB."""
   processes: int = 32
   files: int = 256
-  """Files open at once, in each process."""
+  """Maximum number of files that each process may have open."""
   file_mib: int = 64
   tmp_mib: int = 64
-  """Size of all files together; they are in memory."""
+  """Maximum total size of all files in MiB; they are in memory."""
   output_kib: int = 1024
-  """Size of standard output, and of standard error."""
+  """Maximum size in KiB, of standard output and standard error each."""
 
   def __post_init__(self):
     for name, value in dataclasses.asdict(self).items():
@@ -74,7 +74,7 @@ class Limits:
         raise UserError(f'sandbox: limit {name} is {value}, wanted a positive number')
 
   def message(self) -> dict[str, Any]:
-    """Returns the limits as the supervisor reads them."""
+    """Returns the limits in the form that the supervisor reads."""
     return {
       'wall_s': self.wall_s,
       'cpu_s': self.cpu_s,
@@ -95,7 +95,7 @@ class ProgramOutcome:
   isolation: str
   """How the program was isolated: 'namespaces', 'bubblewrap' or 'none'."""
   detail: str = ''
-  """Exception, exit code or signal, or the first test that failed."""
+  """Details of the ending: the exception, exit code or signal, or the first test that failed."""
   seconds: float = 0.0
 
   @property
@@ -115,7 +115,7 @@ T = TypeVar('T')
 
 
 class Stop:
-  """Ends a program from another thread; if programs are isolated, its caller gets a SandboxError."""
+  """Ends a program from another thread; if programs are isolated, whoever runs the program gets a SandboxError."""
 
   def __init__(self):
     self._lock = threading.Lock()
@@ -130,7 +130,10 @@ class Stop:
 
   @contextlib.contextmanager
   def ends(self, connection: socket.socket) -> Iterator[None]:
-    """Lets `set` end the sandbox behind `connection` during the block. Raises SandboxError if it is set already."""
+    """Lets `set` end the sandbox behind `connection` during the block.
+
+    Raises SandboxError if `set` was called before.
+    """
     with self._lock:
       if self._is_set:
         raise SandboxError('the program was stopped before it began')
@@ -222,7 +225,7 @@ class Sandboxes:
         ended = Ending.MEMORY if error['type'] == 'MemoryError' else Ending.FAILED
         detail = f'test {passed.index(False)}: {error["type"]}: {error["text"]}'
         return self._outcome(ended, sum(passed), len(tests), detail)
-      # The program was gone before its tests were over: even an exit code of 0 is premature.
+      # The program ended before its tests were over, so even exit code 0 is a failure.
       ended = Ending.EXIT if result['ended'] == 'ok' else Ending(result['ended'])
       return self._outcome(ended, sum(passed), len(tests), _detail(result))
 
@@ -271,7 +274,7 @@ class Sandboxes:
         self._running.discard(connection)
 
   def _take(self) -> socket.socket:
-    """Returns a ready sandbox and starts another one for the next program."""
+    """Takes a ready sandbox and starts another one for the next program."""
     reason: object = None
     for _ in range(3):
       with self._lock:
@@ -298,7 +301,7 @@ class Sandboxes:
 
   def _restart(self, failed: Starter) -> None:
     with self._lock:
-      if self._starter is not failed or self._closed:  # Another thread has replaced or closed it.
+      if self._starter is not failed or self._closed:  # Another thread has already replaced or closed it.
         return
       for control in self._idle:
         control.close()
@@ -310,7 +313,7 @@ class Sandboxes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-  """A program and its tests: `cases` or `tests`."""
+  """A program and its tests, which are either `cases` or `tests`."""
 
   program: str
   cases: tuple[Case, ...] = ()
@@ -345,7 +348,7 @@ def _judged(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lines(text: str) -> list[str]:
-  """Splits into lines, without white space at their ends and without empty lines at the end."""
+  """Splits text into lines, without white space at line ends and without empty lines at the end of the text."""
   return [line.rstrip() for line in text.rstrip().split('\n')]
 
 

@@ -1,7 +1,7 @@
 """HTTP server that runs programs: `POST /run` takes a program and its tests, and returns how the program ended.
 
-Invariant: it serves anyone who can reach it, so it listens on a unix socket that only its user can reach; other users
-go through a front that checks a token (`rollout.front`).
+Invariant: the server checks no token, so it listens on a unix socket that only its own user can reach; other users go
+through a front that checks a token (`core.net.front`).
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ MAX_BODY = 64 << 20
 MOST = Limits(
   wall_s=120.0, cpu_s=120, memory_mib=8192, processes=256, files=4096, file_mib=1024, tmp_mib=1024, output_kib=65536
 )
-"""The largest limits that a request may ask for."""
+"""Maximum limits that a request may ask for."""
 _KINDS = 8
-"""Maximum number of different limits for which sandboxes are kept ready."""
+"""Maximum number of different `Limits` for which sandboxes are kept ready."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Order:
-  """The body of a request."""
+  """Body of a `POST /run` request."""
 
   work: Work
   limits: Limits
 
 
 class SandboxServer:
-  """Runs at most `at_once` programs at a time; others wait.
+  """Serves requests to run programs: at most `at_once` at a time, while others wait.
 
   Raises:
     NoIsolation: if this machine cannot isolate as requested.

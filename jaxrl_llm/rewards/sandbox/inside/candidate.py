@@ -1,7 +1,7 @@
-"""The untrusted program's process: runs the program, then serves requests from the tests' process.
+"""Code of the untrusted program's process: runs the program, then answers requests from the tests' process.
 
-Nothing here is trusted: the program can change all of it. It can reach only its own process, a socket that carries
-nothing but answers, and two pipes for its output.
+Nothing here is trusted, since the program can change all of it. The program can reach only its own process, a socket
+that carries nothing but its answers, and two pipes for its output.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def run_program(source: str, name: str) -> dict[str, Any]:
   sys.argv = [FILE]
   module = types.ModuleType(name)
   module.__dict__.update(namespace)
-  sys.modules[name] = module  # Where dataclasses and pickle look up a class's module.
+  sys.modules[name] = module  # Dataclasses and pickle look up a class's module there.
   linecache.cache[FILE] = (len(source), None, source.splitlines(keepends=True), FILE)
   exec(compile(source, FILE, 'exec', dont_inherit=True), module.__dict__)  # Without this module's __future__ imports.
   return module.__dict__
 
 
 def lines_of(error: BaseException) -> str:
-  """Returns the end of the error's traceback, with the program's own frames only."""
+  """Returns the end of the error's traceback, reduced to the program's own frames."""
   shown = traceback.TracebackException.from_exception(error, limit=-4)
   shown.stack = traceback.StackSummary.from_list([frame for frame in shown.stack if frame.filename == FILE])
   return ''.join(shown.format(chain=False))[-1000:]
@@ -54,7 +54,7 @@ def _operations(kind: type) -> list[str]:
 
 
 def _inherited(kind: type, base: type) -> list[str]:
-  """Operations for which a class uses the base's implementation."""
+  """Returns the operations for which a class inherits the implementation of `base`."""
   first = {name: next((k for k in kind.__mro__ if f'__{name}__' in vars(k)), None) for name in OPERATIONS}
   return [name for name, defining in first.items() if defining is base]
 
@@ -80,7 +80,8 @@ def _mutable(values: list[Any]) -> list[int]:
 
 
 def _exception_of(kinds: list[str], text: str) -> BaseException:
-  """Returns an exception for class names in MRO order: of a built-in class, or of one derived from it."""
+  """Returns an exception of the first class in `kinds` (names in MRO order), a built-in class or one derived from
+  it."""
   known = [getattr(builtins, kind, None) for kind in kinds]
   base = next((kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception)), RuntimeError)
   try:
@@ -97,9 +98,9 @@ class Candidate:
     self._peer = Peer(channel, self._answer, self._callback)
     self._callbacks: dict[int, Any] = {}
     self._turn = threading.RLock()
-    """Serializes threads that call functions of the tests."""
+    """Held by a thread that calls a function of the tests: one call at a time."""
     self._theirs: list[tuple[BaseException, int]] = []
-    """Exceptions of the tests' functions, with their numbers in the tests' process."""
+    """Exceptions raised by the tests' functions, with their numbers in the tests' process."""
     self._loop: Any = None
 
   def serve(self) -> None:
@@ -177,7 +178,10 @@ class Candidate:
     return {**reply, 'changed': changed} if changed else reply
 
   def _called(self, value: Any, *, whole: bool = False) -> Message:
-    """Builds a reply. With `whole`, an object of a class derived from a built-in one is lent, not sent as its base."""
+    """Builds the reply to a call.
+
+    With `whole`, an object whose class derives from a built-in type is lent, rather than sent as a value of that type.
+    """
     if value is NotImplemented:
       return {'absent': True}
     return {'value': self._peer.lend(value, _describe) if whole and base_of(type(value)) else self._pack(value)}
@@ -193,7 +197,7 @@ class Candidate:
     return bool(self._awaited(thing.__aexit__(*details)))
 
   def _awaited(self, awaitable: Any) -> Any:
-    """Runs the awaitable, in the one event loop of this process, and returns its result."""
+    """Runs the awaitable in this process's only event loop and returns its result."""
     import asyncio  # Imported late: few programs need it.
 
     async def wait() -> Any:
@@ -204,7 +208,7 @@ class Candidate:
     return self._loop.run_until_complete(wait())
 
   def _callback(self, message: Message) -> Any:
-    """Returns a callable for a function of the tests, an iterator over one of theirs, or a standard type."""
+    """Returns what the message refers to: a function of the tests, an iterator of the tests, or a built-in type."""
     if 'iter' in message:
       return self._items(message['ref'])
     if 'type' in message:

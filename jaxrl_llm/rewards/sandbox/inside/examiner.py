@@ -1,9 +1,9 @@
-"""The tests' process: runs tests against the program, which is another process and never sees them.
+"""Code of the tests' process: runs tests against the program, which is in another process and never sees them.
 
-Invariant: a verdict rests on plain values rebuilt here, and on the permitted uses of the program's objects
-(`inside.remote`). Nothing that the program sends selects a module, class or function of this process, ends an
-iteration of the tests early, or is caught by them in place of a failure: a test fails if the program was gone during
-it or sent an invalid message.
+Invariant: a verdict rests on plain values rebuilt here, and on permitted uses of the program's objects
+(`inside.remote`). Nothing that the program sends can select a module, class or function of this process beyond those
+listed here, end an iteration of the tests early, or let the tests catch a failure as an exception: a test fails if the
+program ends during it or sends an invalid message.
 """
 
 from __future__ import annotations
@@ -28,32 +28,34 @@ _ALIASED = frozenset({
   *('bisect', 'calendar', 'cmath', 'collections', 'copy', 'datetime', 'decimal', 'fractions', 'functools', 'heapq'),
   *('itertools', 'json', 'math', 'operator', 'random', 're', 'statistics', 'string', 'textwrap', 'time'),
 })  # fmt: skip
-"""Modules that the program may bind to a name in the tests (`import datetime as dt`): they only compute."""
+"""Modules to which a name in the tests may refer if the program imports them so (`import datetime as dt`); they only
+compute."""
 _GROUPS = {'ExceptionGroup', 'BaseExceptionGroup'}
-"""Exceptions that cannot be constructed from a text; their built-in base class is raised."""
+"""Exceptions that cannot be constructed from a text; their built-in base class is raised instead."""
 _UNICODE = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
-"""Exceptions that only a derived class can construct from a text."""
+"""Exceptions that cannot be constructed from a text, unless a derived class overrides `__init__`."""
 _ENDS = {'StopIteration', 'StopAsyncIteration'}
-"""Exceptions that end an iteration silently: `all(map(f, …))` would be true."""
+"""Exceptions that end an iteration silently: if `f` raised one, `all(map(f, …))` would be true."""
 _EVERY = {'AssertionError', 'Exception', 'BaseException'}
-"""Exceptions that no class of the program may stand for: `except Own` would catch the test's failure."""
+"""Exceptions that no name of the program may refer to: `except Own` in a test would then catch the test's failure."""
 
 _READING = frozenset({'__len__', '__iter__', '__next__', '__reversed__', '__bool__', '__str__', '__repr__', '__eq__'})
 """Methods that do not change the object."""
 _IS_SAME = '__is_same__'
-"""Name of `is_same` in the tests; names with such underscores are never requested from the program."""
+"""Name of `is_same` in the tests; names that start with two underscores are never requested from the program."""
 _MOST_RAISED = 1000
-"""Maximum number of exceptions of the tests' functions to keep, with everything they refer to."""
+"""Maximum number of exceptions raised by the tests' functions to keep, since each keeps what it refers to alive."""
 _SHOWN = '_shown'
 """Attribute of an exception that holds its text, if its arguments do not determine the text."""
 
 
 class ProgramError(BaseException):
-  """An exception of the program that tests cannot expect."""
+  """Stands in for a program exception with no built-in base that tests may catch; a BaseException, so that `except
+  Exception` in a test does not swallow it."""
 
 
 class Examiner:
-  """Runs tests, all in one namespace, with the names of the program that they use.
+  """Runs tests, all in one namespace that holds the program's values for the names that the tests use.
 
   Args:
     channel: channel to the program's process.
@@ -66,14 +68,14 @@ class Examiner:
     self._remotes: dict[tuple[int, Origin, str], Any] = {}
     self._exceptions: dict[str, type[BaseException]] = {}
     self._classes: set[str] = set()
-    """Class names of the program that the tests use."""
+    """Names of the program's classes that the tests use."""
     self._names = read_names((), entry_point)
     self._tests: list[str] = []
     self._streams = {'stdout': sys.stdout, 'stderr': sys.stderr}
     self._turn = threading.RLock()
     self.changes = 0
     self._raised: list[Exception] = []
-    """Exceptions that functions of the tests have raised in the program, which may let them pass."""
+    """Exceptions raised by the tests' functions when the program called them; the program may let them propagate."""
     self._failure: BaseException | None = None
     """Error that fails the current test even if the test caught it."""
     self.error: dict[str, Any] | None = None
@@ -110,21 +112,22 @@ class Examiner:
 
   @contextlib.contextmanager
   def _fatal(self) -> Iterator[None]:
-    """Fails the test for good if, within the block, the program is gone or sends an invalid message."""
+    """Fails the test, even if it catches the error, if the program ends or sends an invalid message within the
+    block."""
     try:
       yield
-    except Exception as error:  # No test may expect any of these, including a reply that exhausts memory.
+    except Exception as error:  # No test may catch any of these, not even a MemoryError from a huge reply.
       self._failure = self._failure or error
       raise
 
   def _named(self) -> dict[str, Any]:
     """Returns the program's values for the names that occur in the tests.
 
-    A built-in function is Python's, unless the program is to define it; so is a standard module, unless the tests use
-    attributes that it lacks.
+    The name of a built-in function means Python's, unless the tests expect the program to define it. The name of a
+    standard module means Python's, unless the tests use attributes that the module lacks.
     """
     values = self._ask_names(self._names.wanted)
-    # A name that the tests bind only after calling it was the program's.
+    # The tests may define a name after calling it; the program's function was then meant by the call.
     if self._names.ambiguous and not (values.keys() & self._names.called) - self._names.modules.keys():
       values |= self._ask_names(self._names.ambiguous)
     return {name: self._name(name, packed) for name, packed in values.items()}
@@ -138,7 +141,7 @@ class Examiner:
   def _name(self, name: str, packed: Any) -> Any:
     used = self._names.modules.get(name)
     if used is not None and name != self._entry_point:
-      with contextlib.suppress(ImportError):  # Some exist on other systems only.
+      with contextlib.suppress(ImportError):  # Some modules exist only on other systems.
         module = importlib.import_module(name)
         if used <= set(dir(module)):
           return module
@@ -171,7 +174,7 @@ class Examiner:
     return bool(made) and self.is_of_named_class(left) and self.is_of_named_class(right)
 
   def suppressible(self, error: BaseException) -> bool:
-    """Whether the tests raised the error on purpose, so that a context manager of the program may suppress it."""
+    """Whether the tests raised the error on purpose, so that the program's context manager may suppress it."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
       place = place.tb_next
@@ -208,7 +211,7 @@ class Examiner:
     return self._value(self._ask(request), origin, name, ends=ends)
 
   def _ask(self, request: Message) -> Message:
-    """Sends a request; the program reads and prints through the tests' replacements of the standard streams."""
+    """Sends a request. If the tests have replaced standard streams, the program's input and output go through them."""
     capture = [name for name, stream in self._streams.items() if getattr(sys, name) not in (stream, None)]
     given = sys.stdin if isinstance(sys.stdin, io.StringIO) else None
     if given is not None:
@@ -269,7 +272,7 @@ class Examiner:
     return error
 
   def _exception_class(self, kinds: list[str]) -> type[BaseException]:
-    """Returns the built-in exception class, or one made to look like the program's own."""
+    """Returns the exception class for `kinds` (names in MRO order): built-in, or imitating the program's own."""
     if kinds and kinds[0] in self._exceptions:
       return self._exceptions[kinds[0]]
     known = [getattr(builtins, kind, None) for kind in kinds if kind not in _GROUPS | _ENDS]
@@ -282,14 +285,14 @@ class Examiner:
       base = standard or (parents[0] if parents else base)
       show = base.__str__
       methods = {'__str__': lambda error: vars(error)[_SHOWN] if _SHOWN in vars(error) else show(error)}
-      if standard or issubclass(base, _UNICODE):  # It may require arguments other than a text.
+      if standard or issubclass(base, _UNICODE):  # The base may require arguments other than a text.
         methods['__init__'] = Exception.__init__
       base = type(kinds[0], (base,), methods)
       self._exceptions[kinds[0]] = base
     return base
 
   def _caught_class(self, kinds: list[str]) -> type[BaseException]:
-    """Returns the class that `except` gets where the program names an exception class."""
+    """Returns the class that a test gets, as in `except Own`, for an exception class of the program."""
     if kinds and kinds[0] in _EVERY and kinds[0] not in self._exceptions:
       self._exceptions[kinds[0]] = type(kinds[0], (Exception,), {})
     return self._exception_class(kinds)
@@ -327,11 +330,11 @@ class Examiner:
       return {'type': TYPE_NAMES[thing]}
     if not callable(thing) or isinstance(thing, type):
       raise TypeError(f'a {type(thing).__name__} of the tests cannot be handed to the program')
-    name, doc = (getattr(thing, f'__{what}__', None) for what in ('name', 'doc'))  # For a decorator that keeps them.
+    name, doc = (getattr(thing, f'__{what}__', None) for what in ('name', 'doc'))  # For `functools.wraps`.
     return {'name': name if isinstance(name, str) else 'function', 'doc': doc if isinstance(doc, str) else None}
 
   def _answer(self, request: Message) -> Message:
-    """Answers the program, which may call functions that it was handed and do nothing else."""
+    """Answers a request from the program, which may only call functions and read iterators that it was given."""
     try:
       function = self._peer.lent(request.get('of'))
       args, kwargs = request.get('args'), request.get('kwargs', {})
@@ -350,7 +353,7 @@ class Examiner:
 
 
 def _standard_exception(kinds: list[str]) -> type[Exception] | None:
-  """Returns the exception of that name in a loaded standard module: the tests may expect it by its module."""
+  """Returns the exception class called `kinds[0]` in a loaded standard module: tests may catch it as `module.Name`."""
   for name in sorted(_ALIASED | {'dataclasses', 'queue'}):
     kind = getattr(sys.modules.get(name), kinds[0], None)
     if isinstance(kind, type) and issubclass(kind, Exception) and kind.__name__ == kinds[0]:
@@ -359,7 +362,10 @@ def _standard_exception(kinds: list[str]) -> type[Exception] | None:
 
 
 def _in_parts(items: Iterator[Any]) -> Callable[[], list[Any]]:
-  """Returns a function that returns the next items, none at the end; single ones at first, as the program may stop."""
+  """Returns a function that returns lists of the next items, empty at the end.
+
+  The first lists have one item each, since the program may stop early.
+  """
   sizes = itertools.chain(itertools.repeat(1, 64), (1 << n for n in range(12)), itertools.repeat(1 << 12))
   return lambda: list(itertools.islice(items, next(sizes)))
 
@@ -369,7 +375,7 @@ def _file(number: int) -> str:
 
 
 def _replace(old: Any, new: Any) -> None:
-  """Applies the program's changes to an argument in place."""
+  """Gives the argument `old` the content of `new` in place, as the program changed it."""
   if type(old) is not type(new):
     return
   if isinstance(old, (list, bytearray)):

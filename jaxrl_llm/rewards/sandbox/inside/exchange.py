@@ -1,6 +1,6 @@
-"""Calls between two processes that do not trust each other; either may call back during a call.
+"""Calls between two processes that do not trust each other; during a call, the called process may call back.
 
-Invariant: a peer lets the other one do only what its `answer` implements, whatever the messages are.
+Invariant: whatever it receives, a peer does only what its `answer` function implements.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ OPERATIONS = (
   ),
   *('lshift', 'rshift', 'rlshift', 'rrshift'),
 )
-"""Special methods, without underscores, that one end applies to objects lent by the other."""
+"""Special methods, without underscores, that one end may call on objects lent by the other."""
 
 
 class Peer:
-  """One end: tracks the objects that it has lent and borrowed, by number.
+  """One end of the exchange: tracks, by number, the objects that it has lent and borrowed.
 
   Args:
     channel: channel to the other end.
@@ -62,7 +62,7 @@ class Peer:
     return encode(value, lambda thing: self.lend(thing, describe))
 
   def lend(self, thing: Any, describe: Callable[[Any], Message]) -> dict[str, Any]:
-    """Returns a message that refers to the object itself, whatever its type."""
+    """Returns a message that refers to the object, which stays in this process."""
     if id(thing) in self._borrowed:
       return {'yours': self._borrowed[id(thing)]}
     if id(thing) not in self._numbers:
@@ -79,7 +79,7 @@ class Peer:
     return self._lent[number]
 
   def borrow(self, number: int, proxy: Any) -> None:
-    """Records that `proxy` stands for the other end's object; the caller keeps it alive."""
+    """Records that `proxy` represents the other end's object `number`; the caller must keep the proxy alive."""
     self._borrowed[id(proxy)] = number
 
   def _resolve(self, message: Message) -> Any:

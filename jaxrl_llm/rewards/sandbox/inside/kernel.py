@@ -22,9 +22,10 @@ _CAPABILITY_VERSION = 0x20080522
 
 _ARCHITECTURES = {'x86_64': 0xC000003E, 'aarch64': 0xC00000B7}
 _DENIED = {
-  # Calls that get memory no limit counts, open other ways into the kernel, act on other processes (the scheduler only
-  # checks for the same user, which the supervisor has too), set priorities and processors, or use resources shared by
-  # all processes of a user or of the host.
+  # System calls that allocate memory no limit counts, open other ways into the kernel, act on other processes
+  # (scheduler
+  # calls only require the same user, and the supervisor has it too), set priorities and processors, or use resources
+  # shared by all processes of a user or of the host.
   'x86_64': {
     'shmget': 29, 'ptrace': 101, 'pivot_root': 155, 'chroot': 161, 'mount': 165, 'umount2': 166, 'swapon': 167,
     'add_key': 248, 'request_key': 249, 'keyctl': 250, 'unshare': 272, 'perf_event_open': 298, 'setns': 308,
@@ -43,21 +44,22 @@ _DENIED = {
   },
 }  # fmt: skip
 _PRLIMIT = {'x86_64': 302, 'aarch64': 261}
-"""prlimit64: denied on other processes, since it only checks for the same user, which the supervisor has too."""
+"""prlimit64: denied on other processes, since it only requires the same user, and the supervisor has it too."""
 _SIGACTION = {'x86_64': 13, 'aarch64': 134}
-"""rt_sigaction: denied for SIGCHLD, since the kernel reports no processor time of children whose end is ignored."""
+"""rt_sigaction: denied for SIGCHLD: if it is ignored, the kernel reports no processor time of ended children."""
 _SYNC = {'x86_64': (74, 75, 162, 277, 306), 'aarch64': (81, 82, 83, 84, 267)}
-"""fsync, fdatasync, sync, sync_file_range and syncfs: succeed at once. A program has no data on disk, and the host's
-disks could block it where no signal ends it."""
+"""fsync, fdatasync, sync, sync_file_range and syncfs: succeed at once without effect. A program has no data on disk,
+and while such a call waits for the host's disks, no signal can end the program."""
 _FCNTL = {'x86_64': 72, 'aarch64': 25}
 """fcntl: denied for leases and watches of files, since a lease blocks anyone who opens the file, on the host too."""
 _F_SETLEASE, _F_NOTIFY = 1024, 1026
 _CLONE, _CLONE3 = {'x86_64': 56, 'aarch64': 220}, 435
-"""clone: denied for user namespaces, since not every sandbox has a /proc that forbids them; clone3 hides its flags."""
+"""clone: denied for user namespaces, since not every sandbox can forbid them through /proc. clone3 is refused: the
+filter cannot see its flags."""
 _MMAP = {'x86_64': 9, 'aarch64': 222}
-"""mmap: denied for shared anonymous memory, which can be held without being resident in any process."""
+"""mmap: denied for shared anonymous memory, which can exist without being resident in any process."""
 _SOCKET = {'x86_64': (41, 53), 'aarch64': (198, 199)}
-"""socket and socketpair: allowed only for the families below, which the network namespace confines."""
+"""socket and socketpair: allowed only for the families in `_FAMILIES`, which the network namespace confines."""
 _SETSOCKOPT = {'x86_64': 54, 'aarch64': 208}
 """setsockopt: denied for the size of a send buffer, from which the supervisor estimates socket memory."""
 _SOL_SOCKET, _SO_SNDBUF = 1, 7
@@ -127,7 +129,7 @@ def set_inspectable(inspectable: bool) -> None:
 
 
 def gain_nothing() -> None:
-  """Prevents later execs from granting privileges."""
+  """Sets no_new_privs, so that executing a file never grants this process more privileges."""
   _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
@@ -140,16 +142,16 @@ def drop_capabilities() -> None:
 
 
 _Step = tuple[str, int, str, str] | tuple[str, int]
-"""(operation, operand); a jump adds the labels to go to if the condition holds and if not ('': the next step)."""
+"""(operation, operand); a jump also has two labels, to go to if its condition holds and if not ('': the next step)."""
 _OPERATIONS = {'load': 0x20, 'equal': 0x15, 'at least': 0x35, 'and': 0x54, 'answer': 0x06}
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, (16, 24, 32, 40, 48, 56)
-"""Offsets in `struct seccomp_data`; for arguments, of the low half."""
+"""Byte offsets in `struct seccomp_data`; those of the arguments point to their low 32 bits."""
 
 
 def _filter(machine: str) -> list[str | _Step]:
-  """Returns the steps of the seccomp filter, each label before its step."""
+  """Returns the steps of the seccomp filter; a label precedes the step that it marks."""
   denied = sorted({**_DENIED[machine], **_DENIED_EVERYWHERE}.values())
   shared = _MAP_SHARED | _MAP_ANONYMOUS
   return [
@@ -228,7 +230,7 @@ def _assemble(steps: list[str | _Step]) -> bytes:
 
 
 def deny_calls() -> None:
-  """Installs the seccomp filter: denied calls fail with an error, calls of another architecture kill the process."""
+  """Installs the seccomp filter: denied system calls fail, and those of another architecture kill the process."""
   machine = platform.machine()
   if machine not in _ARCHITECTURES:
     return

@@ -1,7 +1,7 @@
-"""Classifies names in tests from their source alone: which are the program's, and which stand for classes.
+"""Classifies the names in tests by the tests' source alone: which are the program's, and which mean classes.
 
-Invariant: nothing here depends on the program. It may define any name of the tests as anything, so the trust in a name
-of the program must follow from how the tests use it.
+Invariant: nothing here depends on the program. The program may define any name as anything, so how far a name is
+trusted must follow from how the tests use it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from collections.abc import Iterable
 
 _BUILTINS = frozenset(dir(builtins))
 _FOREIGN = frozenset({'np', 'numpy', 'pd', 'pandas', 'pytest', 'scipy', 'tf', 'torch'})
-"""Libraries that no sandbox has: a program's object of such a name is not what the tests mean."""
+"""Names of libraries that no sandbox has; tests that use one do not mean an object that the program calls so."""
 _COMPARING = {'isclose': 'math', 'fabs': 'math', 'deepcopy': 'copy'}
 _CONTAINERS = {'Counter': 'collections', 'OrderedDict': 'collections', 'deque': 'collections'}
-"""Standard functions and classes that tests apply to results before comparing them, with their modules."""
+"""Modules of standard classes that tests apply to results before comparing them, keyed by class name."""
 _CLASS_NAME = re.compile(r'_*[A-Z][A-Za-z0-9]*')
 
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-  """Names of the program that the tests use.
+  """Names that the tests use and that the program may have to provide.
 
   Attributes:
     wanted: names that the program may define; a built-in name only if it is the entry point.
     ambiguous: built-in names that may be the program's, since the tests leave no other name undefined.
-    modules: names of standard modules, with the attributes that the tests use.
-    standard: names of standard functions and classes that compare the program's results, with their modules.
-    functions: names whose results the tests compare with plain values, so that no class is meant.
+    modules: attributes of standard modules that the tests use, keyed by module name.
+    standard: modules of the standard functions and classes with which tests compare results, keyed by name.
+    functions: names whose results the tests compare with plain values, so that they do not mean classes.
     called: names that the tests call, or use only for attributes with an initial capital (classes and constants).
   """
 
@@ -53,7 +53,7 @@ class Names:
 
 
 def read_names(tests: Iterable[str], entry_point: str | None) -> Names:
-  """Reads the names in tests; a test that does not parse has none, and fails when it runs."""
+  """Reads the names in the tests; a test that cannot be parsed has none, and fails when it runs."""
   trees = []
   for test in tests:
     try:
@@ -68,7 +68,7 @@ def read_names(tests: Iterable[str], entry_point: str | None) -> Names:
   for node in nodes:
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
       name = node.value.id
-      if name in sys.stdlib_module_names and name != entry_point:  # Also if the tests import it later.
+      if name in sys.stdlib_module_names and name != entry_point:  # Even if the tests import it later.
         modules.setdefault(name, set()).add(node.attr)
   # If the tests use a name that only the program can define, built-in names are Python's.
   free = wanted - bound - modules.keys()
@@ -87,7 +87,7 @@ def read_names(tests: Iterable[str], entry_point: str | None) -> Names:
 
 
 def _bound(nodes: list[ast.AST]) -> set[str]:
-  """Names that the tests assign, import or define anywhere themselves."""
+  """Returns the names that the tests themselves assign, import or define anywhere."""
   bound = set()
   for node in nodes:
     match node:
@@ -103,7 +103,7 @@ def _bound(nodes: list[ast.AST]) -> set[str]:
 
 
 def _called_builtin(test: ast.AST) -> list[str]:
-  """The first built-in function that a test calls with no other one in its arguments; at most one name."""
+  """Returns the first built-in function that the test calls without another such call in the arguments; at most one."""
 
   def calls(node: ast.AST) -> list[ast.Call]:
     return [
@@ -117,7 +117,7 @@ def _called_builtin(test: ast.AST) -> list[str]:
 
 
 def _around_calls(nodes: list[ast.AST]) -> set[str]:
-  """Names called with the result of a call to another name or to a method; built-in functions do not count."""
+  """Returns the names that are called with another call in their arguments, other than of a built-in function."""
   names = set()
   for node in nodes:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -145,9 +145,9 @@ _DISPLAYS = ast.Constant | ast.List | ast.Tuple | ast.Set | ast.Dict | ast.ListC
 
 
 def _functions(nodes: list[ast.AST]) -> frozenset[str]:
-  """Names, also of methods, whose calls are compared with constants, or with lists, tuples, sets or dicts.
+  """Returns functions and methods whose results the tests compare with constants, lists, tuples, sets or dicts.
 
-  With `in`, only displays that contain constants count: a list of objects may well be searched for an object.
+  With `in`, only lists and the like that contain constants count: a list of objects may be searched for an object.
   """
   names = set()
   for node in nodes:
@@ -163,7 +163,7 @@ def _functions(nodes: list[ast.AST]) -> frozenset[str]:
 
 
 def _passed_as(others: set[str], nodes: list[ast.AST]) -> set[str]:
-  """Names bound to one of the others: `Extract` by `candidate = Extract`, or by `check(Extract)` to its parameter."""
+  """Returns the names assigned to a name in `others` (`candidate = Extract`) or passed as a parameter of that name."""
   functions = {node.name: node.args for node in nodes if isinstance(node, ast.FunctionDef)}
   pairs = []
   for node in nodes:
@@ -182,7 +182,7 @@ def _is_plain(node: ast.AST) -> bool:
 
 
 def _has_constants(display: ast.AST) -> bool:
-  """Whether a display has constants among its elements, at any level; for a dict, among its keys."""
+  """Whether a list, tuple or set has constants among its elements, or a dict among its keys, at any depth."""
   nodes = [display]
   while nodes:
     match nodes.pop():
@@ -206,7 +206,7 @@ def _is_identity(node: ast.AST) -> bool:
 
 
 def with_identity(test: str, function: str) -> ast.Module:
-  """Parses the test and turns `left is right` into a call: two proxies may stand for one object of the program.
+  """Parses the test and turns `left is right` into a call, since one object of the program may have two proxies.
 
   Raises what `compile` raises.
   """
@@ -215,13 +215,13 @@ def with_identity(test: str, function: str) -> ast.Module:
   for node in identities:
     name = ast.copy_location(ast.Name(id=function, ctx=ast.Load()), node)
     call = ast.copy_location(ast.Call(func=name, args=[node.left, *node.comparators], keywords=[]), node)
-    # The call replaces the operands, as in `True is f(a, b)`: the identity of constants is Python's.
+    # The comparison becomes `True is f(left, right)`; comparisons with constants stay as they are.
     node.left, node.comparators = ast.copy_location(ast.Constant(value=True), node), [call]
   return tree
 
 
 def raises_by_itself(test: str, line: int) -> bool:
-  """Whether the statement at a line raises whatever the program does: `raise`, or constants and built-ins alone."""
+  """Whether the statement at `line` raises regardless of the program: a `raise`, or only constants and built-ins."""
   statements = [node for node in ast.walk(ast.parse(test)) if isinstance(node, ast.stmt)]
   covering = [node for node in statements if node.lineno <= line <= (node.end_lineno or node.lineno)]
   inner = max(covering, key=lambda node: (node.lineno, node.col_offset), default=None)

@@ -1,4 +1,4 @@
-"""Proxies for the program's objects in the tests; operations on a proxy run in the program's process.
+"""Proxies through which tests use the program's objects; operations on a proxy run in the program's process.
 
 Invariant: a plain value of the tests reaches the program only as an argument of a call that the tests make, never
 through an operation on an object that stands where a value was wanted. Such an object (`Origin.RESULT`) answers only
@@ -23,15 +23,15 @@ class Origin(enum.Enum):
   """How the tests obtained an object of the program, which decides what the object may be asked."""
 
   NAMED = enum.auto()
-  """Reached by a name that the tests use for a class, or as an attribute of such a class."""
+  """Class that the tests name, or an attribute of one."""
   MADE = enum.auto()
-  """Made by calling a class that the tests name, or computed from such objects."""
+  """Instance made by calling a class that the tests name, or result of an operator on such instances only."""
   COMPUTED = enum.auto()
-  """Computed from such an object and a plain value, which the program therefore knows."""
+  """Result of an operator with a plain operand, which the program has thereby seen, or with another COMPUTED object."""
   RESULT = enum.auto()
-  """Result of a call, an attribute, an item or an iterator."""
+  """Result of a call, or obtained from an object as an attribute or item, or by iteration."""
   FIELD = enum.auto()
-  """Field of a namedtuple."""
+  """Object in a field of a namedtuple that the program returned."""
 
 
 _TRUSTED = (Origin.NAMED, Origin.MADE)
@@ -45,16 +45,16 @@ _STANDARD_NAMES = frozenset(
   *('add', 'append', 'appendleft', 'clear', 'discard', 'extend', 'extendleft', 'insert', 'remove', 'reverse', 'rotate'),
   *('sort', 'update', 'difference_update', 'intersection_update', 'symmetric_difference_update'),
 }
-"""Methods with which an object could stand in for a standard value; those that return None are harmless."""
+"""Methods with which an object could imitate a value of a built-in type; those that return None are harmless."""
 _COMPARISONS = frozenset({
   *('equal', 'equals', 'eq', 'same', 'sameas', 'matches', 'compare', 'compareto', 'identical', 'equivalent'),
   *('isclose', 'allclose', 'approx', 'almostequal', 'approximately', 'contains', 'has', 'includes', 'all', 'any'),
 })  # fmt: skip
-"""Names of comparison methods, in lower case, without underscores and most of them without the prefix `is`."""
+"""Names of comparison methods, in lower case and without underscores; a prefix `is` is ignored."""
 
 
 def is_suspect(name: str) -> bool:
-  """Whether a method of this name belongs to standard values or compares objects with values."""
+  """Whether values of built-in types have a method of this name, or it suggests a comparison."""
   bare = name.lower().replace('_', '')
   return name in _STANDARD_NAMES or not _COMPARISONS.isdisjoint({bare, bare.removeprefix('is')})
 
@@ -80,7 +80,7 @@ class ProgramConnection(Protocol):
     ...
 
   def suppressible(self, error: BaseException) -> bool:
-    """Whether an object's `__exit__` may suppress an exception of the tests."""
+    """Whether an object's `__exit__` may suppress this exception, which left a `with` block of the tests."""
     ...
 
 
@@ -89,7 +89,7 @@ class OperationRefused(TypeError):
 
 
 class Remote:
-  # No docstring: `__doc__` is the object's.
+  # No docstring: `__doc__` is that of the program's object.
   __slots__ = (
     *('_remote_base', '_remote_class', '_remote_name', '_remote_number', '_remote_program', '_remote_origin'),
     *('_remote_count', '_remote_stands'),
@@ -101,9 +101,9 @@ class Remote:
     self._remote_program, self._remote_number, self._remote_class = program, number, kind
     self._remote_origin, self._remote_name, self._remote_stands = origin, name, stands
     self._remote_count: tuple[int, int] | None = None
-    """Number of items it last yielded or counted, and the program's `changes` at that time."""
+    """Number of items that the object last yielded or reported, and the value of `Program.changes` then."""
     self._remote_base: type | None = None
-    """Built-in type from which its class is derived, for an object that the tests made or name."""
+    """Built-in type from which the class of a MADE or NAMED object derives; None if there is none."""
 
   def __getattr__(self, name: str) -> Any:
     origin = Origin.NAMED if self._remote_origin is Origin.NAMED else Origin.RESULT
@@ -165,7 +165,7 @@ class Remote:
     return value is NotImplemented or bool(value)
 
   def __instancecheck__(self, thing: Any) -> bool:
-    """A plain value is an instance of no class of the program."""
+    """Whether `thing` is an instance of this class; a plain value is an instance of none of the program's classes."""
     if self._remote_stands is not None:
       return isinstance(thing, self._remote_stands)
     return _is_remote(thing) and self._related('instance', thing)
@@ -183,17 +183,17 @@ def _is_remote(thing: Any) -> bool:
 
 
 def is_same(left: Any, right: Any) -> bool:
-  """Whether both stand for the same object of the program; `left is right` for other objects."""
+  """Whether both proxies refer to the same object of the program; `left is right` for other objects."""
   if _is_remote(left) and _is_remote(right):
     return left._remote_number == right._remote_number
   if type(left) is type and _is_remote(right):
     left, right = right, left
-  # The class of an object, or the standard type that the program named.
+  # `right` may be the class of a proxy, or a built-in type to which `left` refers.
   return left is right or bool(_is_remote(left) and type(right) is type and left == right)
 
 
 def _plain(thing: Any) -> Any:
-  """Returns the built-in value of an object whose class derives from a built-in type; other things as they are."""
+  """Returns the plain value of an object whose class derives from a built-in type; returns anything else unchanged."""
   if not _is_remote(thing) or thing._remote_base is None:
     return thing
   return thing._remote_program.value({'do': 'plain', 'of': thing._remote_number})
@@ -231,14 +231,14 @@ def _agree(remote: Remote, count: Any) -> None:
 def _counted(remote: Remote, items: Iterator[Any]) -> Iterator[Any]:
   for count in itertools.count():
     try:
-      item = next(items)  # Not `for`, which requires `__iter__` of an iterator too.
+      item = next(items)  # Not `for`, which requires that iterators have `__iter__`.
     except StopIteration:
       return _agree(remote, count)
     yield item
 
 
 def _telling(name: str) -> Callable[..., Any]:
-  """Operation that reads the object alone; arguments only for objects that the tests made or name."""
+  """Returns a method without operands, such as `__len__`; only MADE and NAMED objects accept arguments."""
   number = name in ('abs', 'int', 'float', 'complex', 'index', 'neg', 'pos', 'invert', 'round', 'format')
 
   def method(self: Remote, *args: Any) -> Any:
@@ -268,7 +268,8 @@ def _ordering(name: str) -> Callable[[Remote, Any], Any]:
 
 
 def _computing(name: str) -> Callable[[Remote, Any], Any]:
-  """Operator; with a plain operand it must return an object again: `V(2) - 3` must not be a number of its choice."""
+  """Returns a binary operator. With a plain operand its result must be an object: for `V(2) - 3`, the program could
+  return whichever number the test expects."""
 
   def method(self: Remote, other: Any) -> Any:
     remotes = [thing for thing in (self, other) if _is_remote(thing)]
@@ -294,7 +295,7 @@ def _calling(self: Remote, *args: Any, **kwargs: Any) -> Any:
 
 
 def _leaving(self: Remote, kind: type | None, error: BaseException | None, traceback: Any) -> bool:
-  """Tells the program which exception leaves the block; the program cannot suppress one that fails a test."""
+  """Calls `__exit__` with the exception that leaves the block; the program cannot suppress one that fails a test."""
   suppressible = error is not None and self._remote_program.suppressible(error)
   raised = None if kind is None else kind.__name__
   text = str(error) if suppressible else ''
@@ -325,7 +326,7 @@ _SPECIAL = {
 }
 _ORDER = ('lt', 'le', 'gt', 'ge')
 _IMPLICIT = ('eq', 'bool')
-"""Operations that every object has."""
+"""Operations that `Remote` itself defines, since every object supports them."""
 _OPERATORS = OPERATIONS[OPERATIONS.index('add') :]
 
 
@@ -337,7 +338,7 @@ def _operation(name: str) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _remote_class(kind: str, can: frozenset[str], inherited: frozenset[str]) -> type[Remote]:
-  """Returns a proxy class with these special methods only, since `callable` and `isinstance` look for them."""
+  """Returns a proxy class with only the special methods in `can`, since `callable` and `isinstance` look for them."""
   local = inherited - {'setitem', 'delitem', 'call'}
   methods = {
     f'__{name}__': (_inheriting if name in local else _operation)(name)
@@ -348,7 +349,12 @@ def _remote_class(kind: str, can: frozenset[str], inherited: frozenset[str]) -> 
 
 
 def remote_class(kind: str, can: Iterable[Any], inherited: Iterable[Any] = ()) -> type[Remote]:
-  """Returns the proxy class for a class called `kind` with special methods, some inherited from a built-in type."""
+  """Returns the proxy class for the program's class `kind`.
+
+  Args:
+    can: special methods of the class; unknown names are ignored.
+    inherited: those that the class inherits from a built-in type.
+  """
   known, local = (
     frozenset(name for name in names if isinstance(name, str) and name in OPERATIONS) for names in (can, inherited)
   )

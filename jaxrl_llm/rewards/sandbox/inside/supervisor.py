@@ -1,9 +1,9 @@
 """The first process of a sandbox: runs one program under limits and reports how it ended.
 
-Invariants: it runs no untrusted code itself, and no process of the sandbox outlives it; it ends when the outside
-closes the control socket. The program's process holds no descriptors but its own input and output and the socket on
-which it answers, is forked before the tests arrive, and cannot inspect its parent or the tests' process (neither is
-inspectable). Expected outputs never enter the sandbox: the outside compares.
+Invariants: the supervisor runs no untrusted code itself, and no process of the sandbox outlives it; it ends when the
+host closes the control socket. The program's process holds no descriptors except its input and output and the socket on
+which it answers, is forked before the tests arrive, and cannot inspect its parent or the tests' process. Expected
+outputs never enter the sandbox: they are compared on the host.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from .examiner import Examiner
 from .usage import Usage
 
 _RAISED, _NO_MEMORY = 101, 102
-"""Exit codes with which the program's process reports what it raised. A program gains nothing by faking them."""
+"""Exit codes of a program's process that raised an exception or ran out of memory. A program gains nothing by faking
+them."""
 _LOOK_S = 0.02
 """Seconds between checks of the number of processes and their memory."""
 _LAST_WORDS_S = 1.0
 """Seconds that a program's process may take to end after it has closed its connection to the tests."""
 _REPORT_BYTES = 64 << 20
 _TAIL = 2000
-"""Characters of standard error to keep."""
+"""Number of characters of standard error that are kept, from its end."""
 _PAGE = os.sysconf('SC_PAGE_SIZE')
 _SOCKET = 1 << 18
-"""Bytes that a socket can hold, given Linux's default of 212,992 for unread data."""
+"""Estimated memory of a socket in bytes: Linux buffers up to 212,992 bytes of unread data by default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,7 @@ class LimitsMessage:
 
 
 class _Pipe:
-  """Output read from a pipe, up to a limit in bytes."""
+  """A pipe and the output read from it, up to a limit in bytes."""
 
   def __init__(self, limit: int):
     self.reader, self.writer = os.pipe()
@@ -72,7 +73,7 @@ class _Pipe:
     return len(self.data) > self._limit
 
   def read(self) -> None:
-    """Reads the available output."""
+    """Reads the output that is available, without waiting."""
     with contextlib.suppress(BlockingIOError):
       while self.open and not self.full:
         part = os.read(self.reader, 1 << 16)
@@ -87,9 +88,9 @@ class Supervisor:
   def __init__(self, control: Channel, *, alone: bool, proc: str):
     """
     Args:
-      control: channel to the outside.
+      control: channel to the host.
       alone: whether this is the first process of its own PID namespace.
-      proc: procfs directory; of another PID namespace if it is not /proc.
+      proc: procfs directory; it belongs to another PID namespace if it is not /proc.
     """
     self._control, self._alone, self._proc = control, alone, _Proc(proc, alone=alone)
     self._deadline = 0.0
@@ -116,7 +117,7 @@ class Supervisor:
     given = os.memfd_create('stdin', os.MFD_ALLOW_SEALING)
     with open(given, 'wb', closefd=False) as file:
       file.write(stdin.encode('utf-8', 'surrogatepass'))
-    fcntl.fcntl(given, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)  # Memory that no limit counts.
+    fcntl.fcntl(given, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)  # No limit counts its memory.
     os.lseek(given, 0, os.SEEK_SET)
     output, error = (_Pipe(self._limits.output_bytes) for _ in range(2))
     pid = self._fork(lambda: run_program(program, '__main__'), stdin=given, stdout=output, stderr=error)
@@ -156,7 +157,7 @@ class Supervisor:
     if finished and error and error['gone']:
       run.wait_for(candidate, _LAST_WORDS_S)
     run.finish()
-    # Tests that did not finish were killed, or reached a limit themselves.
+    # If the tests did not finish (killed, or over a limit), report how their process ended rather than the program's.
     ended = run.ended.get(candidate, {'ended': 'ok'}) if finished else run.ended[examining]
     return {**ended, 'passed': [passed for passed, _ in lines], 'error': error, 'stderr': errors.text()[-_TAIL:]}
 
@@ -196,7 +197,7 @@ class Supervisor:
     limits = self._limits
     kernel.die_with_parent(signal.SIGKILL)
     os.setsid()
-    cpu_s = max(1, math.ceil(limits.cpu_s - self._usage.used_s))  # Besides the limit on all processes together.
+    cpu_s = max(1, math.ceil(limits.cpu_s - self._usage.used_s))  # In addition to the limit on all processes together.
     for name, soft, hard in (
       ('CPU', cpu_s, cpu_s + 1),
       ('AS', limits.memory_bytes, limits.memory_bytes),
@@ -215,7 +216,7 @@ class Supervisor:
 
 
 class _Proc:
-  """Kernel information on a sandbox's processes, identified by their PIDs in the procfs directory `path`."""
+  """Reads kernel information about a sandbox's processes from the procfs directory `path`, whose PIDs it uses."""
 
   def __init__(self, path: str, *, alone: bool):
     self._path, self._alone, self._own = path, alone, 0
@@ -223,7 +224,7 @@ class _Proc:
       self._own = int(os.readlink(f'{path}/self'))
 
   def processes(self) -> list[int]:
-    """PIDs of all processes of the sandbox but this one."""
+    """Returns the PIDs of all processes of the sandbox except this one."""
     if self._alone and self._own == os.getpid():
       return [int(name) for name in os.listdir(self._path) if name.isdecimal() and int(name) != self._own]
     return self._descendants(self._own)
@@ -241,14 +242,14 @@ class _Proc:
     return 0
 
   def buffer_bytes(self) -> int:
-    """Bytes that all sockets of the sandbox's network namespace can hold, which are resident in no process."""
+    """Returns how many bytes the sandbox's sockets can hold; this memory is resident in no process."""
     with contextlib.suppress(OSError, IndexError, ValueError), open(f'{self._path}/net/sockstat') as file:
       return int(file.readline().split()[2]) * _SOCKET if self._alone else 0
     return 0
 
 
 class _Run:
-  """Processes of one run, from their start until none is left."""
+  """The processes of one run: starts them, enforces limits, and ends when none is left."""
 
   def __init__(
     self,
@@ -262,12 +263,12 @@ class _Run:
     proc: _Proc,
   ):
     self.ended: dict[int, dict[str, Any]] = {}
-    """How processes ended, by PID."""
+    """How each ended process ended, keyed by PID."""
     self._limits, self._deadline, self._control, self._alone = limits, deadline, control, alone
     self._usage, self._proc = usage, proc
     self._pipes = {pipe.reader: pipe for pipe in pipes}
     self._reason: str | None = None
-    """Exceeded limit for which all processes were killed."""
+    """Limit that was exceeded, so that all processes were killed; None if none was."""
     self._poll = select.poll()
     for descriptor in (*self._pipes, control.socket.fileno()):
       self._poll.register(descriptor, select.POLLIN)
@@ -299,7 +300,7 @@ class _Run:
       os.close(pipe.reader)
 
   def _read(self, pid: int) -> None:
-    """Waits at most `_LOOK_S` for output or for the end of the process, and reads the output."""
+    """Waits at most `_LOOK_S` seconds for output or for the process to end, and reads the output."""
     process = os.pidfd_open(pid)
     self._poll.register(process, select.POLLIN)
     try:
@@ -351,7 +352,7 @@ class _Run:
     return {'ended': named.get(code, 'exit'), 'code': code}
 
   def _kill_all(self) -> None:
-    # -1 kills all at once, including processes that fork meanwhile.
+    # PID -1 means all processes at once, including those that fork meanwhile.
     _kill([-1] if self._alone else self._proc.processes())
 
 
@@ -362,7 +363,7 @@ def _kill(pids: list[int]) -> None:
 
 
 def _limit(name: str, soft: int, hard: int) -> None:
-  """Lowers a resource limit; a lower limit already granted stays."""
+  """Sets a resource limit, or keeps the hard limit in force if that is lower."""
   number = getattr(resource, f'RLIMIT_{name}')
   granted = resource.getrlimit(number)[1]
   if granted != resource.RLIM_INFINITY:
@@ -373,13 +374,13 @@ def _limit(name: str, soft: int, hard: int) -> None:
 def _close_all_but(keep: set[int]) -> None:
   below = -1
   for descriptor in [*sorted(keep), 1 << 20]:
-    if descriptor > below + 1:  # closerange would take an empty range for all descriptors.
+    if descriptor > below + 1:  # closerange would treat an empty range as all descriptors.
       os.closerange(below + 1, descriptor)
     below = descriptor
 
 
 def _exit_code(work: Callable[[], Any]) -> int:
-  """Runs `work` as a program of its own and returns its exit code."""
+  """Runs `work` as Python runs a main program, including what happens at exit, and returns the exit code."""
   sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = [
     open(number, mode, encoding='utf-8', errors='backslashreplace', closefd=False)
     for number, mode in enumerate(('r', 'w', 'w'))
@@ -398,8 +399,8 @@ def _exit_code(work: Callable[[], Any]) -> int:
     try:
       if stream is not None and not getattr(stream, 'closed', False):
         stream.flush()
-    except BaseException:  # It may be the program's own, which can raise anything.
-      code = 120  # As Python itself.
+    except BaseException:  # The stream may be the program's own object, which can raise anything.
+      code = 120  # The code that Python uses in this case.
   _flush_files()
   return code & 0xFF
 

@@ -1,7 +1,7 @@
-"""Processor time used by a program's processes, and time that a busy machine kept them waiting for a processor.
+"""Measures a program's processor time, and how long a busy machine kept its processes waiting for a processor.
 
-Invariant: the program alone cannot cause waits that count as the machine's fault. Its threads wait for a processor
-only while something runs there: another of its own threads, whose time counts, or the machine's load.
+Invariant: a program cannot itself cause waits that are blamed on the machine. Its threads wait for a processor only
+while something else runs there: another thread of the program, whose time counts, or another process of the machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import resource
 _TICK_S = 1 / os.sysconf('SC_CLK_TCK')
 _NANO = 1e-9
 _LEAST_WAIT, _MOST_IDLE = 0.1, 0.5
-"""Shares of the wall-clock limit: a program starved if it waited at least the first and slept at most the second."""
+"""Shares of the wall-clock limit: a program starved if it waited for processors at least `_LEAST_WAIT` of it and slept
+at most `_MOST_IDLE`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,18 +25,18 @@ class _Look:
 
   used_s: float
   children_s: float
-  """Time used by ended children that it waited for."""
+  """Processor time of ended children that the process waited for."""
   thread_waited_s: float
   thread_used_s: float
-  """Time used by the thread that waited longest for a processor."""
+  """Processor time of the thread that waited longest for a processor."""
 
 
 class Usage:
-  """Processor time and waits of all runs of one program.
+  """Sums the processor time and the waits of all runs of one program.
 
   Args:
     proc: procfs directory.
-    nice: nice value with which processes start; None: this process's own.
+    nice: nice value with which processes start; None: that of this process.
 
   Attributes:
     used_s: processor time of all processes in seconds.
@@ -57,7 +58,7 @@ class Usage:
         start, look = _look(self._proc / str(pid), self._nice)
         self._seen[pid, start] = look
         living_s += look.used_s + look.children_s
-    # No usage is reported for children that nobody waits for: the last snapshots count for them.
+    # The kernel reports no usage for children that nobody waits for: their last snapshots count instead.
     seen_s = sum(look.used_s for look in self._seen.values())
     self._raise_to(max(living_s + self._reaped_s, seen_s))
 
@@ -70,13 +71,13 @@ class Usage:
     self.used_s = max(self.used_s, self._before_s + run_s)
 
   def close_run(self) -> None:
-    """Ends a run; later calls of `look` see other processes."""
+    """Ends the measurement of one run; later calls of `look` see the processes of the next."""
     self._waited_before_s += self._waited_s()
     self._before_s, self._reaped_s = self.used_s, 0.0
     self._seen.clear()
 
   def _waited_s(self) -> float:
-    """Seconds for which the run waited for a processor: its tests and its program, which take turns."""
+    """Returns the seconds that the run waited for a processor: its tests plus its program, since they take turns."""
     longest = sorted(self._seen.values(), key=lambda look: look.thread_waited_s)[-2:]
     run_s = self.used_s - self._before_s
     return sum(max(0.0, look.thread_waited_s - (run_s - look.thread_used_s)) for look in longest)
@@ -90,7 +91,7 @@ class Usage:
 
 def _look(process: pathlib.Path, nice: int) -> tuple[int, _Look]:
   """Returns a process's start time and its snapshot. Raises OSError if the process is gone."""
-  # Read as bytes: the process chooses the name among the fields.
+  # Read as bytes: the process itself chooses its name, one of the fields, which may be any bytes.
   fields = (process / 'stat').read_bytes().rpartition(b')')[2].split()
   user, system, child_user, child_system = (int(field) * _TICK_S for field in fields[11:15])
   polite = int(fields[16]) > nice or int(fields[38]) != os.sched_getscheduler(0)  # It lowered its own priority.
@@ -99,7 +100,7 @@ def _look(process: pathlib.Path, nice: int) -> tuple[int, _Look]:
 
 
 def _longest_wait(process: pathlib.Path) -> tuple[float, float]:
-  """Returns the seconds that the longest-waiting thread of the process waited for a processor, and used one."""
+  """Returns how long the longest-waiting thread of the process waited for a processor and used one, in seconds."""
   longest = 0.0, 0.0
   with contextlib.suppress(OSError):
     for thread in os.listdir(process / 'task'):

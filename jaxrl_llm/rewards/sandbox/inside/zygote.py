@@ -1,4 +1,4 @@
-"""Process that forks sandboxes: it has Python and common modules loaded, and runs no program itself.
+"""Code of the process that forks sandboxes: it has Python and common modules loaded, and runs no program itself.
 
 Invariant: each sandbox has its own user, PID, mount, network, IPC, UTS and cgroup namespaces, a read-only root without
 the host's files, and no capability left when its supervisor starts.
@@ -28,11 +28,11 @@ MODULES = (
   *('fractions', 'functools', 'hashlib', 'heapq', 'io', 'itertools', 'json', 'math', 'operator', 'random', 're'),
   *('statistics', 'string', 'sys', 'textwrap', 'time', 'typing'),
 )
-"""Modules imported before any program asks for them."""
+"""Modules imported once, before sandboxes are forked, so that programs import them at no cost."""
 _USER = 1000
 """User ID inside a sandbox."""
 _HOST_USER = 64123
-"""User ID outside, where this runs as root: the kernel does not limit root's processes."""
+"""User ID of sandboxes outside their namespaces if this process is root: the kernel does not limit root's processes."""
 _NAMESPACES = (
   kernel.CLONE_NEWNS
   | kernel.CLONE_NEWPID
@@ -42,9 +42,10 @@ _NAMESPACES = (
   | kernel.CLONE_NEWCGROUP
 )
 _DEVICES = ('null', 'full', 'random', 'urandom')
-"""Devices of a sandbox; not zero, since a shared mapping of it is memory that no limit counts."""
+"""Devices of a sandbox, without /dev/zero: a shared mapping of it is memory that no limit counts."""
 _ROOT = '/tmp'
-"""Directory in which the root is assembled: any existing one will do, since it is covered in this process only."""
+"""Directory on which the sandboxes' root is mounted; any existing one will do, since only this process sees the
+mount."""
 
 
 def _become_user(outside: int, group: int) -> None:
@@ -60,7 +61,8 @@ def _become_user(outside: int, group: int) -> None:
 
 
 def _build_root(readable: list[str]) -> None:
-  """Builds the root of all sandboxes: read-only, with the directories `readable` at their host paths."""
+  """Builds the root file system of all sandboxes: read-only, with the paths in `readable` at the same places as
+  outside."""
   kernel.mount('none', '/', None, kernel.MS_REC | kernel.MS_PRIVATE)
   kernel.mount('tmpfs', _ROOT, 'tmpfs', kernel.MS_NOSUID | kernel.MS_NODEV, 'mode=755,size=1m')
   for path in readable:
@@ -83,7 +85,7 @@ def _build_root(readable: list[str]) -> None:
   os.symlink('/tmp', f'{_ROOT}/dev/shm')
   with open(f'{_ROOT}/etc/passwd', 'w') as file:
     file.write(f'user:x:{_USER}:{_USER}::/tmp:/bin/sh\n')
-  # A complete /proc, without which the kernel permits a sandbox none of its own; each sandbox covers it.
+  # The kernel lets a sandbox mount its own /proc only where a complete one is visible; the sandbox's mount hides this.
   kernel.bind('/proc', f'{_ROOT}/proc')
   kernel.change_root(_ROOT)
   kernel.make_read_only('/', recursive=False)
@@ -119,7 +121,8 @@ def _enter(connection: socket.socket, tmp_bytes: int) -> None:
 def _mounts_proc() -> bool:
   """Mounts the sandbox's own /proc and returns whether that worked; in many containers the kernel refuses it.
 
-  /proc is then empty, and the supervisor reads the one below it: its working directory, out of the program's reach.
+  If it failed, /proc is empty, and the supervisor reads the /proc hidden below it, which is the supervisor's working
+  directory and out of the program's reach.
   """
   quiet = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
   try:
@@ -171,14 +174,14 @@ def main(options: dict[str, Any]) -> None:
   """Serves until the owner is gone.
 
   Args:
-    options: code, tmp_bytes, once, path, preload; unless once, isolated and readable too. See `isolation`.
+    options: keys code, tmp_bytes, once, path, preload and, unless once, isolated and readable; see `isolation`.
   """
   requests = socket.socket(fileno=0)
   sys.path = [path for path in sys.path if path != options['code']]
   signal.pthread_sigmask(signal.SIG_SETMASK, [])
   for name in MODULES:
     importlib.import_module(name)
-  site.setquit()  # Python defines these when it starts with `site`.
+  site.setquit()  # Defines exit, quit and help, as Python does when it starts with `site`.
   site.sethelper()
   sys.path += options['path']
   try:
@@ -206,7 +209,7 @@ def main(options: dict[str, Any]) -> None:
         _become_user(*outside)
         kernel.unshare(kernel.CLONE_NEWNS)
         _build_root(options['readable'])
-    kernel.adopt_orphans()  # Including first processes of sandboxes: not every host's init reaps orphans.
+    kernel.adopt_orphans()  # Including sandboxes' first processes: some hosts' init process reaps no orphans.
   except OSError as error:
     requests.sendall(str(error).encode())
     return
