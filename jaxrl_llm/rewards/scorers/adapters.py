@@ -1,8 +1,8 @@
 """Adapters for unchanged user reward functions: verl's `compute_score`, TRL's `reward_func`, a plain Python function.
 
 Invariant: a function gets the arguments that its own framework would pass, under the same names (docs/guides/rewards.md
-lists what is not available here); its result becomes the Verdict. Exceptions and results of another form are errors of
-the scorer, never a value.
+lists what is not available here); its result becomes the Verdict. Exceptions and results of another form count as
+failures of the scorer, never as a value.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class TrlOptions:
   function: str
   """`module:attribute`, or `path/to/file.py:attribute`."""
   form: Literal['row', 'plain', 'conversational'] = 'row'
-  """Form of prompts and completions: text, messages, or (`row`) that of the row's own prompt."""
+  """Form of prompts and completions. plain: text; conversational: messages; row: the form of the row's own prompt."""
   truth_column: str = 'ground_truth'
-  """Column that holds the truth, unless the row has a column of that name."""
+  """Name of the column in which the function gets the truth; a field of the row with this name takes precedence."""
   per_group: bool = False
-  """One call per group instead of one per attempt, for functions that compare completions."""
+  """Call the function once per group instead of once per attempt, if it compares completions."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,8 @@ class PythonOptions:
 
 
 class UserFunction:
-  """A user's function. Pickled by name: a worker loads it at start-up, outside the deadline of its first call."""
+  """A user's function, pickled by name, so that a worker loads it at start-up and not within the first call's
+  deadline."""
 
   def __init__(self, name: str, scorer: str):
     """Loads the function. Raises UserError if it does not exist."""
@@ -149,7 +150,7 @@ def _number(value: Any, where: str) -> float:
 def _json(value: Any) -> Json:
   try:
     return json.loads(json.dumps(value, default=repr), parse_constant=str)
-  except (TypeError, ValueError, RecursionError):  # Keys that JSON lacks; a value that contains itself.
+  except (TypeError, ValueError, RecursionError):  # A key that JSON does not allow, or a value that contains itself.
     return repr(value)
 
 
@@ -163,7 +164,8 @@ def _is_part(value: Any) -> bool:
 
 
 def _verdict(result: Any, keys: Sequence[str]) -> Verdict:
-  """Converts a number, or a dict with one of `keys`; other numbers in the dict become parts, other values evidence."""
+  """Converts a number, or a dict whose value is under one of `keys`; its other numbers become parts, the rest
+  evidence."""
   if not isinstance(result, Mapping):
     return Verdict(value=_number(result, 'what the function returned'))
   key = next((key for key in keys if key in result), None)
@@ -202,7 +204,7 @@ def verl_scorer(**options: Any) -> Scorer:
 
 
 def score_python(attempt: Attempt, *, function: UserFunction, arguments: Mapping[str, Any]) -> Verdict:
-  """Scores by a function that returns a number, a bool, a dict with `score` or `value`, or None for unscorable."""
+  """Scores with a function that returns a number, a bool, a dict with `score` or `value`, or None for unscorable."""
   result = function(prompt_text(attempt.task), attempt.completion, ground_truth(attempt.task), **arguments)
   return _none_said() if result is None else _verdict(result, ('score', 'value'))
 
@@ -214,7 +216,7 @@ def python_scorer(**options: Any) -> Scorer:
 
 
 class UnknownTokens(Sequence):
-  """Placeholder for the token ids of a completion: scorers get their number, not the ids."""
+  """Stands in for a completion's token IDs: scorers get only their number."""
 
   def __init__(self, count: int):
     self._count = count
@@ -276,7 +278,7 @@ def trl_verdicts(attempts: Sequence[Attempt], function: UserFunction, options: T
 
 
 def score_trl(attempt: Attempt, *, function: UserFunction, options: TrlOptions) -> Verdict:
-  """Scores the completion as a batch of one."""
+  """Scores one completion by calling the function on a batch of one."""
   (verdict,) = trl_verdicts((attempt,), function, options)
   return verdict
 
@@ -284,7 +286,7 @@ def score_trl(attempt: Attempt, *, function: UserFunction, options: TrlOptions) 
 def score_trl_group(
   attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...], *, function: UserFunction, options: TrlOptions
 ) -> tuple[Verdict, ...]:
-  """Scores the group as one batch."""
+  """Scores a group by calling the function once on all of its completions."""
   return trl_verdicts(attempts, function, options)
 
 

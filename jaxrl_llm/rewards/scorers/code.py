@@ -1,7 +1,8 @@
 """Scorer that runs the completion's program against the task's tests, in a sandbox.
 
-The value is 1.0 if all tests pass (or the fraction that does), and None only if the task has no valid tests. Whatever
-the program does yields a value; a sandbox that fails raises an exception, which counts as the scorer's failure.
+The value is 1.0 if all tests pass, else 0.0 (or the fraction that passes, see `credit`); it is None only if the task
+has no valid tests. Whatever the program does, it gets a value; if the sandbox itself fails,
+the scorer raises an exception.
 """
 
 from __future__ import annotations
@@ -29,15 +30,18 @@ from jaxrl_llm.rewards.sandbox.server import RUN_PATH, order_body, read_outcome
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CodeOptions(RemoteOptions):
   credit: Literal['all', 'fraction'] = 'all'
-  """Credit for a program that passes some tests: none, or their fraction. Part `passed` is always the fraction."""
+  """Value of a program that passes only some tests. all: 0; fraction: the fraction it passes, which the part `passed`
+  holds in either case."""
   addresses: tuple[str, ...] = ()
-  """Sandbox hosts (`jaxrl serve --role=sandbox`); empty: programs run on this machine."""
+  """Addresses of sandbox hosts (`jaxrl serve --role=sandbox`); empty: programs run on this machine."""
   isolation: Isolation = 'auto'
-  """Isolation of programs that run on this machine."""
+  """How programs that run on this machine are isolated."""
   wall_s: float = Limits.wall_s
-  """Wall-clock limit of a program with all of its tests; below the scorer's deadline_s, so that the program is blamed.
+  """Wall-clock limit in seconds for a program with all of its tests.
 
-  Unless configured, four fifths of deadline_s, but not more than the default (`options_within`).
+  It must be below the scorer's deadline_s, so that the program, not the scorer, is blamed for a timeout.
+
+  Unless configured, it is four fifths of deadline_s, but not more than the default (`options_within`).
   """
   cpu_s: int = Limits.cpu_s
   memory_mib: int = Limits.memory_mib
@@ -53,7 +57,7 @@ class CodeOptions(RemoteOptions):
 
 
 _FENCE = re.compile(
-  # Possessive quantifiers: no rescan of a long line from each of its characters.
+  # Possessive quantifiers keep the search from rescanning a long line from each of its characters.
   r'^(?P<indent>[ ]{0,3})(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<language>[\w+-]*+)[^\n]*+\n'
   r'(?P<code>.*?)(?:^[ ]{0,3}(?P=fence)[`~]*+[ \t\r]*+$|\Z)',
   re.MULTILINE | re.DOTALL,
@@ -62,7 +66,7 @@ _PYTHON = ('python', 'py', 'python3', '')
 
 
 def fenced(text: str) -> str | None:
-  """Returns the last fenced block of Python, closed or not; without any, the last block without a language."""
+  """Returns the last fenced block of Python, closed or not; if there is none, the last block without a language."""
   blocks = [(match['language'].lower(), _block(match)) for match in _FENCE.finditer(text)]
   named = [code for language, code in blocks if language in _PYTHON[:3]]
   plain = [code for language, code in blocks if not language]
@@ -70,7 +74,7 @@ def fenced(text: str) -> str | None:
 
 
 def _block(fence: re.Match[str]) -> str:
-  """Returns the block's code, without the indent of the fence: a block in a list has one."""
+  """Returns the block's code without the indent of its fence, which a block in a list has."""
   indent = len(fence['indent'])
   return re.sub(f'^ {{1,{indent}}}', '', fence['code'], flags=re.MULTILINE) if indent else fence['code']
 
@@ -83,7 +87,7 @@ def _parses(source: str) -> ast.Module | None:
 
 
 def _is_code(source: str) -> bool:
-  """Whether the source is Python that defines or imports something, not a word of prose or a usage example."""
+  """Whether the source is Python that defines or imports something, rather than prose or a usage example."""
   tree = _parses(source)
   kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assign
   return tree is not None and any(isinstance(node, kinds) for node in tree.body) and _stands_alone(tree)
@@ -116,7 +120,8 @@ def _stands_alone(tree: ast.Module) -> bool:
 def program_of(completion: str, prompt: str) -> str | None:
   """Extracts the completion's program: its last fenced block, else all of it; None if it is blank.
 
-  A program that continues code in the prompt (an indented body), or repeats only a part of it, is joined to that code.
+  A program that continues code in the prompt (with an indented body), or repeats only a part of that code, is joined to
+  it.
   """
   answer = completion.rpartition('</think>')[2]
   block = fenced(answer)
@@ -135,7 +140,10 @@ _ENTRY_POINT = re.compile(r'[^\W\d]\w*(?:\(\))?(?:\.[^\W\d]\w*)*')
 
 
 def read_tests(fields: Mapping[str, Json]) -> Work | None:
-  """Reads the task's tests, without a program yet; None for a task without tests. Raises ValueError if malformed."""
+  """Reads the task's tests into a Work whose program is empty; None if there are none.
+
+  Raises ValueError if malformed.
+  """
   tests, entry_point = fields.get('tests'), fields.get('entry_point')
   if not tests:
     return None
@@ -186,12 +194,12 @@ def verdict_of(outcome: ProgramOutcome, credit: str) -> Verdict:
 
 @functools.cache
 def _sandboxes(limits: Limits, isolation: Isolation) -> Sandboxes:
-  """Sandboxes of this process, which end with it."""
+  """Returns this process's sandboxes for these arguments; they end with the process."""
   return Sandboxes(limits, isolation=isolation)
 
 
 def score_code(attempt: Attempt, *, options: CodeOptions) -> Verdict:
-  """Whether the completion's program passes the task's tests."""
+  """Scores the completion's program by the task's tests, in a sandbox on this machine."""
   work = read_work(attempt)
   if isinstance(work, Verdict):
     return work
@@ -215,13 +223,13 @@ class SandboxHosts(ServiceClient):
 
 
 _SHARE = 0.8
-"""Share of a deadline that the program's wall-clock limit gets; the rest is for its sandbox."""
+"""Share of a call's deadline given to the program as its wall-clock limit; the sandbox needs the rest."""
 
 
 def options_within(config: ScorerConfig) -> dict[str, Any]:
   """Returns the scorer's options, with a wall-clock limit that fits its deadline if they set none.
 
-  Raises UserError if a program that never ends would be the scorer's failure and not a score of 0.
+  Raises UserError if a program that never ends would count as a failure of the scorer rather than score 0.
   """
   options = dict(config.options)
   remote_s = options.get('request_deadline_s', CodeOptions.request_deadline_s) if options.get('addresses') else math.inf

@@ -67,7 +67,7 @@ def read_template(template: str, scorer: str = 'format') -> tuple[Piece, ...]:
 
 
 def read_fields(completion: str, pieces: tuple[Piece, ...]) -> tuple[dict[str, str], str]:
-  """Returns the contents of the template's fields and '', or no fields and what is wrong with the completion's form."""
+  """Returns the contents of the template's fields and ''; if the form is wrong, no fields and the reason."""
   literals = [piece.text for piece in pieces if not piece.field]
   for literal in literals:
     wanted, got = sum(other.count(literal) for other in literals), completion.count(literal)

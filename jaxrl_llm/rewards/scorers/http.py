@@ -2,7 +2,7 @@
 
 Request: `{uid, prompt, completion, ground_truth, data_source, extra_info}`, where `prompt` is a list of chat messages.
 Response: `{value | score, parts?, evidence?}`; a null value means that the attempt cannot be judged. Any other response
-is an error of the scorer, never a value.
+counts as a failure of the scorer, never as a value.
 """
 
 from __future__ import annotations

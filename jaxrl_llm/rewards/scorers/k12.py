@@ -32,7 +32,8 @@ class K12Options(AnswerOptions):
 
 
 def score_k12(attempt: Attempt, *, options: K12Options, by_kind: dict[str, AnswerOptions]) -> Verdict:
-  """Scores 1.0 if the answer agrees with the reference by the rules of its kind, else 0.0; None for an unknown kind."""
+  """Scores 1.0 if the answer agrees with the reference by the rules of the task's kind, else 0.0; None for an unknown
+  kind."""
   kind = field_of(attempt.task, options.kind_field) or options.mode
   if not isinstance(kind, str) or kind not in by_kind:
     return Verdict(value=None, evidence={'reason': f'kind is {kind!r}, wanted one of {", ".join(by_kind)}'})
@@ -41,7 +42,7 @@ def score_k12(attempt: Attempt, *, options: K12Options, by_kind: dict[str, Answe
 
 
 def k12_scorer(**options: Any) -> Scorer:
-  """School questions by their kind (choice, numeric with units, text, …) against a reference; options: `K12Options`."""
+  """School questions, compared with a reference by their kind (choice, numeric, text, …); options: `K12Options`."""
   read = read_options(K12Options, options, 'k12')
   by_kind = {kind: dataclasses.replace(read, mode=kind) for kind in typing.get_args(Mode)}
   scorer = functools.partial(score_k12, options=read, by_kind=by_kind)

@@ -1,14 +1,14 @@
 """Language-consistency scorer: the share of a text's words that are in the target language.
 
-Source: DeepSeek-R1 (arXiv:2501.12948, section 2.3.2), a reward for the proportion of target-language words in the
-reasoning. The paper does not define a word; these rules are ours, deterministic and without a model:
+Source: DeepSeek-R1 (arXiv:2501.12948, section 2.3.2) rewards the proportion of target-language words in the reasoning.
+The paper does not define a word; these rules are ours, deterministic and without a model:
 
 1. Code (fenced blocks, `code`), LaTeX (`$…$`, `$$…$$`, `\\(…\\)`, `\\[…\\]`, `\\begin{…}…\\end{…}`, commands), tags and
    URLs are removed. A fence that is never closed runs to the end.
 2. A word is a run of letters of one script; each Han, Hiragana or Katakana character is a word. A single letter of any
-   other script is not (`x`, `A`: variables and option labels), nor are digits and signs.
-3. A word belongs to the language if it has its script. If several of our languages share the script, the sentence (a
-   line, or up to a full stop) decides: Latin words belong to the language whose function words are most frequent, with
+   other script is not a word (`x`, `A`: variables and option labels), nor are digits and signs.
+3. A word belongs to a language that uses its script. If several supported languages use it, the sentence (up to a full
+   stop or the end of the line) decides: Latin words belong to the language whose function words are most frequent, with
    ties in favour of the target; Han characters are Japanese in a sentence with kana and Chinese in one without, and
    count as either if there are fewer than five and no kana.
 
@@ -32,14 +32,14 @@ Language = Literal[
   'ar', 'bn', 'de', 'el', 'en', 'es', 'fr', 'he', 'hi', 'it', 'ja', 'ko', 'nl', 'pl', 'pt', 'ru', 'ta', 'tr', 'vi',
   'zh',
 ]  # fmt: skip
-"""ISO 639-1 codes. All text in a script counts for the only language listed here that uses it: Persian as `ar`."""
+"""ISO 639-1 codes. If only one language listed here uses a script, all text in it counts as that: Persian as `ar`."""
 
 SCRIPTS: dict[str, frozenset[str]] = {
   'ar': frozenset({'ARABIC'}), 'bn': frozenset({'BENGALI'}), 'el': frozenset({'GREEK'}), 'he': frozenset({'HEBREW'}),
   'hi': frozenset({'DEVANAGARI'}), 'ja': frozenset({'HAN', 'KANA'}), 'ko': frozenset({'HANGUL'}),
   'ru': frozenset({'CYRILLIC'}), 'ta': frozenset({'TAMIL'}), 'zh': frozenset({'HAN'}),
 }  # fmt: skip
-"""Scripts by language; languages not listed use Latin script."""
+"""Scripts, keyed by language; languages not listed use Latin script."""
 
 FUNCTION_WORDS: dict[str, frozenset[str]] = {
   language: frozenset(words.split())
@@ -59,7 +59,7 @@ FUNCTION_WORDS: dict[str, frozenset[str]] = {
     'vi': 'là và của có không được một cho các trong với này đó khi để ta thì từ số vậy nên bằng',
   }.items()
 }
-"""Frequent function words of the languages in Latin script."""
+"""Frequent function words, keyed by language, for languages in Latin script."""
 
 _FEW_HAN = 5
 _SINGLE = ('HAN', 'KANA')
@@ -112,7 +112,7 @@ def prose(text: str) -> str:
 
 @functools.lru_cache(maxsize=8192)
 def script(letter: str) -> str:
-  """Returns the script by Unicode name (`LATIN`, `HAN`, `KANA`, …); `MARK` for a mark, empty for other non-letters."""
+  """Returns a character's script (`LATIN`, `HAN`, `KANA`, …); `MARK` for a mark, empty for other non-letters."""
   category = unicodedata.category(letter)
   if category[0] != 'L':
     return 'MARK' if category[0] == 'M' else ''
@@ -161,7 +161,7 @@ def share(text: str, language: Language) -> tuple[float, int]:
 
 
 def score_language(attempt: Attempt, *, options: LanguageOptions, pieces: tuple[Piece, ...]) -> Verdict:
-  """Scores the share of words in the language, in [0, 1]; 0 for no words, or without the template's form."""
+  """Scores the share of words in the language, in [0, 1]; 0 if there are no words or the template does not fit."""
   text = attempt.completion
   if options.field:
     fields, wrong = read_fields(text, pieces)

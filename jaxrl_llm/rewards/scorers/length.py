@@ -45,7 +45,7 @@ def overlong_scorer(**options: Any) -> Scorer:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LengthOptions:
   correct_by: str = ''
-  """Scorer that decides correctness (value of at least 1); empty: the first in force for the sample."""
+  """Name of the scorer that decides correctness (value of at least 1); empty: the first in force for the sample."""
 
 
 def score_length(

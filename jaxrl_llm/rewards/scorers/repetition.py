@@ -24,7 +24,7 @@ class RepetitionOptions:
   ngram: int = 3
   """N-gram size in words; a Han or kana character counts as a word, since these scripts have no spaces."""
   max_penalty: float = 1.0
-  """Limit of the penalty, approached by a completion that repeats one n-gram over and over."""
+  """Upper limit of the penalty; a completion that keeps repeating one n-gram approaches it."""
 
   def __post_init__(self):
     if self.ngram < 1:

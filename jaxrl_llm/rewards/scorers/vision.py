@@ -1,4 +1,4 @@
-"""Scorers for visual grounding: the IoU of a box with the true box, a point in the true region.
+"""Scorers for visual grounding: the IoU of a box with the true box, and whether a point is in the true region.
 
 Coordinates are compared as written; the task defines their unit (pixels or thousandths). All arithmetic is exact.
 Questions about images whose answer is a number, a letter or words are for `answer` and `k12`.
@@ -52,7 +52,8 @@ def parse_box(text: str, form: str = 'xyxy') -> Box | None:
 
 
 def parse_point(text: str) -> Point | None:
-  """Returns the only point in the text, `(x, y)`, `[x, y]` or `<point x="…" y="…"`; None if none, or if two differ."""
+  """Returns the only point in the text (`(x, y)`, `[x, y]`, `<point x="…" y="…"`); None if there is none or two
+  differ."""
   points = {tuple(map(Fraction, numbers)) for pattern in (_TWO, _XML) for numbers in pattern.findall(text)}
   return Point(*points.pop()) if len(points) == 1 else None
 
@@ -67,7 +68,8 @@ def iou(a: Box, b: Box) -> Fraction:
 
 
 def parse_region(text: str) -> tuple[Point, ...] | None:
-  """Returns the corners, in order, of `[x1, y1, x2, y2]` or a polygon `[[x, y], …]`; None if malformed or flat."""
+  """Returns the corners, in order, of a box `[x1, y1, x2, y2]` or a polygon `[[x, y], …]`; None if malformed or
+  flat."""
   try:
     value = json.loads(text, parse_float=Fraction, parse_int=Fraction)
   except (ValueError, RecursionError):
@@ -102,9 +104,9 @@ def contains(region: Sequence[Point], point: Point) -> bool:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BoxOptions:
   threshold: float = 0.0
-  """0: the value is the IoU; above 0: the value is 1.0 from this IoU on, else 0.0."""
+  """Minimum IoU for a value of 1.0; below it, the value is 0.0. 0: the value is the IoU itself."""
   form: Literal['xyxy', 'xywh'] = 'xyxy'
-  """Form of truth and answer: two corners, or a corner with width and height."""
+  """Form of boxes in truth and answer. xyxy: two corners; xywh: a corner, width and height."""
   extraction: Methods = ANYWHERE
   tag: str = 'answer'
 
@@ -133,7 +135,7 @@ def score_box_iou(attempt: Attempt, *, options: BoxOptions) -> Verdict:
   if box is None:
     return Verdict(value=0.0, evidence={'reason': 'the answer is not one box with an area'})
   overlap = iou(truth, box)
-  # The threshold as written: Fraction(0.7) is slightly less than 7/10.
+  # Converted from the threshold's text, since Fraction(0.7) is slightly less than 7/10.
   value = float(overlap >= Fraction(str(options.threshold))) if options.threshold else float(overlap)
   return Verdict(value=value, parts={'iou': float(overlap)}, evidence={'box': [float(number) for number in box]})
 

@@ -41,10 +41,11 @@ def _letter(token: str) -> str:
 
 
 def parse_choice(text: str, choices: Mapping[str, str] | None) -> frozenset[str] | None:
-  """Returns the letters that the whole text names; None for no letter, a hedge, or a letter with the wrong text.
+  """Returns the letters that the text as a whole names; None for no letter, a hedge, or a letter with the wrong text.
 
   Several letters (`A, C`, `A and C`, `AC`) are one answer to a question with several right choices. If the choices are
-  unknown, the text after a single letter is taken as its choice if it has no other letter and no negation.
+  unknown, text after a single letter is taken as the text of that choice, unless it contains another choice letter or a
+  negation.
   """
   text = plain(unboxed(text)).replace('**', '').strip()
   prefix = _PREFIX.match(text)

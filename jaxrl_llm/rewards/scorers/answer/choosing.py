@@ -15,8 +15,8 @@ from jaxrl_llm.rewards.scorers.answer.units import parse_quantity
 
 Mode = Literal['exact', 'numeric', 'latex', 'interval', 'set', 'tuple', 'choice', 'text']
 """exact: the same text up to white space; numeric: a number, with units as in `AnswerOptions.units`; latex: any
-mathematical answer; interval: intervals and their unions; set: in any order; tuple: in order; choice: letters;
-text: words."""
+mathematical answer; interval: intervals and their unions; set: elements in any order; tuple: entries in order; choice:
+letters of choices; text: words."""
 
 ANYWHERE: Methods = ('boxed', 'tags', 'hashes', 'phrase', 'bold', 'whole')
 """Extraction methods from the most to the least explicit."""
@@ -28,7 +28,7 @@ _MATHEMATICAL = re.compile(r'[\d\\=^+*/<>${}()\[\]|_]')
 
 class ChosenOptions(NamedTuple):
   options: Mapping[str, Any]
-  """Options of the scorer `answer`."""
+  """Chosen options for the scorer `answer`, keyed by name."""
   why: str
 
 

@@ -1,4 +1,4 @@
-"""Diagnosis for scorer `answer` when no completion passes: the likely cause and a remedy."""
+"""Finds the likely cause, and a remedy, if no completion passes scorer `answer`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _described(options: AnswerOptions) -> str:
 
 
 def _elsewhere(attempts: Sequence[Attempt], options: AnswerOptions) -> str:
-  """Returns advice: the extraction method that finds an answer in the most completions."""
+  """Returns advice naming the extraction method that finds an answer in the most completions."""
   step = -(-len(attempts) // _SAMPLE)
   texts = [said(attempt.completion) for attempt in attempts[::step]]
   hits = {

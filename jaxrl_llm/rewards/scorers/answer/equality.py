@@ -38,7 +38,8 @@ def _points(names: Sequence[str], seed: str) -> list[tuple[dict[str, Fraction], 
 
 
 def _compared(a: Formula, b: Formula, seed: str, test: Callable[[Value, Value], bool]) -> bool | None:
-  """Whether the test holds at every point where both formulas have a value; None if they have too few such points."""
+  """Whether `test` holds at every sample point where both formulas have a value; None if there are too few such
+  points."""
   names = sorted(a.symbols | b.symbols)
   real = not (a.imaginary or b.imaginary)
   tested = 0
@@ -59,13 +60,13 @@ def _compared(a: Formula, b: Formula, seed: str, test: Callable[[Value, Value], 
 
 
 MIN_DECIMALS = 6
-"""Minimum digits after the point for a decimal to count as an approximation of an exact value."""
+"""Minimum number of digits after the point for a decimal to count as an approximation of an exact value."""
 
 
 def formulas_equal(truth: Formula, answer: Formula, seed: str) -> bool | None:
   """Whether two formulas are equal; None if they cannot be evaluated at enough points.
 
-  A decimal with at least `MIN_DECIMALS` digits after the point may be an exact value truncated or rounded to them.
+  A decimal with at least `MIN_DECIMALS` digits after the point equals an exact value that it truncates or rounds.
   """
   same = _compared(truth, answer, seed, lambda a, b: _close(a, b, 1e-30))
   if same is not False or truth.symbols or answer.symbols:
@@ -91,7 +92,8 @@ Sides = tuple[Formula, Formula]
 
 
 def _proportion(truth: Sides, answer: Sides, seed: str) -> Any:
-  """Returns the ratio of the truth's (left − right) to the answer's; 0 if it is not constant, None if unknown."""
+  """Returns the ratio of left − right in the truth to left − right in the answer; 0 if not constant, None if
+  unknown."""
   names = sorted(frozenset().union(*(side.symbols for side in (*truth, *answer))))
   if not names or frozenset().union(*(s.symbols for s in truth)) != frozenset().union(*(s.symbols for s in answer)):
     return 0
@@ -119,7 +121,7 @@ def _proportion(truth: Sides, answer: Sides, seed: str) -> Any:
 
 
 def equations_equal(truth: Sides, answer: Sides, seed: str) -> bool | None:
-  """Whether two equations are equivalent: the differences of their sides are proportional and nonzero. None if
+  """Whether two equations are equivalent, that is, the differences of their sides are proportional and nonzero; None if
   unknown."""
   factor = _proportion(truth, answer, seed)
   return None if factor is None else bool(factor)

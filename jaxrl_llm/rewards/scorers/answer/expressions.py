@@ -27,7 +27,7 @@ def _math_verify() -> Callable[[str], list[Any]]:
   # Imported here, since sympy takes a third of a second in every launch script; workers preload it.
   import math_verify
 
-  # It warns in each process that its timeouts are off. They must be (they use SIGALRM); the pool's deadline applies.
+  # Hides its warning that its timeouts are off. They must be off, since they use SIGALRM; the pool's deadline applies.
   logging.getLogger('math_verify').setLevel(logging.ERROR)
   targets = [math_verify.LatexExtractionConfig(boxed_match_priority=0), math_verify.ExprExtractionConfig()]
   return functools.partial(math_verify.parse, extraction_config=targets, parsing_timeout=None)
@@ -35,7 +35,7 @@ def _math_verify() -> Callable[[str], list[Any]]:
 
 @functools.lru_cache(maxsize=64)
 def parse_latex(text: str) -> tuple[Any, ...]:
-  """Parses the text with math-verify: (sympy expression, text it was read from), or an empty tuple."""
+  """Parses text with math-verify; returns (sympy expression, text it was read from), or an empty tuple on failure."""
   return tuple(_math_verify()(rf'\boxed{{{text}}}'))
 
 
@@ -59,7 +59,7 @@ def _evaluated(value: Any) -> Any:
 
 
 def _confirmed(truth: Any, answer: Any) -> bool:
-  """Double-checks what math-verify calls equal: to it 0.0 equals 10^{-19} and, through sympy, 2^∞e any number."""
+  """Double-checks two values that math-verify calls equal; to it, 0.0 equals 10^{-19}, and 2^∞e equals any number."""
   import sympy
 
   infinities = (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
@@ -75,13 +75,13 @@ def _confirmed(truth: Any, answer: Any) -> bool:
 
   for value in values(answer):
     known = _evaluated(value)
-    # An infinity by itself, such as the end of an interval, is a value; one inside a computation is not.
+    # An infinity on its own, such as the end of an interval, is a value; one within a computation is not.
     if (value if known is None else known).has(*infinities) and not value.atoms() <= {*infinities, sympy.S(-1)}:
       return False
   wanted, got = _evaluated(truth), _evaluated(answer)
   if not (isinstance(wanted, sympy.Number) and isinstance(got, sympy.Number)) or not wanted.is_finite or wanted == 0:
     return True
-  # 9 and 9% are equal for math-verify, and here.
+  # math-verify treats 9 and 9% as equal, and so does this function.
   return any(bool(abs(wanted - got * scale) <= abs(wanted) * _CLOSE) for scale in (1, 100, sympy.Rational(1, 100)))
 
 
@@ -94,7 +94,7 @@ _RELATIONS = re.compile(
 )
 _DECIMAL = re.compile(r'\d+(?:,\d{3})*(?:\.\d+)?|\.\d+')
 _ASIDE = re.compile(r'_\{[^{}]*\}|_\w|\\p?mod\s*\{[^{}]*\}')
-"""Numbers that are not values: subscripts, bases, moduli."""
+"""Matches numbers that are not values: subscripts, bases, moduli."""
 _COMMANDS = re.compile(r'\\[a-zA-Z]+')
 _BASE = re.compile(r'(?<![a-zA-Z])\d(?:\})*_\{?(\d+)')
 _ARGUMENTS = re.compile(r'_\{[^{}]*\}|_\w|(?<=[a-zA-Z])(?:\\left)?\([^()]*\)')
@@ -103,7 +103,7 @@ _UNIT_WORDS = re.compile(
 )
 _SIMPLE = re.compile(r'[a-zA-Z](?:_\{?\w+\}?)?')
 _RECKONED = re.compile(r'(?=.*\d)(?=.*[a-zA-Z])|\\sqrt', re.DOTALL)
-"""Left side of `2x = 42` or `x + 1 = 42`: a computation, not a name for the right side."""
+"""Matches a left side that is a computation (`2x = 42`, `x + 1 = 42`), not a name for the right side."""
 
 
 def unboxed(answer: str) -> str:
@@ -182,7 +182,7 @@ def _values_agree(truth: str, answer: str) -> bool | None:
     return False
   if formulas[0].bases and not formulas[1].bases:
     return True
-  # A formula without a value within the evaluation bounds equals nothing; no fallback may try harder.
+  # A formula that cannot be evaluated within the bounds equals nothing; math-verify must not try it.
   return bool(formulas_equal(*formulas, seed=truth + '|' + answer))
 
 
@@ -223,7 +223,7 @@ def _sides_agree(truth: str, answer: str) -> bool | None:
 
 
 def _exact_part(truth: str, answer: str) -> str:
-  """Returns the part before `\\approx` if the decimals after it are near the truth, else the whole answer."""
+  """Returns the part of the answer before `\\approx` if the decimals after it are near the truth, else all of it."""
   exact, *near = re.split(r'\s*\\approx(?![a-zA-Z])\s*', answer)
   wanted, numbers = real_value(truth.rpartition('=')[2].strip()), [parse_number(text) for text in near]
   if not near or not exact or wanted is None or None in numbers:

@@ -11,22 +11,22 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Literal, NamedTuple
 
 Method = Literal['whole', 'boxed', 'hashes', 'tags', 'phrase', 'bold', 'formula', 'number']
-"""Location of the answer: the whole text; `\\boxed{…}`; after `####`; `<tag>…</tag>`; after "the answer is" or a label
-`Answer:`; in bold at the very end, `**…**`; the formulas of the last sentence that has any (`$…$`, `\\(…\\)`,
-`\\[…\\]`); the last number. All but `whole`, `bold`, `formula` and `number` find every occurrence and require them to
-agree."""
+"""Location of the answer. whole: the whole text; boxed: `\\boxed{…}`; hashes: after `####`; tags: `<tag>…</tag>`;
+phrase: after "the answer is" or a label `Answer:`; bold: in bold at the very end, `**…**`; formula: the formulas of the
+last sentence that has any (`$…$`, `\\(…\\)`, `\\[…\\]`); number: the last number.
+`boxed`, `hashes`, `tags` and `phrase` find every occurrence, and these must agree."""
 
 Methods = Method | tuple[Method, ...]
 """One method, or several in order: the first that finds anything decides, even if its finds disagree. `whole` before
 another method only applies to text without prose."""
 
 EXPLICIT = ('boxed', 'hashes', 'tags')
-"""Methods whose answers must agree with each other where they can be read as values."""
+"""Methods that must agree with the method that found the answer, as far as their answers can be read as values."""
 
 NO_ANSWER = 'no answer'
 """Reason given if no method finds an answer."""
 MAX_TRUTH = 300
-"""A longer truth, in characters, is treated as a solution that contains the answer."""
+"""Length in characters above which a truth is treated as a solution that contains the answer."""
 MAX_LENGTH = 2000
 """Maximum length of an answer in characters."""
 
@@ -43,9 +43,9 @@ _PHRASE = re.compile(
 _LEAD = re.compile(
   r'(?:the|its|our|their|that|so)\b(?:\s+(?:[a-z]+|\$[^$\d]{1,40}\$)){1,12}?\s+is\s+(?!not\b)', re.IGNORECASE
 )
-"""Lead-in, as in "Answer: the largest n is 34"."""
+"""Matches a lead-in before the answer, as in "Answer: the largest n is 34"."""
 _REASON = re.compile(r'(?<=[\w)}$*]),?\s+(?:because|since)\s|(?<=[\w)}$*]),\s+not\s', re.IGNORECASE)
-"""Start of a reason, as in "the answer is 42, because" and "the answer is 42, not 41"."""
+"""Matches what ends an answer: "because" in "the answer is 42, because …", or "not" in "the answer is 42, not 41"."""
 _SENTENCE_END = re.compile(r'\n|[.!?](?=\s|$)')
 _BRACES = re.compile(r'\\\\?(?:boxed|fbox)\s*\{|\\.|[{}]', re.DOTALL)
 _FORMULA = re.compile(
@@ -53,13 +53,13 @@ _FORMULA = re.compile(
   re.DOTALL,
 )
 _PROSE = re.compile(r'[^\W\d_]{2}\s+[^\W\d_]{2}')
-"""Two adjacent words."""
+"""Matches two adjacent words, which only prose has."""
 _BARE_BOX = re.compile(r'\\boxed\s+([^\s${}\\]+?)(?=[.,;]?(?:[\s$]|$))')
-"""A box without braces: `\\boxed 42`."""
+"""Matches a box without braces: `\\boxed 42`."""
 _BOLD = re.compile(r'\*\*([^*\n]+)\*\*[.!]?\s*\Z')
 _FINAL = re.compile(r'\bfinal answer\b', re.IGNORECASE)
 _MAX_GAP = 40
-"""Maximum number of characters between boxes of one list."""
+"""Maximum number of characters between boxes that form one list."""
 _TOGETHER = re.compile(r'(?:\s|\$|\\[()\[\],;!]|\\q?quad)*|[^.!?]*?(?:,|;|&|\b(?:and|or)\b)[^.!?]*', re.DOTALL)
 
 
@@ -67,7 +67,7 @@ _TOGETHER = re.compile(r'(?:\s|\$|\\[()\[\],;!]|\\q?quad)*|[^.!?]*?(?:,|;|&|\b(?
 class Extraction:
   answer: str | None
   reason: str = ''
-  """Why there is no answer."""
+  """Why there is no answer; empty if there is one."""
 
 
 def collapse(text: str) -> str:
@@ -78,7 +78,7 @@ def collapse(text: str) -> str:
 class _Boxed(NamedTuple):
   begin: int
   start: int
-  """Start of the content."""
+  """Position at which the box's content starts."""
   end: int
 
 
@@ -145,7 +145,7 @@ def _boxed(text: str) -> list[list[str]]:
 
 
 def _joined(group: Sequence[str], key: Callable[[str], Hashable]) -> str:
-  """Joins boxes side by side to one answer: a list with each value once."""
+  """Joins the contents of boxes side by side into one answer: a list with each value once."""
   values = {key(held): held for held in reversed(group)}
   return ', '.join(reversed(values.values()))
 
@@ -247,7 +247,8 @@ def extract(
     method: extraction method; of several, the first that finds anything.
     tag: tag name for method `tags`.
     prompts: contents of the prompt's messages; all methods but `whole` ignore verbatim copies of them.
-    key: maps an answer to a key; equal keys mean the same answer, a text key that it could not be read as a value.
+    key: maps an answer to a key. Equal keys mean the same answer; a key that is text means that the answer could not be
+      read as a value.
   """
   methods, answers = (method,) if isinstance(method, str) else method, []
   text = said(text)
@@ -277,8 +278,9 @@ def extract(
 
 
 def reference(truth: str) -> str:
-  """Extracts the reference answer from a dataset's truth: after the last `####`, else in the last box and those beside
-  it, else after "the final answer is" if the truth is longer than `MAX_TRUTH`, else all of it."""
+  """Extracts the reference answer from a dataset's truth: the text after the last `####`, else the content of the last
+  box and of those beside it, else, if the truth is longer than `MAX_TRUTH`, the text after "the final answer is", else
+  the whole truth."""
   if hashes := candidates(truth, 'hashes'):
     return hashes[-1]
   if boxes := boxed_lists(truth):

@@ -1,4 +1,4 @@
-r"""Parser from formulas in LaTeX or plain text to trees.
+r"""Parses formulas in LaTeX or plain text into trees.
 
 Invariants: no part of a formula reaches Python's or sympy's evaluation; parsing takes linear time and is limited to
 `MAX_DEPTH` levels and `MAX_NODES` nodes; a text is parsed as a whole or not at all.
@@ -34,11 +34,11 @@ class Formula(NamedTuple):
   root: Node
   symbols: frozenset[str]
   decimals: int | None
-  """Digits after the point of the most precise decimal; None without decimals."""
+  """Number of digits after the point in the most precise decimal; None if there are no decimals."""
   imaginary: bool
   """Whether the imaginary unit occurs."""
   bases: frozenset[int]
-  """Bases of the numbers that state them as subscripts."""
+  """Number bases that occur as subscripts, as in `101_2`."""
   bare_log: bool
   """Whether a logarithm without a base occurs."""
 
@@ -56,7 +56,7 @@ _GREEK = frozenset({
   'omega', 'Gamma', 'Delta', 'Theta', 'Lambda', 'Xi', 'Pi', 'Sigma', 'Upsilon', 'Phi', 'Psi', 'Omega', 'ell',
 })  # fmt: skip
 _OPAQUE = frozenset('fghFGH')
-"""Letters that name a function if a parenthesis follows: `f(2x)` is not `2f(x)`."""
+"""Letters that name a function, not a factor, if a parenthesis follows: `f(2x)` does not equal `2f(x)`."""
 _SPACE = re.compile(r'\s*')
 _NUMBER = re.compile(
   r'(?P<whole>[1-9]\d{0,2}(?:,\d{3})+(?![\d,])|\d{1,3}(?: \d{3})+(?!\d)|\d*)(?:\.(?P<part>\d*))?'
@@ -382,7 +382,7 @@ class _Reader:
 
 @functools.lru_cache(maxsize=256)
 def read_formula(text: str) -> Formula | None:
-  """Parses a text in canonical LaTeX (`latex.canonical`); None unless the whole text is a formula."""
+  """Parses text in canonical LaTeX (`latex.canonical`); None unless the whole text is a formula."""
   reader = _Reader(text)
   try:
     root = reader.whole()

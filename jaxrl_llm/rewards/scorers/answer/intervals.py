@@ -24,7 +24,7 @@ from jaxrl_llm.rewards.scorers.answer.values import real_less, real_value
 class End(NamedTuple):
   text: str
   value: Any
-  """A Fraction, a real mpmath number or ±inf; None for an expression with names in it."""
+  """A Fraction, a real mpmath number or ±inf; None if the expression contains names."""
 
   def precedes(self, other: End) -> bool:
     if math.inf in (other.value, -self.value):
@@ -110,7 +110,7 @@ def _inequality(text: str) -> list[Interval] | None:
 
 
 def _without(text: str) -> list[Interval] | None:
-  """Returns the real numbers without the listed ones, such as `{1, 2}`."""
+  """Returns the intervals of all real numbers except those in `text`, a list such as `{1, 2}`; None for other text."""
   inner = inside(text.strip(), (r'\{', '{'), (r'\}', '}'))
   ends = [None] if inner is None else [_end(part) for part in split(inner)]
   if any(end is None or end.value is None for end in ends):
@@ -197,7 +197,7 @@ def parse_intervals(text: str) -> list[Interval] | None:
 
 
 def intervals_agree(truth: str, answer: str) -> bool | None:
-  """Whether both are the same set of real numbers; None if the truth cannot be read as one."""
+  """Whether truth and answer are the same set of real numbers; None if the truth cannot be read as one."""
   wanted, got = parse_intervals(truth), parse_intervals(answer)
   if wanted is None or got is None:
     return None if wanted is None else False

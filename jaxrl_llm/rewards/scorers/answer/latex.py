@@ -30,7 +30,7 @@ _RUNS = (
 )
 _ROOT = re.compile(r'√\s*\(')
 _ROOT_OF_NUMBER = re.compile(r'√\s*(\d+(?:\.\d+)?)')
-"""Without braces, LaTeX takes the root of a single digit."""
+"""Matches roots such as `√12`, whose number needs braces in LaTeX: `\\sqrt 12` is the root of 1."""
 _END = r'(?![a-zA-Z])'
 _FONT = r'\\(?:mathrm|mathit|mathbf|mathsf|mathtt|mathnormal|operatorname\*?)'
 _STEPS: tuple[tuple[re.Pattern[str], str], ...] = tuple(

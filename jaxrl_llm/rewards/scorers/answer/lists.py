@@ -9,7 +9,7 @@ from jaxrl_llm.rewards.scorers.answer.latex import canonical
 from jaxrl_llm.rewards.scorers.answer.numbers import plain
 
 MAX_ELEMENTS = 64
-"""Maximum number of elements in an answer: sets are compared by pairs of elements."""
+"""Maximum number of elements in a set or tuple; comparing sets takes time quadratic in it."""
 
 _SIGNS = (
   (r'\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle|limits)(?![a-zA-Z])', ''),
@@ -32,7 +32,7 @@ _OPEN, _CLOSE = '([{⟨', ')]}⟩'
 
 
 def mathematical(text: str) -> str:
-  """Replaces LaTeX commands for brackets, relations and signs by the characters themselves."""
+  """Replaces LaTeX commands for brackets, relations and signs with the characters themselves."""
   text = plain(canonical(unboxed(text)))
   for pattern, sign in _SIGNS:
     text = pattern.sub(sign, text)
@@ -46,7 +46,7 @@ def named(text: str) -> tuple[str, str]:
 
 
 def split(text: str, *, words: bool = False) -> list[str]:
-  """Splits at commas and semicolons outside all brackets; `words`: also at `or` and `and`.
+  """Splits at commas and semicolons outside all brackets and, with `words`, at `or` and `and`.
 
   If any separator is followed by white space, commas between groups of three digits belong to numbers.
   """
@@ -124,7 +124,7 @@ def parse_tuple(text: str) -> list[str] | None:
 
 
 def names(text: str) -> list[str]:
-  """Returns the names of a tuple's entries, as in `(x, y) = …` or `x = …, y = …`; empty unless each has one."""
+  """Returns the names of a tuple's entries, as in `(x, y) = …` or `x = …, y = …`; empty unless each entry has one."""
   text = mathematical(text)
   name, _ = named(text)
   if name.startswith('('):
@@ -152,7 +152,7 @@ def sets_agree(truth: str, answer: str, *, each: bool = False) -> bool | None:
   """Whether the sets have the same elements, in any order; None if the truth is not a set.
 
   Args:
-    each: count repeated elements, as in `3, 3, 5` (multisets).
+    each: whether repeated elements count, as in `3, 3, 5` (multisets).
   """
   wanted, got = parse_set(truth), parse_set(answer)
   if wanted is None or got is None:

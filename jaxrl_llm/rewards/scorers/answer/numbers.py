@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 class Number(NamedTuple):
   value: Fraction
-  """Value as written: 42 for `42%`."""
+  """Value as written, so 42 for `42%`."""
   percent: bool
 
 

@@ -1,7 +1,8 @@
 """Scorer `answer`: compares the completion's single answer with the reference answer, in the mode the task requires.
 
-The value is 1.0 or 0.0; None only if the truth is missing or unreadable. A completion scores 0 if it has no answer, if
-it gives two different ones (in two boxes, or as a list where the truth is not a list), or if it echoes the prompt's.
+The value is 1.0 or 0.0, and None only if the truth is missing or unreadable. A completion scores 0 if it gives no
+answer, two different answers (in two boxes, or as a list where the truth is not a list), or only one that it copies
+from the prompt.
 """
 
 from __future__ import annotations
@@ -37,18 +38,19 @@ NO_TRUTH = 'the task has no truth'
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
   mode: Mode | None = None
-  """Comparison mode; None: chosen from all truths when a run or `jaxrl score` starts, else from each truth."""
+  """Comparison mode; None: chosen from all truths when a run or `jaxrl score` starts, and elsewhere from each truth."""
   extraction: Methods | None = None
-  """Extraction method; of several, the first that finds anything. None: chosen with the mode. In the truth, the answer
-  is recognised by itself (`…#### 42`, `\\boxed{42}`, `42`)."""
+  """Extraction method; of several, the first that finds anything decides. None: chosen with the mode. It does not apply
+  to the truth, whose form is recognised (`…#### 42`, `\\boxed{42}`, `42`)."""
   tag: str = 'answer'
   ignore_case: bool = False
-  """Mode `exact` only."""
+  """Mode `exact`: ignore the difference between upper and lower case."""
   units: Units = 'refused'
-  """Mode `numeric` only."""
+  """Mode `numeric`: treatment of units and words after a number."""
   absolute_tolerance: float = 0.0
   relative_tolerance: float = 0.0
-  """Mode `numeric`: answers within max(absolute, relative · |truth|) are accepted; both 0: equal as rationals."""
+  """Mode `numeric`: an answer may differ by max(absolute, relative · |truth|); both 0: it must equal the truth
+  exactly."""
   choices_field: str = 'choices'
   """Mode `choice`: field of the task's row, or of its `extra_info`, that holds the choices."""
   truth_is_index: bool = False
@@ -56,7 +58,8 @@ class AnswerOptions:
   aliases_field: str = 'aliases'
   """Mode `text`: field that lists more accepted answers; the truth itself may also be a JSON list of texts."""
   on_timeout: Literal['zero', 'none'] = 'zero'
-  """Value of a missed deadline; by default the completion is to blame (`OverrunIsZero`)."""
+  """Value if scoring runs out of time, memory or stack. zero: 0, since the completion is to blame (`OverrunIsZero`);
+  none: no value."""
 
   def __post_init__(self):
     for name in ('absolute_tolerance', 'relative_tolerance'):
@@ -68,7 +71,7 @@ class AnswerOptions:
 
   @property
   def libraries(self) -> tuple[str, ...]:
-    """Libraries that this mode needs."""
+    """Libraries that scoring in this mode imports at its first call."""
     return () if self.mode in ('exact', 'numeric', 'choice', 'text') else LIBRARIES
 
 
@@ -79,7 +82,7 @@ def field_of(task: Task, name: str) -> Json:
 
 
 def _quantity(text: str, options: AnswerOptions) -> Quantity | None:
-  """Reads a number from a text: stated, assigned to a name (`x = 3`), or computed (`4 · 3 = 12`, if that is true)."""
+  """Reads a number from text that states it, assigns it to a name (`x = 3`) or computes it correctly (`4 · 3 = 12`)."""
   text = unboxed(text)
   if (plainly := _stated(text, options)) is not None:
     return plainly
@@ -155,7 +158,7 @@ def _agree(truth: str, answer: str, task: Task, options: AnswerOptions) -> bool 
 
 
 def _key(text: str, *, options: AnswerOptions, choices: Mapping[str, str] | None) -> Hashable:
-  """Returns a key shared by all spellings of an answer; text if the answer cannot be read as a value."""
+  """Returns a key shared by all spellings of an answer; the key is text if the answer cannot be read as a value."""
   match options.mode:
     case 'exact':
       return collapse(text)
@@ -174,7 +177,7 @@ def _key(text: str, *, options: AnswerOptions, choices: Mapping[str, str] | None
 
 
 def found_answer(attempt: Attempt, options: AnswerOptions) -> Extraction:
-  """Extracts the completion's single answer as written."""
+  """Extracts the completion's single answer, as it is written there."""
   choices = read_choices(field_of(attempt.task, options.choices_field)) if options.mode == 'choice' else None
   return extract(
     attempt.completion,
@@ -186,7 +189,7 @@ def found_answer(attempt: Attempt, options: AnswerOptions) -> Extraction:
 
 
 def _left_open(options: AnswerOptions, chosen: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the chosen values of options left open: extraction, and mode with its units."""
+  """Returns the values in `chosen` for options left open: `extraction`, and `mode` together with `units`."""
   if options.mode is None:
     return {name: value for name, value in chosen.items() if name != 'extraction' or options.extraction is None}
   return {'extraction': chosen['extraction']}
@@ -217,7 +220,7 @@ def score_answer(attempt: Attempt, *, options: AnswerOptions) -> Verdict:
   truth = reference(attempt.task.truth)
   extraction = found_answer(attempt, options)
   evidence = {'truth': truth[:200]}
-  # The truth is read even if there is no answer: whether a task can be scored must not depend on the completion.
+  # The truth is read even without an answer, since whether a task can be scored must not depend on the completion.
   agree = _agree(truth, extraction.answer or '', attempt.task, options)
   if agree is None:
     return Verdict(value=None, evidence={**evidence, 'reason': f'the truth is not {options.mode}'})
@@ -227,7 +230,8 @@ def score_answer(attempt: Attempt, *, options: AnswerOptions) -> Verdict:
 
 
 def answer_scorer(**options: Any) -> Scorer:
-  """Whether the answer equals the truth: number, unit, expression, interval, set, choice, words; `AnswerOptions`."""
+  """Whether the answer equals the truth (number, unit, expression, interval, set, choice, words); options:
+  `AnswerOptions`."""
   read = read_options(AnswerOptions, options, 'answer')
   scorer = functools.partial(score_answer, options=read)
   return OverrunIsZero(scorer) if read.on_timeout == 'zero' else scorer

@@ -1,6 +1,6 @@
-"""Comparison of short answers in words, as a whole; case, articles, punctuation and spacing do not count.
+"""Comparison of short answers in words, ignoring case, articles, punctuation and spacing.
 
-Marks that change the meaning count: within numbers (`3.5`), signs (`-5`) and symbols (`C++`, `C#`, `50%`).
+Punctuation that changes the meaning does count: within numbers (`3.5`), as a sign (`-5`), in symbols (`C++`, `50%`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _ARTICLES = ('a', 'an', 'the')
 def normalise(text: str) -> str:
   """Returns the normal form of a short text; equal forms are the same answer.
 
-  In this order: removes LaTeX text commands and bold marks, converts full-width characters, folds case, replaces `&` by
-  `and`, removes thousands separators, the dots of `U.S.A.` and apostrophes, replaces other punctuation by spaces, and
-  removes a leading article and every `the` except as the last word.
+  The steps, in order: remove LaTeX text commands and bold marks; convert full-width characters; fold case; replace `&`
+  with `and`; remove thousands separators, the dots in abbreviations (`U.S.A.`) and apostrophes; replace other
+  punctuation with spaces; remove a leading article, and every `the` except as the last word.
   """
   text = plain(unboxed(text))
   wide = lambda c: unicodedata.decomposition(c).startswith(('<wide>', '<narrow>'))

@@ -44,8 +44,8 @@ _RATIO = re.compile(r'[^:]+(?::[^:]+)+')
 
 
 def solutions_agree(truth: str, answer: str) -> bool | None:
-  """Whether an answer agrees with the truth: letter of a choice, words, matrix, ratio, set of real numbers, list, value
-  or equation; None for an empty truth."""
+  """Whether the answer agrees with the truth, which may be a choice letter, words, a matrix, a ratio, a set of real
+  numbers, a list, a value or an equation; None for an empty truth."""
   truth, answer = (canonical(unboxed(text)).strip('$ ') for text in (truth, answer))
   return _agree(truth, answer) if truth else None
 
@@ -75,7 +75,7 @@ def unlabelled(text: str) -> str:
 
 
 def answer_key(text: str) -> Hashable:
-  """Returns a key shared by all spellings of an answer: the letter of a choice, a number, else text."""
+  """Returns a key shared by all spellings of an answer: a choice letter, a number, or else the text."""
   text = canonical(unboxed(text))
   label = _label(text)
   if label or _LETTER.fullmatch(text):
@@ -84,7 +84,7 @@ def answer_key(text: str) -> Hashable:
   return tight(text) if number is None else number
 
 
-# Comparisons by the truth's form. None: another comparison decides.
+# Comparisons, one for each form of truth; each returns None if it does not apply.
 
 
 def _choices(truth: str, answer: str) -> bool | None:
@@ -93,7 +93,7 @@ def _choices(truth: str, answer: str) -> bool | None:
     chosen = parse_choice(answer, None)
     return None if chosen is None else chosen == {truth}
   if wanted is None:
-    # A letter marked as that of a choice, before its value.
+    # The answer may have a choice letter before the value.
     value = unlabelled(answer)
     if value == answer:
       return None
@@ -155,7 +155,7 @@ def _ratios(truth: str, answer: str) -> bool | None:
 
 
 def _words(answer: str) -> str:
-  """Returns the form in which answers in words are compared: normalised, singular; 'none' for no solution."""
+  """Returns an answer in words as it is compared: normalised, in the singular, and 'none' if it says no solution."""
   words = [word[:-1] if len(word) > 3 and word.endswith('s') else word for word in normalise(answer).split()]
   text = ' '.join(words)
   return 'none' if text in _NOTHING or tight(answer) == r'\{\}' else text
@@ -176,13 +176,13 @@ def _texts(truth: str, answer: str) -> bool | None:
 
 
 def _members(text: str) -> str:
-  """Returns the listed members of `x ∈ {1, 2}`; other text is unchanged."""
+  """Returns `{1, 2}` for `x ∈ {1, 2}`; other text is returned unchanged."""
   value = named(text)[1] if '∈' in text else text
   return value if value.startswith(r'\{') and not re.search('[|:]', value) else text
 
 
 def _is_real_set(text: str) -> bool:
-  """Whether the signs or brackets, as in `[1, 2)`, can only be those of a set of real numbers or a relation."""
+  """Whether signs or unequal brackets, as in `[1, 2)`, show that the text is a set of real numbers or a relation."""
   ends = text[:1] + text[-1:]
   return bool(_REAL.search(text)) or (ends[:1] in '([]' and ends[-1:] in ')][' and ends not in ('', '()', '[]'))
 
@@ -200,7 +200,7 @@ def _real_sets(truth: str, answer: str) -> bool | None:
 
 
 def _relations(truth: str, answer: str) -> bool:
-  """Whether two inequalities are the same up to a factor or the order of their sides."""
+  """Whether two inequalities are equivalent up to a factor and the order of their sides."""
   wanted, got = _RELATION.split(truth), _RELATION.split(answer)
   if len(wanted) != len(got) or len(wanted) < 3 or any(re.search(r'\b(?:and|or)\b', text) for text in (truth, answer)):
     return False

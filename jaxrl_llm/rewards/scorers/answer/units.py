@@ -1,8 +1,8 @@
 """Parsing, exact conversion and comparison of numbers with units.
 
-A unit is a product of powers of known units (`km/h`, `square centimetres`, `kg m^{-3}`). Other words say what is
-counted (`42 red apples`). Tons, months to days, bytes and temperatures are not converted: they are ambiguous or have no
-common zero.
+A unit is a product of powers of known units (`km/h`, `square centimetres`, `kg m^{-3}`). Other words name what is
+counted (`42 red apples`). Tons, bytes, temperatures, and months to days are not converted: they are ambiguous or have
+no common zero.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Literal, NamedTuple
 from jaxrl_llm.rewards.scorers.answer.numbers import Number, numbers_agree, plain, split_number
 
 Units = Literal['refused', 'ignored', 'stated', 'required']
-"""refused: a number followed by anything is not a number; ignored: words and units after it do not count; stated: if
-both sides state a unit it must be the same, after conversion if known; required: as stated, and the answer must have a
-unit if the truth does."""
+"""refused: text after a number makes it unreadable; ignored: words and units after a number do not count; stated: if
+both sides state a unit, the units must agree, after conversion if they are known; required: as with stated, and the
+answer must have a unit if the truth does."""
 
 
 class Unit(NamedTuple):
   factor: Fraction
   """Size of the unit in base units."""
   dimensions: frozenset[tuple[str, int]]
-  """(base unit, nonzero power) pairs; empty: only words."""
+  """(base unit, nonzero power) pairs; empty if the text has only words."""
   words: frozenset[str]
   """Words that are not units, in the singular."""
 
@@ -102,7 +102,7 @@ _NO_UNIT = re.compile(
   'crore|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?|halves|quarters|double|triple|'
   'squared|cubed|factorial|root|sqrt|pi|negative|below|mod|modulo|if|wrong|incorrect|false'
 )
-"""Words after a number that are neither units nor things counted: connectives, numerals, operations."""
+"""Matches words after a number that are neither units nor things counted: connectives, numerals, operations."""
 _TOKEN = re.compile(
   r'\s*(?:(?P<word>°[CF]?(?![^\W\d_])|[^\W\d_²³]+|[$€£¥¢])\.?(?P<power>\s*(?:\^|\*\*)\s*(?:\{\s*[-+]?\d\s*\}|[-+]?\d)|[²³]|'
   r'[23](?!\d))?|(?P<over>/)|(?P<times>[·*\-,]|\\cdot|\\times))'
@@ -115,7 +115,7 @@ _MAX_LENGTH = 300
 
 @functools.cache
 def _table() -> dict[str, Unit]:
-  """Returns the units by spelling, in the singular."""
+  """Returns the known units, keyed by spelling in the singular."""
   table: dict[str, Unit] = {}
 
   def add(spelling: str, factor: Fraction, dimensions: dict[str, int]) -> None:
@@ -233,7 +233,7 @@ def _one(text: str) -> Quantity | None:
 def quantities_agree(
   truth: Quantity, answer: Quantity, *, units: Units, absolute: float = 0.0, relative: float = 0.0
 ) -> bool:
-  """Whether the quantities are equal within the tolerance, given in the truth's unit."""
+  """Whether the quantities are equal within the tolerances, of which `absolute` is in the truth's unit."""
   number = answer.number
   if units in ('refused', 'ignored') or truth.unit is None:
     return numbers_agree(truth.number, number, absolute=absolute, relative=relative)

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from jaxrl_llm.rewards.scorers.answer.formula import Formula, Node, read_formula
 
 MAX_BITS = 20_000
-"""Maximum bits of a numerator or denominator, and maximum binary exponent; larger numbers are refused."""
+"""Maximum number of bits in a numerator or denominator, and maximum binary exponent; larger numbers are refused."""
 DIGITS = 60
-"""Decimal digits of floating-point values, in addition to those of the largest intermediate result."""
+"""Precision of floating-point values in decimal digits, on top of the digits of the largest intermediate result."""
 _MAX_LOST = 1_000
-"""Maximum decimal digits of an intermediate result that is not rational."""
+"""Maximum number of decimal digits in an irrational intermediate result."""
 
 
 def as_float(value: Any) -> Any:
@@ -30,7 +30,7 @@ def as_float(value: Any) -> Any:
 
 
 class Undefined(ArithmeticError):
-  """The formula has no value at this point, or one beyond `MAX_BITS`."""
+  """The formula has no value at this point, or its value exceeds `MAX_BITS`."""
 
 
 class _Evaluation:
@@ -45,10 +45,10 @@ class _Evaluation:
     """Binary exponent of the largest intermediate result."""
     self.complex = False
     self.lossy: float | None = None
-    """Binary exponent of the largest operand that may have cancelled; None if nothing could cancel."""
+    """Binary exponent of the largest operand whose digits may have cancelled; None if nothing could cancel."""
 
   def tiny(self) -> Any:
-    """Returns the bound below which a value may be zero up to rounding."""
+    """Returns the magnitude below which a value may be zero up to rounding."""
     return (
       self.mp.mpf(0) if self.lossy is None else self.mp.ldexp(self.mp.mpf(10) ** (10 - self.digits), int(self.lossy))
     )
@@ -240,7 +240,7 @@ class Value(NamedTuple):
   complex: bool
   """Whether an intermediate result was not real."""
   tiny: Any
-  """Bound below which differences are rounding errors."""
+  """Magnitude below which differences are rounding errors."""
 
 
 def evaluate(formula: Formula, symbols: Mapping[str, Fraction], *, log_base: int | None = None) -> Value:
@@ -279,7 +279,8 @@ def real_value(text: str) -> Any:
 
 
 def exact_number(text: str) -> Fraction | None:
-  """Parses a text in canonical LaTeX that is a single number, such as `0.\\overline{3}` or `{42}`; None for others."""
+  """Parses a text in canonical LaTeX that is a single number, such as `0.\\overline{3}` or `{42}`; None for other
+  text."""
   formula = read_formula(text)
   if formula is None or formula.bases:
     return None

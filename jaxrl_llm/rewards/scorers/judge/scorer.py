@@ -1,8 +1,8 @@
 """LLM-as-a-judge scorer over any OpenAI-compatible server (`/v1/chat/completions`).
 
 Invariants: a score comes from a single JSON object of the required form; if the judge gives none, even after retries,
-that is an error of the scorer. The same question is paid for once: answers are cached by the digest of the whole
-request, and identical requests in flight share one answer.
+the scorer has failed. The same question is paid for once: answers are cached by the digest of the whole request, and
+identical requests in flight share one answer.
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ class JudgeOptions(RemoteOptions):
   model: str
   """Model name on the server."""
   mode: Literal['score', 'pairwise'] = 'score'
-  """score: a number for each answer; pairwise: which of two answers of the same group is better."""
+  """score: the judge gives each answer a number; pairwise: it says which of two answers of a group is better."""
   against: Literal['all', 'next', 'first'] = 'all'
-  """Mode `pairwise`: compare each with all others, with its two neighbours in a ring, or all with the first."""
+  """Mode `pairwise`. all: each attempt is compared with all others; next: with its two neighbours in a ring; first: all
+  are compared with the first."""
   template: str | None = None
-  """Prompt with {question} and {completion} (pairwise: {first} and {second}), and {truth} to show it; literal braces
-  are doubled. None: a template of `texts`, with the truth if the task has one."""
+  """Prompt with the fields {question} and {completion} (pairwise: {first} and {second}) and, optionally, {truth};
+  literal braces are doubled. None: a built-in template, with the truth if the task has one."""
   max_tokens: int = 1024
-  """Maximum tokens of an answer, reasoning included."""
+  """Maximum number of tokens in an answer, including its reasoning."""
   request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Additional or overriding request fields, such as `response_format`."""
+  """Fields to add to each request or to override in it, such as `response_format`."""
   malformed_retries: int = 2
-  """How often the judge is asked again after a malformed answer, with the reason."""
+  """Maximum number of times the judge is asked again after a malformed answer; it is told the reason."""
   cache_file: str | None = None
-  """JSONL file that keeps answers beyond the run; None: in memory only."""
+  """JSONL file that keeps answers beyond the run; None: answers are kept in memory only."""
 
   def check(self, where: str) -> None:
     super().check(where)
@@ -84,7 +85,7 @@ class Said(NamedTuple):
   """A judge's parsed answer to a prompt."""
 
   answer: dict[str, Json]
-  """Result of `read`."""
+  """The answer as parsed by the `read` function passed to `Judge.ask`."""
   cached: bool
 
 
@@ -110,10 +111,10 @@ class Judge(ServiceClient):
     self._cache.close()
 
   async def ask(self, prompt: str, read: Callable[[str], dict[str, Json]]) -> Said:
-    """Returns the judge's answer to a prompt. Raises RemoteError if there is none that `read` accepts.
+    """Returns the judge's answer to a prompt. Raises RemoteError if the judge gives none that `read` accepts.
 
     Args:
-      read: parses the verdict in a text; raises Malformed.
+      read: parses the verdict in a text; raises Malformed if it is malformed.
     """
     options = self.options
     body = {'model': options.model, 'max_tokens': options.max_tokens, 'temperature': 0, **options.request}
@@ -132,7 +133,7 @@ class Judge(ServiceClient):
   def _answered(self, key: str, task: asyncio.Task) -> None:
     del self._pending[key]
     if not task.cancelled():
-      task.exception()  # If every caller has given up, asyncio would report it as never retrieved.
+      task.exception()  # Retrieved, so that asyncio does not complain if every caller has given up.
 
   async def _answer(self, key: str, body: dict[str, Json], read: Callable[[str], dict[str, Json]]) -> dict[str, Json]:
     messages = list(body['messages'])
@@ -199,7 +200,7 @@ def pairs(count: int, against: str) -> list[tuple[int, int]]:
 
 
 class ComparingJudge(Judge):
-  """Judge that compares attempts of a group, each pair in both orders; values are means over the comparisons."""
+  """Judge that compares attempts of a group, each pair in both orders; an attempt's value is its mean result."""
 
   async def __call__(self, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]) -> tuple[Verdict, ...]:
     task, count = attempts[0].task, len(attempts)
@@ -221,7 +222,7 @@ class ComparingJudge(Judge):
     return tuple(_standing(index, games, results, self.options.model) for index in range(count))
 
   async def _compare(self, template: str, texts: Mapping[str, str], first: str, second: str) -> tuple[float, bool]:
-    """Returns the result of `one` against `other` (1, 0 or, for a tie, 0.5), and whether both orders agree."""
+    """Returns the result of `first` against `second` (1, 0 or, for a tie, 0.5), and whether both orders agree."""
     if first == second:
       return 0.5, True
     orders = [{**texts, 'first': first, 'second': second}, {**texts, 'first': second, 'second': first}]

@@ -1,10 +1,10 @@
 """Prompts for judges, and the parsing of their answers.
 
-Invariants: each text to be judged stands between markers with a key that occurs in no text; an answer is a verdict only
-if it contains exactly one JSON object of the required form.
+Invariants: each text to be judged is enclosed in markers with a key that occurs in none of the texts; an answer is a
+verdict only if it contains exactly one JSON object of the required form.
 
-The key is a digest of all the texts, so a completion can neither close its marker nor predict it. That keeps the texts
-apart; it does not make a judge immune to what they say (docs/guides/rewards.md).
+The key is a digest of all the texts, so a completion can neither close its marker nor predict the key. This keeps the
+texts apart, but does not make a judge immune to what they say (docs/guides/rewards.md).
 """
 
 from __future__ import annotations
@@ -90,15 +90,15 @@ _FORMS = {
 _FIELDS = {'score': {'question', 'completion', 'truth'}, 'pairwise': {'question', 'first', 'second', 'truth'}}
 _OBJECT = re.compile(r'\{\s*"')
 _MAX_TEXT = 100_000
-"""Number of characters of an answer that are parsed."""
+"""Maximum number of characters of a judge's answer that are parsed."""
 _MAX_BROKEN = 64
-"""Maximum number of malformed objects in an answer; each may be scanned to the end of the text."""
+"""Maximum number of malformed JSON objects tolerated in an answer, since each may be scanned to the end of the text."""
 _MAX_REASONING = 1000
-"""Number of characters of the reasoning that are kept."""
+"""Maximum number of characters of a judge's reasoning that are kept."""
 
 
 def fields_of(template: str) -> set[str]:
-  """Returns the field names in braces."""
+  """Returns the names in braces in a template."""
   return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
 
 
@@ -117,23 +117,23 @@ def check_template(template: str, mode: str, where: str) -> None:
 
 
 def marker_key(texts: Iterable[str], seed: str, size: int = 8) -> str:
-  """Returns 2·`size` hexadecimal digits that occur in no text, a function of `seed`."""
+  """Returns 2·`size` hexadecimal digits, derived from `seed`, that occur in none of the texts."""
   keys = (hashlib.blake2b(f'{number}{seed}'.encode(), digest_size=size).hexdigest() for number in itertools.count())
   return next(key for key in keys if not any(key in text for text in texts))
 
 
 def fill(template: str, mode: str, texts: Mapping[str, str]) -> str:
-  """Builds the judge's prompt: the template with its texts between markers, the rules, the form of the answer."""
+  """Builds the judge's prompt: the template with its texts between markers, the rules, and the required answer form."""
   key = marker_key(list(texts.values()), json.dumps([template, mode, dict(sorted(texts.items()))]))
   marked = {name: f'<text-{key}>\n{text}\n</text-{key}>' for name, text in texts.items()}
   return template.format(**marked) + _RULES.format(key=key, form=_FORMS[mode])
 
 
 def read_answer(text: str, wanted: str) -> dict[str, Json]:
-  """Returns the JSON object with the key `wanted` in a judge's answer, which may be fenced or follow prose or thoughts.
+  """Returns the JSON object with the key `wanted` in a judge's answer; it may be fenced, or follow prose or thoughts.
 
-  Raises Malformed, with a message for the judge, if there is none, or if two differ: if a judge quotes a verdict from
-  the text and then gives its own, it is unclear which counts.
+  Raises Malformed, with a message for the judge, if there is no such object, or if two differ: if a judge quotes a
+  verdict from the text and then gives its own, it is unclear which counts.
   """
   text = text[:_MAX_TEXT].lstrip()
   if text.startswith('<think>'):  # Elsewhere the tag may be quoted, after the verdict.

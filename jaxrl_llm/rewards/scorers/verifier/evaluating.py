@@ -1,4 +1,4 @@
-"""Sandboxed reasoning-gym verifiers: those that evaluate text as code.
+"""Sandboxes for reasoning-gym verifiers that evaluate text as code.
 
 Invariants: only verifiers known not to evaluate run outside a sandbox, so unknown ones are sandboxed. Each answer gets
 its own sandbox, forked from a process with the libraries loaded, so no answer can change the verdict on another.
@@ -39,16 +39,17 @@ PLAIN = frozenset({
   'syllogism', 'time_intervals', 'tower_of_hanoi', 'tsumego', 'word_ladder', 'word_sequence_reversal', 'word_sorting',
   'zebra_puzzles',
 })  # fmt: skip
-"""Verifiers that do not evaluate answers, by review of their source (`tests/rewards/scorers/evaluating_test.py`)."""
+"""Verifiers whose source was reviewed and does not evaluate answers (`tests/rewards/scorers/evaluating_test.py`)."""
 
 LIMITS = Limits(wall_s=6.0, cpu_s=2, memory_mib=1024, processes=4, files=64, file_mib=1, tmp_mib=1, output_kib=64)
-"""Resource limits of the sandbox of one answer."""
+"""Resource limits for the sandbox of one answer."""
 MAX_LENGTH = 2000
 """Maximum length, in characters, of an answer that is evaluated."""
 BUDGET_S = 8.0
-"""Time limit in seconds for an answer, including the start of its sandbox; below the default call deadline.
+"""Time limit in seconds for an answer, including the start of its sandbox.
 
-A call that misses its deadline counts against the answer, and a slow sandbox start must not.
+It is below the default call deadline: a call that misses its deadline counts against the answer, but a sandbox that
+starts slowly must not.
 """
 
 _FUNCTIONS = frozenset({
@@ -83,8 +84,8 @@ def is_list(text: str) -> bool:
 def _is_literal(answer: str, reference: str) -> bool:
   """Whether the answer has only capitals, underscores and digits, or is a list of numbers and strings.
 
-  Nothing can be called without a name before a bracket. A lower-case name could be a variable of the verifier: eval of
-  `oracle_answer` is the right answer.
+  Neither form permits a name before a bracket, so nothing can be called. Lower-case names are excluded because one may
+  be a variable in the verifier: evaluating `oracle_answer` would return the reference answer.
   """
   return _WORDS.fullmatch(answer) is not None or is_list(answer)
 
@@ -101,12 +102,13 @@ GRAMMARS: Mapping[str, Callable[[str, str], bool]] = {
   'spiral_matrix': _is_literal,
   'string_insertion': _is_literal,
 }
-"""Grammar of each verifier: a function of (answer, reference answer) that says whether the answer may be evaluated. The
-answer is exactly the text that the verifier gets."""
+"""Grammars, keyed by verifier: functions of (answer, reference answer) that return whether the answer may be evaluated.
+The answer is exactly the text that the verifier gets."""
 
 
 def evaluates(name: str) -> bool:
-  """Whether verifier `name` may evaluate text: false only for those in `PLAIN` and for classes derived from these."""
+  """Whether verifier `name` may evaluate text as code; false only for those in `PLAIN` and classes derived from
+  them."""
   if name in PLAIN:
     return False
   from reasoning_gym.factory import DATASETS
@@ -163,7 +165,7 @@ def _open(isolation: Isolation) -> Sandboxes:
 
 _opening = threading.Lock()
 _opened: dict[Isolation, Sandboxes] = {}
-"""Sandboxes of this process, by isolation; they end with it."""
+"""This process's sandboxes, keyed by isolation; they end with the process."""
 
 
 def _sandboxes(isolation: Isolation) -> Sandboxes:
@@ -174,7 +176,7 @@ def _sandboxes(isolation: Isolation) -> Sandboxes:
 
 
 def _within_budget(work: Callable[[], T]) -> T:
-  """Returns the value of `work`. Raises SandboxError after `BUDGET_S`; `work` then continues in its thread."""
+  """Returns the result of `work`. Raises SandboxError after `BUDGET_S` seconds; `work` then continues in its thread."""
   result: concurrent.futures.Future[T] = concurrent.futures.Future()
 
   def run() -> None:
@@ -192,7 +194,7 @@ def _within_budget(work: Callable[[], T]) -> T:
 
 @functools.cache
 def check_isolation(isolation: Isolation) -> None:
-  """Raises NoIsolation if this machine cannot provide the isolation, or the libraries do not load inside."""
+  """Raises NoIsolation if this machine cannot provide the isolation, or if the libraries do not load in a sandbox."""
   _open(isolation).close()
 
 

@@ -1,4 +1,4 @@
-"""Scorer that runs the task's own verifier: the generator of a procedural task checks the answer.
+"""Scorer that checks answers to procedural tasks with the verifier of the generator that made the task.
 
 The value is 1.0 if the verifier returns exactly 1, else 0.0, without tolerance: verifiers with partial credit sum
 floats, and a right answer followed by junk can reach 0.9999999999999999.
@@ -41,12 +41,12 @@ class VerifierOptions:
   extraction: Method = 'whole'
   tag: str = 'answer'
   strip: bool = True
-  """Strip white space at both ends of the answer (extractions other than `whole` always do)."""
+  """Strip white space at both ends of the answer; extractions other than `whole` always strip it."""
   partial_credit: bool = False
-  """Return the verifier's number instead of 1.0 or 0.0."""
+  """Use the verifier's number as the value, instead of 1.0 or 0.0."""
   on_timeout: Literal['zero', 'none'] = 'zero'
   isolation: Isolation = 'auto'
-  """Sandbox isolation for verifiers that evaluate answers, as in scorer `code`."""
+  """How the sandboxes of verifiers that evaluate answers are isolated, as in scorer `code`."""
 
 
 @functools.cache
@@ -77,10 +77,11 @@ _BUILTINS = set(dir(builtins)) - _HARMLESS
 
 
 def runs_code(answer: str) -> bool:
-  """Whether `eval` of the answer could do more than compute: calls of builtins or methods or with text, or dunders.
+  """Whether `eval` of the answer could do more than compute: the answer calls a builtin (other than `_HARMLESS`) or a
+  method, passes a string to any call, contains a lambda, or uses a dunder name.
 
-  For verifiers without a known grammar: keeps answers from deciding their own scores. The host is protected by the
-  sandbox, since a verifier may rewrite what Python cannot parse (`3!`) before it evaluates.
+  This check, for verifiers without a known grammar, keeps answers from deciding their own scores. It does not protect
+  the host, since a verifier may rewrite what Python cannot parse (`3!`) before it evaluates; the sandbox does.
   """
   try:
     tree = ast.parse(answer.strip(), mode='eval')
@@ -101,7 +102,7 @@ def runs_code(answer: str) -> bool:
 def _ask(name: str, answer: str, entry: dict[str, Any]) -> float:
   """Returns the verifier's number; 0 if it raises on this answer but not on the reference answer."""
   score_answer = _score_answer(name)
-  # Some verifiers (`number_sorting`) evaluate the reference answer, a list.
+  # Some verifiers (`number_sorting`) evaluate the reference answer, which is a list.
   with watched(name, entry['answer'] if is_list(str(entry['answer'])) else None):
     try:
       return float(score_answer(answer=answer, entry=entry))
@@ -120,7 +121,8 @@ def _refusal(name: str, answer: str, reference: str) -> str | None:
 
 
 def _ask_in_sandbox(name: str, answer: str, entry: dict[str, Any], options: VerifierOptions) -> float | Verdict:
-  """Like `_ask`, in a sandbox; a Verdict if the answer is refused or the verifier hit a limit."""
+  """Returns the verifier's number like `_ask`, but runs it in a sandbox; a Verdict if the answer is refused or the
+  verifier hits a limit."""
   if reason := _refusal(name, answer, entry['answer']):
     return Verdict(value=0.0, evidence={'reason': reason, 'answer': answer[:200]})
   score, outcome = score_in_sandbox(name, answer, entry, options.isolation)
