@@ -1,7 +1,7 @@
 """Durable file writes, and temporary directories that do not outlive their process.
 
-Invariant: `write_durably` leaves the old content or the new, never a partial write; the directory of a killed process
-is removed by the next `scratch` with the same prefix.
+Invariant: after `write_durably`, even if interrupted, a file has its old or its new content, never a part of it; the
+temporary directory of a killed process is removed by the next `scratch` with the same prefix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 
 _OWNER = '.owner'
-"""Lock file held by the process that owns a `scratch` directory."""
+"""Name of the file that the owner of a `scratch` directory keeps locked."""
 
 
 def sync(path: pathlib.Path) -> None:
@@ -43,18 +43,18 @@ def write_durably(path: pathlib.Path, text: str) -> None:
 def scratch(prefix: str) -> Iterator[pathlib.Path]:
   """Creates a temporary directory that only this user can enter, and removes it at the end of the block.
 
-  First removes directories with the same prefix left by killed processes; those of live processes and of other users
+  First removes directories with the same prefix that killed processes left; those of live processes and of other users
   stay.
 
   Args:
-    prefix: prefix of its name; ends with a hyphen, so that no other prefix begins with it.
+    prefix: prefix of the directory's name; it ends with a hyphen, so that no other prefix begins with it.
   """
   _remove_orphans(prefix)
   with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
     folder = pathlib.Path(name)
     unlocked = folder / f'{_OWNER}.tmp'
     with unlocked.open('w') as owner:
-      # Lock before renaming: another process would take an unlocked file for an orphan's.
+      # Lock before renaming: another process would take an unlocked file for that of a killed process.
       fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)  # No other process has it open.
       unlocked.rename(folder / _OWNER)
       yield folder

@@ -1,15 +1,15 @@
-"""Exceptions for users, each a single line: what, where, got, wanted, remedy."""
+"""Exceptions for users, whose messages are single lines: what is wrong, where, got, wanted, remedy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 _MAX_CHARACTERS = 4000
-"""Maximum message length."""
+"""Maximum length of a message in characters."""
 
 
 class UserError(Exception):
-  """Bad input or a bad environment. Launch scripts print it as one line and exit with `exit_code`.
+  """The input or the environment is unusable. Launch scripts print the error as one line and exit with `exit_code`.
 
   Raise it (or a subclass, if callers catch it) with one line: what is wrong, where, the value got, the value wanted,
   and the remedy. Quoted text may be arbitrary: nonprintable characters are escaped, and the middle of a long message
@@ -45,7 +45,7 @@ def one_line(text: object, limit: int = 400) -> str:
 
 
 def first_cause(error: BaseException) -> BaseException:
-  """Returns the first UserError of an exception group at any depth; otherwise its first exception."""
+  """Returns the first UserError in an exception group, at any depth; if there is none, the first exception."""
   causes = list(_leaves(error))
   return next((cause for cause in causes if isinstance(cause, UserError)), causes[0])
 

@@ -41,7 +41,10 @@ def check_regular(path: str | os.PathLike) -> int:
 
 
 def read_bytes(path: str | os.PathLike, limit_bytes: int) -> bytes:
-  """Returns the content of a regular file of at most `limit_bytes`. Raises OSError, or ValueError for other files."""
+  """Returns the content of a regular file of at most `limit_bytes`.
+
+  Raises ValueError for any other file, and OSError.
+  """
   size = check_regular(path)
   if size > limit_bytes:
     raise ValueError(f'{path} has {size:,} bytes, wanted at most {limit_bytes:,}')
@@ -83,7 +86,7 @@ def parse_json(text: str, **hooks: Callable[[str], Any]) -> Any:
 
 
 def check_depth(value: Any) -> None:
-  """Raises ValueError for lists and dicts nested more than `MAX_DEPTH` levels deep."""
+  """Raises ValueError if lists and dicts in `value` are nested more than `MAX_DEPTH` levels deep."""
   level = [value]
   for _ in range(MAX_DEPTH + 1):
     containers = [item for item in level if isinstance(item, list | dict)]

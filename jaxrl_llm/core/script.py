@@ -1,4 +1,4 @@
-"""Startup and exit of launch scripts: absl flags, and one line for each user error."""
+"""Startup and exit of launch scripts: parses absl flags, and reports a user error as one line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parse(argv: Sequence[str]) -> list[str]:
 
 
 def exit_code(main: Callable[[], int]) -> int:
-  """Returns the result of `main`; on a UserError, even inside a group, prints it to stderr and returns its code."""
+  """Returns the result of `main`; if a UserError is raised, even in a group, prints it and returns its exit code."""
   try:
     return main()
   except Exception as error:
@@ -38,9 +38,9 @@ def exit_code(main: Callable[[], int]) -> int:
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
-  """Like `asyncio.run`, but an expired wait prints one line and ends the process, because a thread may be stuck.
+  """Runs `main` like `asyncio.run`, but ends the process after an expired wait, because a thread may be stuck.
 
-  `main` finishes its clean-up first.
+  The error is printed as one line, after `main` has finished its clean-up.
   """
 
   async def guarded() -> T:
@@ -57,12 +57,12 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
 
 
 def _earliest(error: BaseException) -> UserError:
-  """Returns the first UserError of the chain, so that an error in the clean-up does not hide its cause.
+  """Returns the earliest UserError in an exception chain, so that an error in the clean-up does not hide its cause.
 
-  Prints programming errors along the chain.
+  Prints other exceptions in the chain, which are programming errors.
   """
   cause, seen = error, set()
-  while error is not None and error not in seen:  # A cause raised out of its group has that group as context.
+  while error is not None and error not in seen:  # A cause that was raised out of its group has the group as context.
     seen |= {error, leaf := first_cause(error)}
     if isinstance(leaf, UserError):
       cause = leaf
@@ -73,7 +73,7 @@ def _earliest(error: BaseException) -> UserError:
 
 
 def leave_at_once(code: int) -> NoReturn:
-  """Ends this process immediately: a normal exit waits for its threads, and in a job for the other processes."""
+  """Ends this process immediately; a normal exit would wait for its threads and, in a job, for the other processes."""
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(code)

@@ -1,4 +1,4 @@
-"""Conversion between nested dicts and flat ones with 'a/b/c' names, as tables and checkpoints name parameters."""
+"""Converts between nested dicts and flat ones with names like 'a/b/c', which tables and checkpoints use."""
 
 from __future__ import annotations
 

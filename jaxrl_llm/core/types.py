@@ -14,14 +14,15 @@ Params = Mapping[str, Any]
 """Model parameters as a nested dict of arrays."""
 
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
-"""Values that `json` reads and writes (nested values are untyped: type checks do not support recursive aliases)."""
+"""Values that `json` reads and writes; nested values are `Any`, since the type checks do not support recursive
+aliases."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Version:
   """Identifies one set of policy weights; never reused for other weights, even after a crash.
 
-  `step` counts completed batches, `attempt` counts starts of the run's process on this run directory.
+  `step` counts completed batches; `attempt` counts how often the run was started in its run directory.
   """
 
   attempt: int

@@ -1,4 +1,4 @@
-"""Bounded waits: each has a name, an owner and a deadline, and a stop can interrupt some of them.
+"""Bounded waits: each has a name, an owner and a deadline; those in `unless` can be interrupted by a stop.
 
 `docs/develop/waits.md` lists them. A wait runs under `bounded` or `limit`, has a timeout whose expiry its caller
 handles, or carries a comment `# wait NAME: BOUND` that says what else ends it; `tests/waits_test.py` rejects any other.
@@ -27,7 +27,8 @@ class WaitExpired(RunError):
 
 
 async def bounded(awaitable: Awaitable[T], *, name: str, owner: str, waits_for: str, deadline_s: float) -> T:
-  """Returns the result of `awaitable`, which is cancelled at the deadline; see `limit`."""
+  """Returns the result of `awaitable`, which is cancelled at the deadline; arguments and errors are those of
+  `limit`."""
   async with limit(name=name, owner=owner, waits_for=waits_for, deadline_s=deadline_s):
     return await awaitable
 
@@ -35,7 +36,10 @@ async def bounded(awaitable: Awaitable[T], *, name: str, owner: str, waits_for: 
 async def gathered(
   work: Iterable[Coroutine[Any, Any, T]], *, name: str, owner: str, waits_for: str, deadline_s: float
 ) -> list[T]:
-  """Returns all results in order. Raises WaitExpired when none completes for `deadline_s` seconds; see `limit`."""
+  """Awaits all of `work` and returns the results in order.
+
+  Raises WaitExpired if nothing completes for `deadline_s` seconds; the other arguments are those of `limit`.
+  """
   async with limit(name=name, owner=owner, waits_for=waits_for, deadline_s=deadline_s) as running:
 
     def extend(_: asyncio.Task) -> None:
@@ -59,7 +63,7 @@ async def limit(*, name: str, owner: str, waits_for: str, deadline_s: float) -> 
     name: name of the wait in the message and in `docs/develop/waits.md`.
     owner: the waiting party, for the message.
     waits_for: the party or event waited for, and what to inspect.
-    deadline_s: seconds.
+    deadline_s: deadline in seconds from the start of the block.
   """
   try:
     async with asyncio.timeout(deadline_s) as running:
@@ -73,7 +77,7 @@ async def limit(*, name: str, owner: str, waits_for: str, deadline_s: float) -> 
 
 @contextlib.contextmanager
 def watched(*, name: str, owner: str, waits_for: str, deadline_s: float) -> Iterator[None]:
-  """Like `limit`, for a block that cannot be interrupted: at the deadline, dumps all stacks and ends the process."""
+  """Limits a block that cannot be interrupted: at the deadline, dumps all stacks and ends the process."""
 
   def leave() -> None:
     faulthandler.dump_traceback(file=sys.stderr)
@@ -91,7 +95,10 @@ def watched(*, name: str, owner: str, waits_for: str, deadline_s: float) -> Iter
 
 
 async def ended(process: subprocess.Popen, *, name: str, owner: str, waits_for: str, deadline_s: float) -> int:
-  """Returns the exit code of a process asked to end. At the deadline, kills it and raises WaitExpired; see `limit`."""
+  """Waits for a process that was asked to end; returns its exit code.
+
+  At the deadline, kills the process and raises WaitExpired; arguments are those of `limit`.
+  """
   try:
     return await asyncio.to_thread(process.wait, deadline_s)
   except subprocess.TimeoutExpired:
@@ -107,7 +114,7 @@ async def unless(stop: asyncio.Future, work: Awaitable[T]) -> T | None:
   """Returns the result of `work`, or None if `stop` is set first; `work` is then cancelled and awaited.
 
   Args:
-    stop: takes precedence over work that completes at the same time.
+    stop: future that ends the wait; it takes precedence over work that completes at the same time.
     work: bounded by its own deadlines; its result is never None.
   """
   task = asyncio.ensure_future(work)
@@ -120,7 +127,7 @@ async def unless(stop: asyncio.Future, work: Awaitable[T]) -> T | None:
 
 
 def _dump_stacks() -> None:
-  """Dumps the stacks of all threads and of suspended tasks, which thread stacks do not show."""
+  """Dumps the stacks of all threads, and of suspended tasks, which the threads' stacks do not show."""
   faulthandler.dump_traceback(file=sys.stderr)
   for task in asyncio.all_tasks():
     task.print_stack(limit=8, file=sys.stderr)

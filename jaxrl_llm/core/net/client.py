@@ -1,4 +1,4 @@
-"""HTTP client of one address, and the errors of all clients: no other module sends requests, but the front's proxy.
+"""HTTP client of one address, and the errors of all clients. Only this module and the front's proxy send requests.
 
 Invariant: a response is yielded only if its status is 200; anything else raises an error of this module. Redirects are
 not followed, because the service that they lead to must not see the token.
@@ -17,20 +17,21 @@ from jaxrl_llm.core.net.connections import certificates, check_address
 from jaxrl_llm.core.types import Json
 
 _CONNECT_S = 10.0
-"""Maximum seconds to connect."""
+"""Time limit in seconds for connecting."""
 _KEEP_ALIVE_S = 2.0
-"""Idle seconds before the client closes a connection: earlier than a server would, perhaps during the next request."""
+"""Idle seconds before the client closes a connection. A server waits longer; if it closed first, a request might be
+lost."""
 _EXCERPT = 500
-"""Maximum characters of a response that an error quotes."""
+"""Maximum number of characters of a response that an error quotes."""
 
 
 class RemoteError(Exception):
   """A service gave no usable response.
 
   Attributes:
-    status: HTTP status, if it is the error.
-    reason: what the response says about it.
-    wait_s: seconds after which the service asks to be called again.
+    status: HTTP status of an error response; None for other errors.
+    reason: error message from the response.
+    wait_s: seconds that the service asks the client to wait before the next request.
   """
 
   def __init__(self, message: str, *, status: int | None = None, reason: str = '', wait_s: float = 0.0):
@@ -55,7 +56,7 @@ class Refused(RemoteError):
 
 
 class Response:
-  """Body of a response."""
+  """Body of an HTTP response, read in chunks or as a whole."""
 
   def __init__(self, content: aiohttp.StreamReader, label: str, max_bytes: int):
     self._content, self._label, self._max_bytes = content, label, max_bytes
@@ -65,7 +66,7 @@ class Response:
     return self._content.iter_any()
 
   async def read(self) -> bytes:
-    """Returns the body. Raises Malformed if it is larger than the client permits."""
+    """Returns the whole body. Raises Malformed if it is larger than the client permits."""
     data = bytearray()
     async for chunk in self.chunks():
       data += chunk
@@ -83,8 +84,8 @@ class Client:
       address: see `connections.check_address`.
       key: bearer token; None: none is sent.
       ca_file: see `connections.certificates`.
-      where: owner of the client, for errors.
-      max_bytes: maximum size of a response that is read as a whole.
+      where: owner of the client, for error messages.
+      max_bytes: maximum size in bytes of a response that is read as a whole.
 
     Raises:
       UserError: the address or ca_file cannot be used.
@@ -115,19 +116,19 @@ class Client:
     params: Mapping[str, str] | None = None,
     headers: Mapping[str, str] | None = None,
   ) -> AsyncIterator[Response]:
-    """Sends a request, and yields its response; errors in reading it within the block are translated too.
+    """Sends a request and yields its response. Errors while the block reads the response are translated too.
 
     Args:
       path: appended to the address; if empty, the address is the URL.
       body: bytes, a JSON value, or None for no body.
-      label: begins the messages of errors.
-      deadline_s: seconds for the whole exchange; None: only silence is bounded.
-      silence_s: maximum seconds between two parts of the response.
+      label: text at the beginning of error messages.
+      deadline_s: time limit for the whole exchange in seconds; None: only silence is bounded.
+      silence_s: maximum time between two parts of the response in seconds.
 
     Raises:
       Lost: no connection, a broken one, silence, or status 5xx.
       Malformed: the response is not HTTP.
-      Refused: any other status but 200.
+      Refused: any other status except 200.
     """
     timeout = aiohttp.ClientTimeout(
       total=deadline_s, sock_connect=min(deadline_s or _CONNECT_S, _CONNECT_S), sock_read=silence_s

@@ -13,7 +13,7 @@ def check_address(address: str, where: str) -> None:
 
   Args:
     address: `unix:/path`, `http://…` or `https://…`.
-    where: field or flag that holds it, for the error.
+    where: field or flag that holds the address, for the error message.
   """
   if not address.startswith(('http://', 'https://', 'unix:/')):
     wanted = 'http://HOST:PORT, https://HOST:PORT or unix:/path/to.sock'
@@ -25,7 +25,7 @@ def read_key(file: str | None, where: str) -> str | None:
 
   Args:
     file: path of the file.
-    where: field or flag that names it, for the error.
+    where: field or flag that names the file, for the error message.
   """
   if file is None:
     return None
@@ -39,7 +39,7 @@ def read_key(file: str | None, where: str) -> str | None:
 
 
 def certificates(ca_file: str | None, where: str) -> ssl.SSLContext:
-  """Returns a TLS context that verifies https servers with the CA file, or with the system's authorities if None."""
+  """Returns a TLS context that verifies https servers with the certificates in `ca_file`; None: with the system's."""
   try:
     return ssl.create_default_context(cafile=ca_file)
   except OSError as error:

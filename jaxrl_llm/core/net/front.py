@@ -1,10 +1,10 @@
 """Authenticating reverse proxy for an inference server that itself listens only on this host.
 
-Invariant: no part of a request reaches the upstream unless it bears the token and matches, byte by byte, a route.
-Unauthenticated connections have a deadline and are bounded in number: the oldest are dropped. So strangers hold neither
-memory nor descriptors, and cannot lock out clients that have the token.
+Invariant: no part of a request reaches the upstream unless the request bears the token and matches a route, byte for
+byte. Unauthenticated connections have a deadline, and their number is limited by dropping the oldest. Strangers thus
+cannot hold memory or descriptors for long, and cannot lock out clients that have the token.
 
-Runs on serving-only hosts, so it imports neither JAX nor any other module of this package but errors.
+Runs on serving-only hosts, so it imports neither JAX nor any module of this package except `core.errors`.
 """
 
 from __future__ import annotations
@@ -69,16 +69,17 @@ _TOKEN = re.compile(r'[\x21-\x7e]{16,4096}')
 _HEADER_WORD = re.compile(r'[\x21-\x7e]+')
 _QUERY = re.compile(r'[\x21\x22\x24-\x7e]*')
 _SERVER = {hdrs.SERVER: 'front'}
-"""Replaces aiohttp's header, which reveals its version and Python's."""
+"""Replaces the Server header of aiohttp, which reveals the versions of aiohttp and Python."""
 _KEEPALIVE_S, _LINGER_S, _SHUTDOWN_S, _CONNECT_S = 75.0, 1.0, 0.2, 10.0
 _STRANGER_S, _STRANGERS = 10.0, 1024
-"""Seconds within which a connection must authenticate; most unauthenticated ones (a trainer opens hundreds at once)."""
+"""Seconds within which a connection must authenticate, and maximum number of connections that have not yet (a trainer
+opens hundreds at once)."""
 _BODY_S = 60.0
 """Maximum seconds between two chunks of a request body."""
 _DESCRIPTORS = 1 << 16
-"""Open-file limit that a process with a front requests: two files per request in flight."""
+"""Open-file limit that a process with a front requests; each request in flight needs two files."""
 _BACKLOG = 1024
-"""Maximum connections waiting to be accepted."""
+"""Maximum number of connections waiting to be accepted."""
 _log = logging.getLogger(__name__)
 
 
@@ -88,11 +89,11 @@ class FrontConfig:
 
   host: str = '127.0.0.1'
   port: int = 0
-  """0 = any free port."""
+  """Port to listen on; 0: any free port."""
   token_file: str
   """File whose first line is the bearer token, at least 16 visible ASCII characters; mode 600 (owner only)."""
   tls_cert: str | None = None
-  """PEM file with the certificate, and its chain if any."""
+  """PEM file with the certificate and, if there is one, its chain; None: no TLS."""
   tls_key: str | None = None
   """PEM file with the certificate's unencrypted key."""
   allow_plaintext: bool = False
@@ -114,7 +115,7 @@ class Front:
   """Proxies one upstream while open. Use as an async context manager, or call `start` and `close`."""
 
   refused: int
-  """Number of requests without the token so far."""
+  """Number of requests refused so far because they lacked the token."""
 
   def __init__(
     self,
@@ -128,7 +129,7 @@ class Front:
     """
     Args:
       upstream: `unix:/path/to.sock`, or `http://127.0.0.1:PORT`.
-      upstream_token: sent to the upstream as bearer token; the front's own token never is.
+      upstream_token: bearer token sent to the upstream, which never gets the front's own token; None: none is sent.
       publish_root: if given, /update_weights may only name directories below it.
       routes: (method, path) pairs to pass on.
 
@@ -165,7 +166,7 @@ class Front:
   async def start(self) -> str:
     """Starts listening and returns the address. Raises UserError if the address cannot be bound."""
     assert self._runner is None, 'started already'
-    # A connection per request: cheap on one host, and no request inherits the state of another.
+    # One connection per request: cheap on the same host, and no request inherits the state of another.
     pool = {'limit': 0, 'force_close': True}
     self._session = aiohttp.ClientSession(
       connector=aiohttp.UnixConnector(self._socket, **pool) if self._socket else aiohttp.TCPConnector(**pool),
@@ -179,7 +180,7 @@ class Front:
     self._server = _Server(self._handle, handler_cancellation=True, strangers=strangers)
     self._runner = web.ServerRunner(self._server, shutdown_timeout=_SHUTDOWN_S)
     try:
-      # asyncio accepts up to a full backlog at once, several times before the first stranger is dropped.
+      # asyncio may accept several full backlogs of connections before the first stranger is dropped.
       await self._listen(self._runner, backlog=min(_BACKLOG, descriptors // 16))
     except OSError as error:
       await self.close()
@@ -200,7 +201,7 @@ class Front:
 
   async def _listen(self, runner: web.ServerRunner, *, backlog: int) -> None:
     host, port = self._config.host, self._config.port
-    # Only the first address: a name with two would get two sockets, and with port 0 two ports.
+    # Only the first address: a name with two would get two sockets and, with port 0, two ports.
     addresses = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     await runner.setup()
     await web.TCPSite(runner, addresses[0][4][0], port, ssl_context=self._tls, backlog=backlog).start()
@@ -263,7 +264,8 @@ class Front:
     return response
 
   async def _body(self, request: web.BaseRequest, path: str) -> bytes | _Upload | None:
-    """Returns the body to send on: a stream, or bytes on the paths whose body is checked."""
+    """Returns the body to pass on: bytes for paths whose body is checked, a stream for the others; None without a
+    body."""
     limits = {RPC_PATH: MAX_RPC_BODY}
     if self._publish_root is not None:
       limits |= {UPDATE_PATH: MAX_UPDATE_BODY, ADAPTER_PATH: MAX_UPDATE_BODY}
@@ -281,7 +283,7 @@ class Front:
     return await asyncio.to_thread(check, content, self._publish_root)
 
   def _headers(self, request: web.BaseRequest, body: bytes | _Upload | None) -> dict[str, str]:
-    """Returns the headers for the upstream; it gets no others from the client."""
+    """Returns the headers to send upstream; no other header of the client is passed on."""
     headers = {hdrs.ACCEPT_ENCODING: 'identity'}
     if self._upstream_token is not None:
       headers[hdrs.AUTHORIZATION] = f'Bearer {self._upstream_token}'
@@ -293,7 +295,7 @@ class Front:
 
 
 class _Refusal(Exception):
-  """A request answered with this status and never passed on."""
+  """Raised for a request that is answered with an error status and never passed on."""
 
   def __init__(self, status: int, message: str, headers: dict[str, str] | None = None):
     super().__init__(message)
@@ -347,7 +349,7 @@ class _Connection(web.RequestHandler):
   def handle_error(
     self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
   ) -> web.StreamResponse:
-    """Responds to invalid HTTP (400) and errors of this module (500) without internal details."""
+    """Responds to invalid HTTP (400) and to errors in this module (500) without internal details."""
     if status >= 500:
       _log.error('%s %s failed', request.method, request.raw_path, exc_info=exc)
     if request.writer.output_size > 0:
@@ -395,7 +397,7 @@ class _Upload:
 
 
 def _permit_descriptors() -> int:
-  """Raises the soft limit of open files toward `_DESCRIPTORS` and the hard limit; returns the smaller of these two."""
+  """Raises the soft limit on open files to `_DESCRIPTORS`, or to the hard limit if lower; returns that number."""
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
   if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -448,7 +450,7 @@ def _tls_context(config: FrontConfig) -> ssl.SSLContext | None:
 
 
 def _parse_upstream(upstream: str) -> tuple[str | None, yarl.URL]:
-  """Returns the path of the Unix socket, or None, and the base URL."""
+  """Splits an upstream address into the path of its Unix socket (None for TCP) and the base URL."""
   kind, _, path = upstream.partition(':')
   if kind == 'unix' and path.startswith('/'):
     return path, yarl.URL('http://localhost')
@@ -515,7 +517,7 @@ def _parse_object(data: bytes) -> dict[str, Any]:
 
 
 def _checked_rpc(body: dict[str, Any]) -> bytes:
-  """Re-encodes a checked RPC body, so that the upstream sees the method checked here even if keys are repeated."""
+  """Checks an RPC body and re-encodes it, so that repeated keys cannot show the upstream another method."""
   method = body.get('method')
   if not isinstance(method, str) or method not in RPC_METHODS:
     raise _Refusal(403, f'method may be one of {", ".join(sorted(RPC_METHODS))}')
@@ -523,7 +525,7 @@ def _checked_rpc(body: dict[str, Any]) -> bytes:
 
 
 def _checked_update(body: dict[str, Any], root: str) -> bytes:
-  """Re-encodes a checked update with the resolved directory; neither it nor its files may lead out of `root`."""
+  """Checks an update request and re-encodes it with the resolved directory; that and its files must lie in `root`."""
   info = body.get('update_info')
   if set(body) != {'update_info'} or not isinstance(info, dict) or not set(info) <= {'directory', 'files', 'adapter'}:
     raise _Refusal(400, 'wanted {"update_info": {"directory": …, "files": …, "adapter": …}} and nothing else')
@@ -542,7 +544,7 @@ def _checked_update(body: dict[str, Any], root: str) -> bytes:
 
 
 def _checked_adapter(body: dict[str, Any], root: str) -> bytes:
-  """Re-encodes a checked adapter load with the resolved path; neither it nor its files may lead out of `root`."""
+  """Checks an adapter load and re-encodes it with the resolved path; that and its files must lie in `root`."""
   path = body.get('lora_path')
   if set(body) != {'lora_name', 'lora_path', 'load_inplace'} or not isinstance(path, str):
     raise _Refusal(400, 'wanted {"lora_name": …, "lora_path": …, "load_inplace": …} and nothing else')

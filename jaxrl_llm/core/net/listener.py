@@ -15,12 +15,12 @@ from jaxrl_llm.core.net.front import Front, FrontConfig
 async def listening(
   application: web.Application, *, name: str, front: FrontConfig | None, routes: Sequence[tuple[str, str]]
 ) -> AsyncIterator[tuple[str, str | None]]:
-  """Serves during the block; yields the socket's address (`unix:…`), and the front's if there is one.
+  """Serves during the block; yields the socket's address (`unix:…`) and the front's address (None without a front).
 
   Args:
     application: handles the requests; a handler is cancelled when its client disconnects.
     name: part of the name of the socket's directory.
-    front: authenticated access for others; None: only this user has access, through the socket.
+    front: configuration of a front that gives others authenticated access; None: only this user has access.
     routes: (method, path) pairs that the front lets through.
 
   Raises:

@@ -1,6 +1,6 @@
-"""Client of a service with one or more addresses, for JSON.
+"""JSON client of a service that has one or more addresses.
 
-Invariant: a call returns the body of a 200 response, or raises one `RemoteError` that lists the errors of its tries.
+Invariant: a call returns the body of a 200 response, or raises one `RemoteError` that lists the errors of all tries.
 Transient errors (no connection, timeout, 429, 5xx) are retried, at another address if there is one; at most
 `concurrency` requests are in flight at once.
 """
@@ -20,9 +20,9 @@ from jaxrl_llm.core.net.connections import certificates, check_address, read_key
 from jaxrl_llm.core.types import Json
 
 CHAT_PATH = '/v1/chat/completions'
-"""Chat completions path of OpenAI-compatible servers."""
+"""Path of chat completions on OpenAI-compatible servers."""
 _MAX_WAIT_S = 30.0
-"""Maximum wait before a retry, regardless of `Retry-After`."""
+"""Maximum wait before a retry in seconds, whatever `Retry-After` says."""
 _REST_S = 5.0
 """Seconds after an error during which other addresses are preferred."""
 _MAX_ANSWER_BYTES = 4 << 20
@@ -31,17 +31,18 @@ _MAX_ANSWER_BYTES = 4 << 20
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RemoteOptions:
   addresses: tuple[str, ...]
-  """`http://host:port/path`, `https://…` or `unix:/path/to.sock`; each request goes to the least busy one."""
+  """`http://host:port/path`, `https://…` or `unix:/path/to.sock`; each request goes to the least busy address."""
   key_file: str | None = None
   """File whose first line is the bearer token."""
   ca_file: str | None = None
-  """CA certificates that verify https servers; None = the system's."""
+  """File of CA certificates that verify https servers; None: the system's certificates."""
   concurrency: int = 16
-  """Maximum requests in flight."""
+  """Maximum number of requests in flight, over all addresses."""
   request_deadline_s: float = 60.0
-  """Seconds for one try. The scorer's own `deadline_s` covers all tries."""
+  """Time limit of one try in seconds; the scorer's own `deadline_s` covers all tries."""
   retries: int = 5
-  """Retries after transient errors. With the default waits they bridge 15 s: a service restart."""
+  """Maximum number of retries after transient errors. With the default waits they bridge 15 s, enough for a service
+  restart."""
   first_wait_s: float = 0.5
   """Seconds before the first retry, doubled for each later one; a `Retry-After` header may extend the wait."""
 
@@ -76,8 +77,8 @@ class ServiceClient:
   def __init__(self, options: RemoteOptions, where: str, path: str = ''):
     """
     Args:
-      where: owner of the client, for errors.
-      path: appended to the addresses; if empty, they are complete URLs.
+      where: owner of the client, for error messages.
+      path: appended to the addresses; if empty, the addresses are complete URLs.
     """
     self._options, self._where, self._path = options, where, path
     self._clients: dict[str, Client] = {}
@@ -97,7 +98,10 @@ class ServiceClient:
       await client.close()
 
   def set_addresses(self, addresses: Sequence[str]) -> None:
-    """Sends new requests to these addresses; requests in flight are unaffected. Raises UserError."""
+    """Sends new requests to these addresses; requests in flight are unaffected.
+
+    Raises UserError if one is malformed.
+    """
     _check_addresses(addresses, self._where)
     self._addresses = tuple(addresses)
 
@@ -130,7 +134,8 @@ class ServiceClient:
       wait *= 2
 
   def _choose(self) -> str:
-    """Returns the least busy address without a recent error; among equals, the one that served least."""
+    """Returns the least busy address, preferably one without a recent error; among equals, the one that served
+    least."""
     now = asyncio.get_running_loop().time()
     rests = lambda address: self._rests_until.get(address, now) > now
     return min(self._addresses, key=lambda address: (rests(address), self._busy[address], self._served[address]))
@@ -142,7 +147,7 @@ class ServiceClient:
     return self._clients[address]
 
   def _path_at(self, address: str) -> str:
-    # OpenAI clients take a base URL that includes the version.
+    # The user may give a base URL with the version, as OpenAI clients expect it.
     has_version = address.startswith('http') and address.rstrip('/').endswith('/v1')
     return self._path.removeprefix('/v1') if has_version else self._path
 
@@ -160,7 +165,7 @@ class ServiceClient:
 
 
 def _is_transient(error: RemoteError) -> bool:
-  """Whether a retry may succeed."""
+  """Whether the error is transient, so that a retry may succeed."""
   return error.status == 429 or (isinstance(error, Lost) and not isinstance(error, Malformed))
 
 

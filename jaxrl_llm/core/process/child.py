@@ -1,4 +1,4 @@
-"""A child process under a guard: its command, its log, its end.
+"""Child processes that run under a guard.
 
 Invariant: neither the child nor anything that it starts outlives the process that started it (`core.process.guard`).
 """
@@ -16,20 +16,21 @@ from jaxrl_llm.core.waits import WaitExpired, ended
 
 GUARD = pathlib.Path(guard.__file__)
 _STOP_S = 45.0
-"""Longest wait for a guard to end, in seconds; the guard's limits are shorter: 5 s of grace and 30 s after SIGKILL."""
+"""Maximum wait for a guard to end in seconds; the guard itself takes less: 5 s of grace and 30 s after SIGKILL."""
 _TAIL_BYTES = 1 << 20
-"""Most of a log that is read."""
+"""Maximum number of bytes read from the end of a log."""
 _GUARD_SAYS, _NOT_STARTED = 'guard:', ' cannot be started: '
 
 
 class Child:
-  """A process tree of this process. It can be started again after it has ended."""
+  """A guarded child process, which together with its descendants never outlives this process; can be started again once
+  it has ended."""
 
   def __init__(self, name: str, *, log: pathlib.Path, remove: Sequence[pathlib.Path] = (), grace_s: float = 5.0):
     """
     Args:
-      name: its name in messages.
-      log: file to which its output is appended.
+      name: name of the child in messages.
+      log: file to which the child's output is appended.
       remove: files and directories that the guard removes if this process dies.
       grace_s: seconds between SIGTERM and SIGKILL.
     """
@@ -40,7 +41,7 @@ class Child:
 
   @property
   def pid(self) -> int | None:
-    """Process id of the guard, whose child the command is."""
+    """Process ID of the guard, which is the parent of the command; None before the start."""
     return self._guard.pid if self._guard else None
 
   @property
@@ -59,12 +60,13 @@ class Child:
     first_line: str = '',
     channel: socket.socket | None = None,
   ) -> None:
-    """Starts `command` with the environment `env`, once an earlier one has ended.
+    """Starts `command` with the environment `env`; an earlier command must have ended.
 
     Args:
-      first_line: goes into the log before the command's output.
-      channel: the command's stdin and stdout, for the caller to close after the call; the other end gets the end of
-        file when nothing is left of the command. None: the command has no input, and its stdout goes to the log.
+      first_line: line written to the log before the command's output.
+      channel: socket used as the command's stdin and stdout; the caller closes it after the call, and reads end-of-file
+        from the other end once no process of the command is left. None: the command has no input, and its stdout goes
+        to the log.
     """
     if self.is_running():
       raise RuntimeError(f'{self.name} is running')
@@ -74,7 +76,7 @@ class Child:
       log.write(f'{first_line}\n' if first_line else '')
     self._log_start = self.log.stat().st_size
     orphaned = [f'--remove_orphaned={path}' for path in self._remove]
-    # -P: the modules beside the guard are not for import.
+    # -P: keeps the guard from importing the modules beside it.
     guard_command = [sys.executable, '-P', str(GUARD), f'--log={self.log}', f'--grace_s={self._grace_s:g}', *orphaned]
     self._guard = subprocess.Popen(
       [*guard_command, *(['--channel'] if channel else []), '--', *command],
@@ -86,7 +88,7 @@ class Child:
     )
 
   def lines(self) -> list[str]:
-    """The last lines in the log since the start, without empty ones: the command's, or why it could not be started."""
+    """Returns the last nonempty log lines since the start: the command's output, or why it could not be started."""
     if not self.log.exists():
       return []
     with self.log.open('rb') as file:
@@ -95,18 +97,18 @@ class Child:
     return [line for line in lines if line and (_NOT_STARTED in line or not line.startswith(_GUARD_SAYS))]
 
   def terminate(self) -> None:
-    """Orders the end without waiting for it; the guard kills what survives SIGTERM."""
+    """Orders the guard to end the command, without waiting; the guard kills processes that survive SIGTERM."""
     if self._guard is not None:
-      # Not by closing the pipe: that is what this process's death looks like.
+      # Not by closing the pipe, which the guard would take for the death of this process.
       self._guard.terminate()
 
   async def stop(self, *, owner: str) -> None:
     """Ends the command and everything that it started, and returns when nothing is left.
 
-    If it is cancelled, the next call waits for what is still ending.
+    If this call is cancelled, the next one waits for processes that are still ending.
 
     Raises:
-      WaitExpired: the guard is stuck. The child is then forgotten.
+      WaitExpired: the guard is stuck; this object then no longer tracks it.
     """
     if self._guard is None:
       return

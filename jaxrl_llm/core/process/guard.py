@@ -3,16 +3,17 @@
   python guard.py --log=FILE [--remove_orphaned=PATH ...] [--grace_s=5] [--channel] -- COMMAND [ARGUMENT ...]
 
 Runs by its file path with Python 3.11 or later, imports nothing of jaxrl_llm, requires Linux. The owner starts it with
-`start_new_session=True` and, as stdin, a pipe whose write end only the owner holds: closing it, or dying, orders a
-stop. So do SIGTERM, SIGINT and SIGHUP. COMMAND's output is appended to FILE, as is a line `guard: …` for each action at
-the end. With --channel, the guard's stdout is a socket to the owner, and COMMAND's stdin and stdout.
+`start_new_session=True` and, as stdin, a pipe whose write end only the owner holds. The owner orders a stop by closing
+the pipe (or by dying); SIGTERM, SIGINT and SIGHUP order one too. COMMAND's output is appended to FILE, as is a line
+`guard: …` for each action of the guard at the end. With --channel, the guard's stdout is a socket to the owner, and
+COMMAND uses it as stdin and stdout.
 
 Invariant: when the guard has ended, every process that COMMAND started is gone, even if it called setsid or ignored
-signals; so are the files in /dev/shm (with names in `_NAMES`) that these were seen using and no other process uses. If
-the owner closed the pipe or died, every PATH is gone too; a live owner needs them to start COMMAND again. On an order
-to stop, COMMAND gets SIGTERM, and the whole tree has `grace_s` seconds; if COMMAND ends by itself, the rest is killed
-at once. The exit code is COMMAND's (128 + the number for a signal), 0 after an order to stop, 127 if COMMAND cannot be
-started, and 1 if a process survives SIGKILL after an order to stop.
+signals. Also gone are the files in /dev/shm (whose names match `_NAMES`) that those processes were seen using and no
+other process uses. If the owner closed the pipe or died, every PATH is gone too; a live owner needs the PATHs to start
+COMMAND again. On an order to stop, COMMAND gets SIGTERM, and the whole tree has `grace_s` seconds to end; if COMMAND
+ends without such an order, the rest is killed at once. The exit code is COMMAND's (128 + the number for a signal), 0
+after an order to stop, 127 if COMMAND cannot be started, and 1 if a process survives SIGKILL after an order to stop.
 
 Limits: /dev/shm is scanned ten times a second (less often if scans would cost more than 1 % of a core), so a file whose
 users were all killed before the next scan may stay. If the guard itself gets SIGKILL, the kernel kills COMMAND, but its
@@ -42,17 +43,17 @@ _PR_SET_CHILD_SUBREAPER = 36
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SHARED = '/dev/shm'
 _NAMES = re.compile(r'psm_|sem\.mp-|sem\.loky-|torch_|vllm')
-"""Name prefixes of shared-memory files that servers create."""
+"""Matches the beginning of the names of shared-memory files that servers create."""
 _MAPPED = re.compile(rb' (\d+) +/dev/shm/')
 """Matches the inode in a line of /proc/PID/maps."""
 _LOOK_S = 0.1
-"""Seconds between scans of the directory."""
+"""Seconds between scans of /dev/shm."""
 _SCAN_S = 1.0
-"""Seconds before files that the tree did not use are checked again."""
+"""Seconds before files that the process tree did not use are checked again."""
 _THRIFT = 125
 """Scans take at most 1 / _THRIFT of a core's time in the long run."""
 _CREDIT_S = 0.2
-"""CPU seconds of credit beyond that rate at the start and after idle periods."""
+"""CPU seconds that scans may take beyond the rate `1 / _THRIFT`, at the start and after idle periods."""
 _VANISH_S = 30.0
 """Seconds to wait for processes to vanish after SIGKILL."""
 
@@ -83,7 +84,7 @@ def _processes() -> Iterator[_Process]:
 
 
 def _tree() -> Iterator[_Process]:
-  """Yields each descendant on discovery, so that one that keeps forking and ending can be killed in time."""
+  """Yields each descendant as soon as it is found, so that one that keeps forking and ending can be killed in time."""
   tree = {os.getpid()}
   unrelated: list[_Process] = []
   for process in _processes():
@@ -108,7 +109,7 @@ def _files() -> set[tuple[str, int]]:
 def _used_by(pid: int) -> set[int]:
   """Returns the inodes of shared-memory files that a process has mapped or open.
 
-  Not the names: glibc creates a semaphore under a temporary name, which /proc then always shows as '(deleted)'.
+  Names would not do: glibc creates a semaphore under a temporary name, which /proc then shows as '(deleted)' forever.
   """
   used: set[int] = set()
   with contextlib.suppress(OSError):  # The process has ended, or belongs to another account.
@@ -147,7 +148,7 @@ class _SharedMemory:
       used = set().union(*(_used_by(process.pid) for process in _tree()))
       self._noted |= {file for file in unknown if file[1] in used}
       self._foreign = unknown - self._noted
-      # At most half of the CPU time, which leaves some for new files.
+      # Takes at most half of the CPU time allowed, and leaves the rest for new files.
       self._next_scan = time.monotonic() + max(_SCAN_S, 2 * _THRIFT * (time.process_time() - began))
     self._credit -= time.process_time() - began
     return max(_LOOK_S, -self._credit * _THRIFT)
@@ -193,7 +194,8 @@ def _signal_source() -> int:
 
 
 def _start(command: Sequence[str], log: BinaryIO, *, channel: bool) -> subprocess.Popen:
-  """Starts COMMAND, which the kernel kills if the guard dies; orphaned descendants become children of the guard."""
+  """Starts COMMAND so that the kernel kills it if the guard dies, and orphaned descendants become the guard's
+  children."""
   prctl = ctypes.CDLL(None, use_errno=True).prctl
   if prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
     raise OSError(ctypes.get_errno(), 'the kernel does not make the guard a subreaper')
@@ -233,7 +235,7 @@ class Guard:
     self._memory = _SharedMemory()
     self._order: str | None = None
     self.orphaned = False
-    """Whether the owner closed its end of the pipe or died."""
+    """Whether the owner has closed its end of the pipe or died."""
     self._children = True
 
   def watch(self) -> None:
@@ -275,7 +277,7 @@ class Guard:
     self._reap()
 
   def _reap(self) -> None:
-    """Reaps ended children. Orphaned descendants become the guard's children, so no child means no descendant."""
+    """Reaps ended children. Since orphans become the guard's children, no descendant is left once there is no child."""
     while self._children:
       try:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -292,7 +294,7 @@ class Guard:
       self._wait(min(left, self._memory.look()))
 
   def _kill_all(self) -> bool:
-    """Kills repeatedly, since processes may fork meanwhile; returns False if some do not vanish."""
+    """Kills all descendants, repeatedly since they may fork meanwhile; returns False if some do not vanish."""
     killed: dict[int, str] = {}
     deadline = time.monotonic() + _VANISH_S
     while self._children and time.monotonic() < deadline:

@@ -1,6 +1,6 @@
 """Token-exact sample records: written once, never changed.
 
-The encoding (`encode`, `decode`) is msgpack with arrays as little-endian bytes; no pickle.
+They are encoded (`encode`, `decode`) as msgpack with arrays as little-endian bytes, without pickle.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Source(enum.StrEnum):
 
 
 class Role(enum.IntEnum):
-  """Author of a token (`Sample.role`)."""
+  """Author of a token, as stored per token in `Sample.role`."""
 
   PROMPT = 0
   POLICY = 1
@@ -61,11 +61,11 @@ class Sample:
   """`<stage>/<task uid>/<visit>/<sample index>`: the same in every attempt of a run."""
   task_id: str
   visit: int
-  """How often the task was drawn before in this run."""
+  """Number of times that the task was drawn before in this run."""
   sample_index: int
-  """Index within the group."""
+  """Index of the sample within its group, from 0."""
   group_id: str
-  """Samples with equal group_id share a baseline."""
+  """Identifier of the group; samples with equal group_id share a baseline."""
   trajectory_id: str
   step_index: int = 0
   taskset: str
@@ -84,9 +84,9 @@ class Sample:
   temperature: float = 1.0
   finish_reason: Finish = Finish.STOP
   preference: dict[str, str] | None = None
-  """{'pair_id', 'label' in chosen, rejected, desirable, undesirable} for preference data."""
+  """For preference data: {'pair_id', 'label'}, with label chosen, rejected, desirable or undesirable; else None."""
   media: tuple[dict[str, Json], ...] = ()
-  """{'kind', 'digest', 'span': [start, end) of its placeholder tokens, empty if none} (`media_of`)."""
+  """One {'kind', 'digest', 'span'} per attachment; span is [start, end) of its placeholder tokens, empty if none."""
 
   def __post_init__(self):
     length = len(self.tokens)
@@ -114,7 +114,8 @@ class Sample:
 
 
 def media_of(task: Task) -> tuple[dict[str, Json], ...]:
-  """Returns `Sample.media` of the task's media; their spans are empty, since text prompts hold no media tokens."""
+  """Returns the task's media in the form of `Sample.media`; spans are empty, since text prompts have no media
+  tokens."""
   return tuple({'kind': shown.kind, 'digest': shown.digest, 'span': [0, 0]} for shown in task.media)
 
 
@@ -133,7 +134,7 @@ def encode(sample: Sample) -> bytes:
 
 
 def decode(data: bytes) -> Sample:
-  """Inverse of `encode`. Raises ValueError for an unknown schema."""
+  """Decodes a sample that `encode` encoded. Raises ValueError for an unknown schema."""
   row = msgpack.unpackb(data)
   schema = row.pop('schema', None)
   if schema != SCHEMA:

@@ -1,4 +1,4 @@
-"""Score records: one scorer's judgement of one sample. Append-only; several per sample."""
+"""Score records: each holds one scorer's judgement of one sample. They are only appended, never changed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Status(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-  """Result of one scorer. `value` None means unscorable: excluded from the baseline and the loss, and counted.
+  """One scorer's result for a sample. `value` None: unscorable, so excluded from baseline and loss, but counted.
 
   Failures caused by the completion (no answer, wrong format) get a value, normally 0; all other failures get None.
   """
 
   uid: str
-  """Uid of the sample."""
+  """Identifier of the sample that was scored."""
   scorer: str
   value: float | None
   parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -38,9 +38,9 @@ class Score:
   evidence: Mapping[str, Json] = dataclasses.field(default_factory=dict)
   """Basis of the value, such as the extracted answer or the text of an error."""
   time: float = 0.0
-  """Seconds the scorer took."""
+  """Time that the scorer took, in seconds."""
 
 
 def worth(value: float | None, turn_values: Sequence[float]) -> float | None:
-  """Returns the total value of an attempt: its value plus those of its turns; None if unscorable."""
+  """Returns the total value of an attempt, that is, its value plus the values of its turns; None if unscorable."""
   return None if value is None else value + math.fsum(turn_values)

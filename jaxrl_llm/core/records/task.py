@@ -19,7 +19,7 @@ class Media:
   """An attachment of a prompt, stored by reference and identified by its digest."""
 
   kind: str
-  """'image'."""
+  """Kind of media; only 'image' so far."""
   digest: str
   """xxh3-128 of the bytes, as 32 hex digits."""
   reference: str
@@ -46,7 +46,7 @@ class Task:
   truth: str | None
   """Reference answer, if any."""
   fields: Mapping[str, Json]
-  """Source row (such as a verifier's entry or `extra_info`), JSON only. Never shown to the policy."""
+  """The source row as JSON, for scorers (such as a verifier's entry or `extra_info`); the policy never sees it."""
   media: tuple[Media, ...] = ()
   """Media in the order in which the prompt refers to them. A text-only policy does not see them."""
 
@@ -56,5 +56,5 @@ class Task:
 
   @property
   def uid(self) -> str:
-    """Identifier stable across runs: taskset name and half of the prompt digest."""
+    """Identifier that is the same in all runs: taskset name and half of the prompt digest."""
     return f'{self.taskset}:{self.digest[:16]}'
