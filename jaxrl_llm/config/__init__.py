@@ -1,1 +1,1 @@
-"""Configurations: typed dataclasses, Python files that build them, dotted overrides from the command line."""
+"""Configurations: typed dataclasses, built by Python files and changed by dotted overrides on the command line."""

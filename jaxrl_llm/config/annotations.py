@@ -1,8 +1,8 @@
-"""Inspection of configuration field annotations: alternatives, element types, descriptions.
+"""Inspects the annotations of configuration fields: their alternatives, element types and descriptions.
 
 Supported annotations: bool, int, float, str, None, Literal, enums, tuple[T, ...] and tuple[A, B], Mapping[str, T],
-Any or Json (any JSON value), dataclasses, and unions of these. Any other annotation is an error in the dataclass and
-raises TypeError; user errors raise UserError.
+Any or Json (any JSON value), dataclasses, and unions of these. Any other annotation is a programming error and raises
+TypeError; a user's mistake raises UserError.
 """
 
 from __future__ import annotations
@@ -95,7 +95,10 @@ def describe(annotation: Any) -> str:
 
 
 def field_type(cls: type, name: str, where: str) -> Any:
-  """Returns the annotation of a dataclass's field. Raises UserError with its new place, or the closest name."""
+  """Returns the annotation of a dataclass's field.
+
+  Raises UserError for an unknown field, with its new place if it has moved, else with the closest name.
+  """
   kinds = field_types(cls)
   if name not in kinds:
     check_moved(cls, name, where)

@@ -85,7 +85,7 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], str | None, dict[str, st
     if match['key'] is None:
       spec = text
     else:
-      overrides.pop(match['key'], None)  # A repeated override moves to the end of the order.
+      overrides.pop(match['key'], None)  # A repeated override is applied last.
       overrides[match['key']] = text
   return rest, spec, overrides
 
@@ -163,7 +163,10 @@ def load_file(spec: str, root_type: type) -> Any:
 
 
 def apply_overrides(config: Any, overrides: Mapping[str, str]) -> Any:
-  """Applies overrides {'a.b': 'text'}. Overriding inside an optional part that is None starts from its defaults."""
+  """Applies overrides {'a.b': 'text'}.
+
+  An override inside an optional part that is None first sets the part's defaults.
+  """
   tree = to_json(config)
   for key, text in overrides.items():
     tree = _with(tree, type(config), key.split('.'), text, '--config')
@@ -171,9 +174,9 @@ def apply_overrides(config: Any, overrides: Mapping[str, str]) -> Any:
 
 
 def difference(old: Any, new: Any) -> list[tuple[str, Any, Any]]:
-  """Lists the differences as (dotted key, old value, new value); each side is a configuration or its JSON.
+  """Lists differences as (dotted key, old value, new value); `old` and `new` are configurations or their JSON.
 
-  Values missing on one side are '(absent)' there. Elements with distinct names are matched by name.
+  A value missing on one side is '(absent)' there. Tuple elements with distinct names are matched by name.
   """
   old, new = (side if isinstance(side, dict) else to_json(side) for side in (old, new))
   return _differing('', old, new)
@@ -188,9 +191,10 @@ def _one_line(error: BaseException) -> str:
 
 
 def _execute(path: pathlib.Path) -> dict[str, Any]:
-  """Executes the file as a module registered in sys.modules, through which its dataclasses resolve annotations.
+  """Executes the file as a module in sys.modules, where its dataclasses look up the names in their annotations.
 
-  As for a Python script, the file's directory is importable: other configurations, a user's own algorithm.
+  As in a Python script, modules in the file's directory can be imported, such as other configurations or a user's own
+  algorithm.
   """
   if str(path.parent.absolute()) not in sys.path:
     sys.path.append(str(path.parent.absolute()))
@@ -217,7 +221,7 @@ def _guarded(path: pathlib.Path, call: Callable[[], Any]) -> Any:
 
 
 def _with(value: Any, annotation: Any, names: list[str], text: str, where: str) -> Any:
-  """Returns a copy of the JSON `value` in which the part at path `names` is replaced by the parsed `text`."""
+  """Returns a copy of the JSON `value` in which the part at path `names` is replaced with the parsed `text`."""
   if not names:
     return parse_text(text, annotation, where)
   name, *rest = names

@@ -1,4 +1,4 @@
-"""Former fields of a configuration's dataclass: whoever names one is told its present place."""
+"""Former fields of configuration dataclasses: naming one raises an error that gives its new place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def moved(places: Mapping[str, str]) -> Callable[[_Class], _Class]:
   it raises AttributeError.
 
   Args:
-    places: by former name, the dotted key of the new place below the dataclass, then any words about it.
+    places: new places, keyed by former name: the dotted key below the dataclass, optionally followed by a remark.
   """
 
   def decorate(cls: _Class) -> _Class:
@@ -46,12 +46,12 @@ def moved(places: Mapping[str, str]) -> Callable[[_Class], _Class]:
 
 
 def check_moved(cls: type, name: str, where: str) -> None:
-  """Raises UserError if `name` is a former field of the dataclass, which is addressed as `where`."""
+  """Raises UserError if `name` is a former field of the dataclass, whose key is `where`."""
   place = moved_fields(cls).get(name)
   if place is not None:
     raise UserError(f'{where}.{name}: moved to {where}.{place}')
 
 
 def moved_fields(cls: type) -> Mapping[str, str]:
-  """Returns the new places of a dataclass's former fields, by former name."""
+  """Returns the new places of a dataclass's former fields, keyed by former name."""
   return getattr(cls, _PLACES, {})

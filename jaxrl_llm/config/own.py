@@ -1,4 +1,4 @@
-"""Import of user-defined components named in a configuration."""
+"""Imports user-defined components that a configuration names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxrl_llm.core.errors import UserError, one_line
 
 
 def own_part(name: str, what: str) -> Any:
-  """Imports a user-defined component named 'module:attribute'; Python's usual import path applies."""
+  """Imports a user-defined component named 'module:attribute', found on Python's import path."""
   module, _, attribute = name.partition(':')
   if not re.fullmatch(r'[\w-]+(\.[\w-]+)*', module):
     raise UserError(f"{what} {name!r}: {module!r} is not a module name; wanted 'module:attribute'")
@@ -37,7 +37,8 @@ def own_part(name: str, what: str) -> Any:
 
 
 def named_pair(name: str, what: str, catalogue: Mapping[str, tuple[type, Any]]) -> tuple[type, Callable[..., Any]]:
-  """Returns the pair of an options dataclass and a function of it: a catalogue's, or a user's 'module:attribute'."""
+  """Returns the (options dataclass, function of it) pair that `name` selects: a catalogue key, or
+  'module:attribute'."""
   if ':' not in name and name not in catalogue:
     raise UserError(f"{what} {name!r}: unknown; {nearest(name, catalogue)}; one of your own is 'module:attribute'")
   pair = own_part(name, what) if ':' in name else catalogue[name]

@@ -1,4 +1,4 @@
-"""Parsing of command-line text to configuration values, guided by the fields' annotations.
+"""Parses command-line text into configuration values, guided by the fields' annotations.
 
 Invariant: `parse_text` returns JSON that `values.from_json` accepts for the same annotation.
 """
@@ -36,7 +36,7 @@ _INT_DIGITS_LIMIT = 18  # A larger exponent is a typo, and expanding it could ex
 
 
 def parse_text(text: str, annotation: Any, where: str) -> Any:
-  """Parses command-line text to a JSON value of the annotated type.
+  """Parses command-line text into a JSON value of the annotated type.
 
   Integers: 1000, 1_000 or 1e3 (exact, integral); booleans: true or false; None: none; tuples: 1,2 or [1, 2]; mappings
   and dataclasses: a JSON object; strings: the text itself (if None is also allowed, '"none"' in quotes is the string).
@@ -79,7 +79,7 @@ def _parse_scalar(text: str, kind: Any, *, unquote: bool) -> Any:
 
 
 def _choices(kind: Any) -> dict[str, Any]:
-  """Returns the JSON values of a Literal or an enum, by their text."""
+  """Returns the JSON values of a Literal or an enum, keyed by the text that selects them."""
   if typing.get_origin(kind) is typing.Literal:
     return {str(choice): choice for choice in typing.get_args(kind)}
   if is_enum(kind):

@@ -30,7 +30,7 @@ from jaxrl_llm.config.annotations import (
 from jaxrl_llm.core.errors import UserError
 
 TAG = '@type'
-"""JSON key with the dataclass's name where an annotation allows several."""
+"""JSON key that holds the name of the dataclass if the annotation allows several."""
 
 
 def check_types(config: Any, where: str = 'config') -> None:
@@ -44,7 +44,7 @@ def to_json(config: Any) -> Any:
 
 
 def from_json(value: Any, annotation: Any, where: str = 'config') -> Any:
-  """Builds a value from JSON, as written by `to_json` or by hand. Raises UserError naming the key of a mismatch."""
+  """Builds a value from JSON that `to_json` or a person wrote. Raises UserError, naming the key, for a mismatch."""
   return _read(value, annotation, where)
 
 
@@ -53,7 +53,7 @@ def _mismatch(value: Any, annotation: Any, where: str) -> UserError:
 
 
 def _member_of(value: Any, annotation: Any, where: str) -> Any:
-  """Returns the alternative of a union that a Python value belongs to, by its type alone."""
+  """Returns the first alternative of a union whose type matches a Python value."""
   for member in members(annotation):
     if _has_type(value, member):
       return member
@@ -142,7 +142,7 @@ def default_json(cls: type) -> dict[str, Any]:
 
 
 def records(annotation: Any) -> dict[str, type]:
-  """Returns the dataclasses among an annotation's alternatives, by name."""
+  """Returns the dataclasses among an annotation's alternatives, keyed by name."""
   return {member.__name__: member for member in members(annotation) if is_record(member)}
 
 
