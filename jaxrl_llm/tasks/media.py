@@ -1,9 +1,9 @@
 """Media of taskset rows, read and validated when the taskset loads: a run never starts with a missing, changed or
 invalid image.
 
-A row's `media` is a list of `{kind: 'image', path | bytes, digest?}`; `path` is relative to the directory of the
-taskset's file and must stay inside it, `bytes` is base64 (in Parquet: bytes), `digest` the xxh3-128 of the bytes in
-hex. `images`, the form of verl's data, is a list of paths or of `{bytes | path}`.
+A row's `media` is a list of `{kind: 'image', path | bytes, digest?}`. `path` is relative to the directory of the
+taskset's file and must stay inside that directory; `bytes` holds base64 (in Parquet: bytes); `digest` is the xxh3-128
+of the bytes in hexadecimal. `images`, as in verl's data, is a list of paths or of `{bytes | path}`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ KINDS = ('image',)
 _SIGNATURES = (b'\x89PNG\r\n\x1a\n', b'\xff\xd8\xff', b'GIF87a', b'GIF89a', b'BM', b'II*\x00', b'MM\x00*')
 _DATA = 'data:;base64,'
 MAX_BYTES = 32 << 20
-"""Maximum size of an image."""
+"""Maximum size of an image file in bytes."""
 
 
 def media_bytes(reference: str, root: pathlib.Path | None) -> bytes:
-  """Reads the bytes of a `Media.reference`; paths are relative to `root`. Raises ValueError with one line."""
+  """Reads the bytes to which a `Media.reference` refers; paths are relative to `root`. Raises ValueError if invalid."""
   if reference.startswith(_DATA):
     try:
       return base64.b64decode(reference.removeprefix(_DATA), validate=True)
@@ -44,7 +44,7 @@ def media_bytes(reference: str, root: pathlib.Path | None) -> bytes:
 
 
 def read_media(fields: Mapping[str, Json], root: pathlib.Path | None) -> tuple[Media, ...]:
-  """Reads and validates the media of a row. Raises ValueError with one line for an invalid item."""
+  """Reads and validates the media of a row. Raises ValueError, with a one-line message, for an invalid item."""
   if 'media' in fields and fields['media'] is not None:
     listed, key = fields['media'], 'media'
   else:

@@ -35,16 +35,17 @@ _NAME = re.compile(r'[A-Za-z0-9_.-]+')
 class PreferencesConfig:
   """Source, templates and split of preference pairs. Templates are `str.format` over row fields, see `tasks.templates`.
 
-  Without templates a row is one of: texts `prompt`, `chosen`, `rejected`; `prompt` as messages with `chosen` and
-  `rejected` as texts or as one assistant message each; `chosen` and `rejected` as whole conversations that differ in
-  their last message only, in which case the messages before it are the prompt and a `prompt` of text is not read.
+  Without templates, a row has one of three forms: (1) text in `prompt`, `chosen` and `rejected`; (2) messages in
+  `prompt`, with text or one assistant message in each of `chosen` and `rejected`; (3) whole conversations in `chosen`
+  and `rejected` that differ only in the last message: the earlier messages are the prompt, and a text `prompt` is
+  ignored.
   """
 
   name: str
   source: str
   """A path ending .jsonl or .parquet, 'datasets:<directory or hub id>[#split]', or 'taskset:<name>'."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Arguments of `datasets.load_dataset`; files take none."""
+  """Arguments passed to `datasets.load_dataset`; files take none."""
   domain: str = 'general'
   """Domain of rows without an `ability`."""
   size: int | None = None
@@ -56,15 +57,17 @@ class PreferencesConfig:
   rejected: str | None = None
   """Template of the worse answer; None: the row's own."""
   group: str | None = None
-  """Template of the group that is kept in one split, for example '{question_id}'; None: the prompt."""
+  """Template of a row's group, such as '{question_id}'; a group is kept in one split. None: the prompt is the group."""
   split: Literal['all', 'train', 'eval'] = 'all'
   holdout: float = 0.0
-  """Fraction of groups in 'eval', in [0, 1). Without `group`, the same prompts are held out as in a taskset."""
+  """Fraction of groups in 'eval', in [0, 1). Without `group`, a taskset with this holdout holds out the same
+  prompts."""
   fold: int | None = None
-  """Cross-validation instead of holdout: 'eval' is this fold of `folds`, 'train' the other folds."""
+  """Index of the cross-validation fold, of `folds`, that 'eval' is, while 'train' is the others; None: use
+  `holdout`."""
   folds: int = 5
   origin: Literal['human', 'synthetic'] = 'human'
-  """Origin of the judgements, recorded as the samples' source."""
+  """Who made the judgements; recorded as the samples' source."""
   on_corrupt: Literal['fail', 'skip'] = 'fail'
 
   def __post_init__(self):
@@ -93,7 +96,7 @@ class Pair:
   """A prompt with a chosen and a rejected answer."""
 
   uid: str
-  """Identifier, stable across runs: the preferences' name and half of the digest of prompt and answers."""
+  """Identifier that is the same in all runs: the preferences' name and half of the digest of prompt and answers."""
   task: Task
   chosen: str
   rejected: str
@@ -104,7 +107,7 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preferences:
-  """Distinct pairs, in source order."""
+  """Distinct preference pairs in source order, and counts of the rows read."""
 
   name: str
   pairs: tuple[Pair, ...]
@@ -147,10 +150,10 @@ def pairs_of_tasks(
   count: int | None = None,
   name: str | None = None,
 ) -> Preferences:
-  """Creates a right and a wrong answer to each of the first `count` tasks (None: all tasks) from templates.
+  """Creates preference pairs from templates: a right and a wrong answer to each of the first `count` tasks (None: all).
 
-  The choice among the `rejected` templates depends on the seed and the task's prompt alone. Tasks whose two answers
-  are equal are omitted and counted as identical. The group is the prompt.
+  The choice among the `rejected` templates depends only on the seed and the task's prompt. Tasks whose two answers are
+  equal are omitted and counted as identical. A pair's group is its prompt.
 
   Args:
     name: name of the preferences, which prefixes the pairs' uids; None: the taskset's name.
@@ -233,7 +236,7 @@ def _check_group(where: str, pair: Pair, group_of: dict[str, str], config: Prefe
 
 
 def _fate(pair: Pair, config: PreferencesConfig, seen: set[str]) -> str:
-  """Returns the count that the pair falls under; adds its uid to `seen`."""
+  """Returns the name of the count that includes the pair; adds the pair's uid to `seen`."""
   if pair.chosen == pair.rejected:
     return 'identical'
   if pair.uid in seen:
@@ -324,7 +327,7 @@ def _own(fields: Mapping[str, Json], name: str) -> Json:
 
 
 def _as_messages(name: str, value: Json, *, role: str) -> list[Message]:
-  """Returns messages unchanged and text as one message of `role`."""
+  """Returns messages unchanged, and text as one message with the given role."""
   if isinstance(value, str):
     return [{'role': role, 'content': value}]
   if isinstance(value, list):

@@ -1,7 +1,7 @@
-"""Task processors: ordered, pure filters that drop tasks from a taskset before any rollout.
+"""Task processors: filters, applied in order, that drop tasks from a taskset before any rollout.
 
-A processor returns, for each task in order, the reason to drop it, or an empty string; it never modifies tasks. The
-kept and dropped counts of a processor add up to its input.
+A processor is called with each task in order, and returns the reason to drop it or an empty string; it never modifies
+tasks. A processor's kept and dropped counts add up to the number of its input tasks.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.tasks.taskset import TaskProcessorConfig, Taskset
 
 Processor = Callable[[Task], str]
-"""Returns the reason to drop a task; empty: keep it. Called once per task, in order."""
+"""Function called once per task, in order; returns the reason to drop the task, or an empty string to keep it."""
 
 
 class Passed(NamedTuple):
-  """Counts of a processor's input and dropped tasks."""
+  """Numbers of tasks that a processor was given and dropped."""
 
   name: str
   given: int
   dropped: Mapping[str, int]
-  """Dropped tasks by reason."""
+  """Number of dropped tasks, keyed by reason."""
 
   @property
   def kept(self) -> int:
@@ -51,10 +51,10 @@ class ProcessorContext(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DedupConfig:
-  """Drops tasks already present in the run: in this taskset, an evaluation taskset, or one configured before it."""
+  """Drops tasks that occur earlier in this taskset, in an evaluation taskset, or in a taskset configured before it."""
 
   near: bool = True
-  """Also drop tasks that differ only in case, spacing, sentence punctuation or the system message."""
+  """Also drop tasks that differ from another only in case, spacing, sentence punctuation or the system message."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class LengthConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerKindConfig:
-  """Drops tasks whose answer is easily guessed by its kind (Kimi k1.5, arXiv:2501.12599, section 2.1)."""
+  """Drops tasks with kinds of answers that are easily guessed (Kimi k1.5, arXiv:2501.12599, section 2.1)."""
 
   drop: tuple[Literal['choice', 'boolean'], ...] = ('choice', 'boolean')
   """choice: the answer is one of the prompt's lettered options; boolean: the answer is true, false, yes or no."""
@@ -93,11 +93,11 @@ def dedup(config: DedupConfig, context: ProcessorContext) -> Processor:
 
 
 _MARK = re.compile(r'(?<!\d)[.,;:?]|[.,;:?](?!\d)|["`“”„«»…¿¡]')
-"""Sentence punctuation, except within numbers (1.5, 12:30) and where formulas need it (5!, y', 2-1, brackets)."""
+"""Matches sentence punctuation, except within numbers (1.5, 12:30) and signs of formulas (5!, y', 2-1, brackets)."""
 
 
 def normalised(task: Task) -> str:
-  """Normalises a prompt's text and media: ignores case, spacing, sentence punctuation and the system message."""
+  """Returns a prompt's text and media digests without case, spacing, sentence punctuation and the system message."""
   said = (f'{m["role"]} {_MARK.sub(" ", m["content"].casefold())}' for m in task.prompt if m['role'] != 'system')
   return '\n'.join([*(' '.join(text.split()) for text in said), *(shown.digest for shown in task.media)])
 
@@ -132,11 +132,11 @@ PROCESSORS: Mapping[str, tuple[type, Callable[[Any, ProcessorContext], Processor
   'length': (LengthConfig, length),
   'answer_kind': (AnswerKindConfig, answer_kind),
 }
-"""Configuration class and factory of each processor, by its name in `TasksetConfig.processors`."""
+"""Configuration class and factory of each processor, keyed by its name in `TasksetConfig.processors`."""
 
 
 class Outcomes(NamedTuple):
-  """Results of a task's attempts, without unscorable ones."""
+  """Counts of a task's scorable and correct attempts."""
 
   correct: int
   attempts: int
@@ -159,7 +159,11 @@ def pass_rate(outcomes: Mapping[str, Outcomes], *, low: float, high: float) -> P
 
 
 def guessable(outcomes: Mapping[str, Outcomes]) -> Processor:
-  """Drops tasks answered correctly without reasoning (Kimi k1.5, 2.1); `outcomes` has the guesses by task uid."""
+  """Drops tasks that were answered correctly without reasoning (Kimi k1.5, 2.1).
+
+  Args:
+    outcomes: results of the guesses, keyed by task uid.
+  """
   return lambda task: 'guessed' if outcomes[task.uid].correct else ''
 
 

@@ -1,7 +1,7 @@
 """Program run by `tasks.rendering`: reads requests and writes replies, one JSON line each, on its standard streams.
 
-Run as a program, never imported: the process holds no data but the conversation that it renders. A rendering that
-exceeds its CPU time limit ends the process.
+It runs as a program and is never imported, so that the process holds no data except the conversation that it renders. A
+rendering that exceeds its CPU time limit ends the process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> None:
   _write(answers, {})
   for line in orders:
     order = json.loads(line)
-    signal.setitimer(signal.ITIMER_PROF, limits['cpu_s'])  # SIGPROF ends the process, also within one long operation.
+    signal.setitimer(signal.ITIMER_PROF, limits['cpu_s'])  # SIGPROF ends the process, even within one long operation.
     try:
       (text,), _ = render_jinja_template(
         conversations=[order['messages']],

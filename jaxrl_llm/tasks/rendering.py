@@ -1,4 +1,4 @@
-"""Rendering of untrusted chat templates in a separate process.
+"""Renders untrusted chat templates in a separate process.
 
 Invariant: a template cannot block or exhaust this process. Jinja's sandbox restricts what a template may call, but not
 how long it loops (`range` within `range`) or how much it allocates (`'x' * 10**10`), and neither can be interrupted
@@ -35,20 +35,20 @@ class RenderingLimits:
 
   cpu_s: float = 5.0
   memory_bytes: int = 1 << 30
-  """Address space in addition to what the process has when it starts."""
+  """Address space in bytes that the process may add to what it has at its start."""
   characters: int = 16 << 20
-  """Length of the rendered text."""
+  """Maximum length of the rendered text in characters."""
   start_s: float = 120.0
-  """Wall-clock limit for the process to start and import its libraries."""
+  """Wall-clock limit in seconds for the process to start and import its libraries."""
   wall_s: float = 60.0
-  """Wall-clock limit for a reply, after which the process is abandoned however little CPU time it used."""
+  """Wall-clock limit in seconds for a reply; then the process is stopped, however little CPU time it used."""
 
 
 LIMITS = RenderingLimits()
 
 
 class TemplateProcess:
-  """Renders one template in a process that starts with the first rendering and ends with this object."""
+  """Renders one template in a process that is started for the first rendering and ends with this object."""
 
   def __init__(self, template: str, limits: RenderingLimits | None = None):
     self._template, self._limits = template, LIMITS if limits is None else limits

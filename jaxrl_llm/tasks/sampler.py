@@ -1,4 +1,4 @@
-"""Task sampling across tasksets. The whole state is JSON, and a restored sampler continues exactly."""
+"""Draws tasks across tasksets. The whole state is JSON, and a restored sampler continues exactly where it was saved."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class SamplerConfig:
   """Order in which a stage draws its tasks."""
 
   order: Literal['shuffled', 'sequential', 'easy_to_hard', 'prioritised', 'difficulty'] = 'shuffled'
-  """shuffled, sequential, easy_to_hard: each task once per pass. prioritised: weighted by 1 − success rate. difficulty:
-  weighted by how close the success rate is to `target`."""
+  """shuffled, sequential, easy_to_hard: each task is drawn once per pass. prioritised: tasks are weighted by 1 −
+  success rate. difficulty: tasks are weighted by how close their success rate is to `target`."""
   weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
   """Relative share of each taskset in the draws, enforced by counting rather than randomly; each taskset then has its
   own order. Empty: the tasks of all tasksets form one pool."""
   schedule: tuple[LaterWeights, ...] = ()
-  """Later weights, by their first batch."""
+  """Weights for later batches, ordered by their first batch."""
   hardness: str | None = None
   """easy_to_hard: numeric field of a task's row that holds its difficulty."""
   prior: float = 0.5
@@ -111,8 +111,8 @@ class TaskSampler:
   def next(self) -> tuple[Task, int]:
     """Returns the next task and its visit number.
 
-    A prompt in n tasksets has n tasks, whose visits 0, 1, … are numbered 0, n, …, then 1, n + 1, … and so on: two
-    tasks with the same prompt and visit would draw the same noise.
+    Two tasks with the same prompt and visit number would draw the same noise. Hence, if n tasksets share a prompt, the
+    visits of its first task are numbered 0, n, 2n, …, those of its second task 1, n + 1, …, and so on.
     """
     pool = self._pool()
     drawn, visit = self._pools[pool].next()
@@ -139,7 +139,7 @@ class TaskSampler:
     return begun[-1] if begun else self._config.weights
 
   def advance(self, batch: int) -> None:
-    """Sets the batch of the stage that subsequent draws belong to; it selects the weights."""
+    """Sets the stage's batch to which later draws belong; it determines the weights."""
     self._batch = batch
 
   def feedback(self, uid: str, successes: int, attempts: int) -> None:
@@ -149,7 +149,7 @@ class TaskSampler:
     self._pools[pool].feedback(number - self._starts[pool], successes, attempts)
 
   def state(self) -> dict[str, Json]:
-    """Returns the state as JSON; after `restore`, `next` returns the same tasks as it would have here."""
+    """Returns the state as JSON; a sampler that restores it draws the same tasks as this one."""
     pools = [pool.state() for pool in self._pools]
     return {**self._identity, 'batch': self._batch, 'credits': self._credits, 'pools': pools}
 
@@ -195,7 +195,7 @@ def _hardness(task: Task, field: str) -> float:
 
 
 def _copies(prompts: Sequence[str]) -> list[tuple[int, int]]:
-  """Returns, for each prompt, the number of equal prompts before it and in total."""
+  """Returns, for each prompt, how many equal prompts precede it, and how many there are in total."""
   counts, seen, ranks = collections.Counter(prompts), collections.Counter(), []
   for prompt in prompts:
     ranks.append((seen[prompt], counts[prompt]))

@@ -1,6 +1,6 @@
 """Selectors that draw the next task, in passes or weighted by the results of past attempts.
 
-A selector is a deterministic function of its seed, its draws and the feedback it got; its state is JSON.
+What a selector draws is a function of its seed, its past draws and the feedback it got; its state is JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Selector(Protocol):
   """Draws tasks, numbered from 0."""
 
   def next(self) -> tuple[int, int]:
-    """Returns a task and how often it had been drawn before."""
+    """Draws a task; returns its number and how often it had been drawn before."""
     ...
 
   def feedback(self, task: int, successes: int, attempts: int) -> None:
@@ -39,7 +39,7 @@ class Passes:
   def __init__(self, order: Sequence[int], *, seed: int | None):
     """
     Args:
-      order: order of every pass.
+      order: the tasks, in the order of a pass.
       seed: seed for reshuffling the order in each pass; None: use `order` itself.
     """
     self._order = order
@@ -74,7 +74,7 @@ class Estimate(Protocol):
 
 
 class FailureRate:
-  """P ∝ 1 − s, s the moving average of a task's success rate (Kimi k1.5, arXiv:2501.12599, 2.3.4)."""
+  """P ∝ 1 − s, where s is the moving average of a task's success rate (Kimi k1.5, arXiv:2501.12599, 2.3.4)."""
 
   def __init__(self, *, prior: float, newest: float, floor: float):
     """
@@ -94,7 +94,7 @@ class FailureRate:
 
 
 class TargetRate:
-  """P ∝ exp(−|p − target| / temperature), p the mean of a Beta posterior whose past is discounted.
+  """P ∝ exp(−|p − target| / temperature), where p is the mean of a Beta posterior that discounts past evidence.
 
   α ← (1 − λ) α + λ + successes, β ← (1 − λ) β + λ + failures, from α = β = 1: the explicit evidence of BOTS
   (arXiv:2510.26374), as in Trinity-RFT's difficulty-based selector; tasks that were not drawn keep their posterior.
@@ -114,7 +114,8 @@ class TargetRate:
 
 
 class Weighted:
-  """Independent draws in proportion to the tasks' weights; draw n depends on the seed, n and the current weights."""
+  """Draws independently, with probabilities proportional to the tasks' weights; draw n depends on the seed, n and the
+  current weights."""
 
   def __init__(self, tasks: int, estimate: Estimate, *, seed: int):
     self._count, self._estimate, self._seed = tasks, estimate, seed

@@ -29,14 +29,14 @@ SOURCES: Mapping[str, str] = {
   '<path>.parquet': 'the same rows',
   'datasets:<directory or hub id>[#split]': 'a Hugging Face dataset with such rows',
 }
-"""Description of each form of source name."""
+"""Descriptions of the forms of source names, keyed by form."""
 
 FORMS = "'reasoning_gym:<dataset>', a path ending .jsonl or .parquet, 'datasets:<directory or hub id>[#split]'"
 MEDIA = ('media', 'images')
-"""Columns with images, see `tasks.media`."""
+"""Names of the columns that hold images, see `tasks.media`."""
 _PARQUET_ROWS = 1024
 MAX_ROW_BYTES = 64 << 20
-"""Maximum line length of a .jsonl file."""
+"""Maximum length of a line in a .jsonl file, in bytes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Corrupt:
 
   where: str
   reason: str
-  """One-line reason."""
+  """Why the item is not a valid row, in one line."""
 
   def __post_init__(self):
     object.__setattr__(self, 'reason', one_line(self.reason))  # It may quote the row's contents.
@@ -64,7 +64,7 @@ def read_rows(source: str, *, options: Mapping[str, Any], size: int | None, seed
   """Reads the first `size` rows of a source (None: all rows).
 
   Args:
-    source: one of `FORMS`.
+    source: name in one of the forms in `SOURCES`.
     options: source-specific parameters: reasoning-gym's configuration or `datasets.load_dataset`'s arguments.
     size: number of items to draw from a procedural source, which is endless; otherwise the maximum number of rows.
     seed: seed of a procedural source.
@@ -141,7 +141,8 @@ def _procedural_rows(name: str, options: Mapping[str, Any], size: int | None, se
 
 
 def _check_verifier(where: str, dataset: Any) -> None:
-  """Raises UserError if the verifier scores an entry differently after a JSON round trip (tuples become lists)."""
+  """Raises UserError if the verifier scores an entry differently after a JSON round trip, which turns tuples into
+  lists."""
   entry = dataset[0]
   before = dataset.score_answer(entry['answer'], entry)
   after = dataset.score_answer(entry['answer'], _plain(entry))
@@ -259,7 +260,7 @@ def _load_saved(name: str, split: str, options: Mapping[str, Any]) -> Any:
 
 
 def _check_saved(directory: pathlib.Path) -> None:
-  """Raises ValueError if a saved dataset names anything but regular files inside its directory."""
+  """Raises ValueError if a saved dataset names a path that is not a regular file inside its directory."""
   parts = [directory]
   if (directory / 'dataset_dict.json').is_file():
     parts = [path_inside(directory, split) for split in _read_listed(directory / 'dataset_dict.json', 'splits')]
@@ -319,7 +320,7 @@ def _checked(where: str, fields: Mapping[str, Any]) -> SourceRow | Corrupt:
 
 
 def check_text(fields: Mapping[str, Json]) -> None:
-  """Raises ValueError for a row with text that UTF-8 cannot encode: a lone surrogate."""
+  """Raises ValueError if a row has text that UTF-8 cannot encode, that is, with a lone surrogate."""
   try:
     json.dumps(fields, ensure_ascii=False).encode()
   except UnicodeEncodeError as error:

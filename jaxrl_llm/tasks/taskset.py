@@ -1,8 +1,8 @@
 """Tasksets: rows of a source converted to Tasks with distinct prompts, split by digest.
 
 Every row read is counted in exactly one of `kept, corrupt, unmatched, duplicate, other_split, too_long`, or under the
-reason of the processor that dropped it (`tasks.processors`): the counts add up to `read`. A task's split depends on its
-prompt alone, so train and evaluation are disjoint whatever the seeds.
+reason of the processor that dropped it (`tasks.processors`): the counts add up to `read`. A task's split depends only
+on its prompt, so training and evaluation tasks are disjoint whatever the seeds.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ class TasksetConfig:
   source: str
   """'reasoning_gym:<dataset>', a path ending .jsonl or .parquet, or 'datasets:<directory or hub id>[#split]'."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Source-specific parameters."""
+  """Parameters of the source: reasoning-gym's configuration, or arguments of `datasets.load_dataset`; files take
+  none."""
   domain: str = 'general'
   """Domain of rows without an `ability`."""
   size: int | None = None
-  """Procedural sources: number of items to draw, including duplicates (required); others: maximum number of rows."""
+  """Procedural sources (required): number of items to draw, including duplicates. Others: maximum number of rows."""
   seed: int = 0
-  """Seed, procedural sources only. Item i draws from Random(seed + i), so nearby seeds share items."""
+  """Seed of a procedural source. Item i draws from Random(seed + i), so nearby seeds share items."""
   prompt: str | None = None
   """Template of the prompt; None: the row's `prompt` or `question`."""
   truth: str | None = None
@@ -82,7 +83,7 @@ class TasksetConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Taskset:
-  """Tasks with distinct prompts, in source order."""
+  """Tasks with distinct prompts in source order, and counts of the rows read."""
 
   name: str
   tasks: tuple[Task, ...]
@@ -93,13 +94,13 @@ class Taskset:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DemonstrationsConfig:
-  """Demonstrations of chosen quality: each task is answered by one of several templates."""
+  """Demonstrations made from templates: each task is answered with one of them, chosen at random by weight."""
 
   templates: tuple[str, ...]
   weights: tuple[float, ...] = (1.0,)
-  """Relative probability of each template."""
+  """Relative probability of each template, in the order of the templates."""
   count: int | None = None
-  """Number of tasks, from the start of the taskset; None: all."""
+  """Number of tasks to answer, from the start of the taskset; None: all."""
   seed: int = 0
 
   def __post_init__(self):
@@ -112,7 +113,7 @@ class DemonstrationsConfig:
 
 
 def taskset_loader(configs: Iterable[TasksetConfig]) -> Callable[[str], Taskset]:
-  """Returns a function from name to taskset that loads each taskset once."""
+  """Returns a function that returns the taskset with a given name and loads each taskset only once."""
   named = {config.name: config for config in configs}
   return functools.cache(lambda name: load_taskset(named[name]))
 
@@ -158,7 +159,7 @@ def drop_long(taskset: Taskset, limit: int, length_of: Callable[[Task], int]) ->
 
 
 def demonstrations(taskset: Taskset, config: DemonstrationsConfig) -> list[tuple[Task, str]]:
-  """Answers the first `count` tasks; a task's template depends on the seed and the task's prompt alone."""
+  """Returns (task, answer) for the first `count` tasks; a task's template depends only on the seed and its prompt."""
   count = len(taskset.tasks) if config.count is None else config.count
   if not 0 < count <= len(taskset.tasks):
     raise UserError(
@@ -197,7 +198,7 @@ def _told(counts: Mapping[str, int]) -> str:
 
 
 def _fate(task: Task, config: TasksetConfig, seen: set[str]) -> str:
-  """Returns the count that the task falls under; adds its digest to `seen`."""
+  """Returns the name of the count that includes the task; adds the task's digest to `seen`."""
   if config.match is not None and not re.fullmatch(config.match, task.prompt[-1]['content']):
     return 'unmatched'
   digest = task.digest
@@ -225,7 +226,7 @@ def _task_or_corrupt(row: sources.SourceRow | sources.Corrupt, config: TasksetCo
   try:
     sources.check_text(row.fields)
     task = _task(row.fields, config)
-    f'{task.digest}{task.truth}'.encode()  # Templates can also produce text that UTF-8 cannot encode.
+    f'{task.digest}{task.truth}'.encode()  # Raises for text from templates that UTF-8 cannot encode.
     return task
   except ValueError as error:
     return sources.Corrupt(where=row.where, reason=str(error))
@@ -263,7 +264,7 @@ def _prompt(fields: Mapping[str, Json], config: TasksetConfig) -> tuple[Message,
 
 
 def own_messages(fields: Mapping[str, Json]) -> list[Message]:
-  """Returns a row's own prompt. Raises ValueError if it has none."""
+  """Returns a row's own prompt as messages. Raises ValueError if it has none."""
   source = fields['entry'] if 'reasoning_gym' in fields else fields
   for key in ('prompt', 'question'):
     value = source.get(key)

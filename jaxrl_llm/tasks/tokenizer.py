@@ -1,7 +1,7 @@
-"""Conversion between text and tokens with the model's tokenizer and chat template.
+"""Converts between text and tokens with the model's tokenizer and chat template.
 
-Rollouts, expert data and preference data all use `render_prompt` and `render_answer`, and the prompt's tokens are the
-same in both.
+Rollouts, expert data and preference data all use `render_prompt` or `render_answer`, which tokenize a prompt in the
+same way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tokenizers
 from absl import logging
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-# Silences the advisory that transformers prints at import if PyTorch, which is not needed here, is missing.
+# Silences the advisory that transformers prints at import without PyTorch, which is not needed here.
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
 from transformers import PreTrainedTokenizerFast
@@ -32,7 +32,7 @@ from jaxrl_llm.tasks.rendering import RenderError, TemplateProcess
 
 Template = Literal['plain', 'chatml']
 
-# 'plain' adds only the end of an answer; 'chatml' is Qwen's template without its default system message.
+# 'plain' adds only an end token after an answer; 'chatml' is Qwen's template without its default system message.
 _TEMPLATES = {
   'plain': (
     "{% for message in messages %}{{ message['content'] }}"
@@ -48,7 +48,7 @@ _SPECIALS = {'plain': ['<pad>', '<eos>'], 'chatml': ['<pad>', '<|im_start|>', '<
 _SCAFFOLD = {'plain': '', 'chatml': 'systemuserassistanttool\n'}
 _GENERATION = 'generation_config.json'
 _FILE_BYTES = 256 << 20
-"""Maximum size of a tokenizer's file."""
+"""Maximum size in bytes of each file of a tokenizer."""
 _SUFFIXES = ('.json', '.jinja', '.txt', '.model')
 """Suffixes of files that transformers may open in a tokenizer directory."""
 _FILES = (
@@ -72,7 +72,7 @@ class TokenizerConfig:
   kind: Literal['character', 'bpe'] = 'character'
   template: Template = 'plain'
   vocab_size: int = 1024
-  """Vocabulary size of 'bpe', including special tokens; for 'character' the characters determine it."""
+  """Vocabulary size for 'bpe', including special tokens; with 'character', the characters determine it."""
 
 
 class Tokenizer:
@@ -116,7 +116,7 @@ class Tokenizer:
 
   @property
   def vocabulary(self) -> tuple[dict[str, int], tuple[int, ...]]:
-    """Mapping from token to id, and the ids that end a completion."""
+    """The vocabulary: token IDs keyed by token, and the IDs that end a completion."""
     return self._fast.get_vocab(), tuple(self.stop_ids)
 
   @property
@@ -127,7 +127,7 @@ class Tokenizer:
   def check_fits(self, vocab_size: int, model: str) -> None:
     """Raises UserError if an end, stop or padding token is outside a model's vocabulary of `vocab_size` tokens.
 
-    Other tokens outside it only cause a warning: many tokenizers have tokens that no text encodes to.
+    Other tokens outside it cause only a warning, since many tokenizers have tokens to which no text is encoded.
 
     Args:
       model: the model's name in messages.
@@ -143,7 +143,10 @@ class Tokenizer:
     logging.warning('%s; %d tokens cannot be used', line, len(lacking))
 
   def encode(self, text: str) -> list[int]:
-    """Encodes text without adding special tokens. Raises UserError if it cannot be encoded (unknown characters)."""
+    """Encodes text without adding special tokens.
+
+    Raises UserError if that fails, for example for unknown characters.
+    """
     if self._alphabet is not None and not self._alphabet.issuperset(text):
       self._check_characters(text)
     try:
@@ -162,7 +165,7 @@ class Tokenizer:
     return self.decode([token], skip_special=False)
 
   def render_prompt(self, messages: Sequence[Message]) -> list[int]:
-    """Returns the token ids of the messages and the opening of an answer (the generation prompt)."""
+    """Returns the token IDs of the messages followed by the opening of an answer (the generation prompt)."""
     return self.encode(self._render(messages, add_generation_prompt=True))
 
   def render_answer(self, messages: Sequence[Message], answer: str) -> tuple[list[int], list[int]]:
@@ -183,7 +186,7 @@ class Tokenizer:
 
   @property
   def files(self) -> dict[str, bytes]:
-    """Contents, by name, of the files from which `from_directory` loads the same tokenizer."""
+    """Contents, keyed by file name, of the files from which `from_directory` loads this tokenizer."""
     return {**self._files, _GENERATION: json.dumps({'eos_token_id': list(self.stop_ids)}).encode()}
 
   def save(self, directory: str | pathlib.Path) -> None:
@@ -241,7 +244,10 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str], directory: st
 
 
 def build_character_tokenizer(texts: Iterable[str], directory: str | pathlib.Path, *, template: Template) -> Tokenizer:
-  """Builds a tokenizer with a token per Unicode character of texts and template, by code point, then special tokens."""
+  """Builds a tokenizer with one token per Unicode character in the texts and the template.
+
+  The characters are ordered by code point; special tokens follow.
+  """
   characters = set(_SCAFFOLD[template]).union(*texts)
   if not characters:
     raise UserError('character tokenizer: the texts are empty, so it would have no character')
@@ -255,7 +261,7 @@ def build_character_tokenizer(texts: Iterable[str], directory: str | pathlib.Pat
 def build_bpe_tokenizer(
   texts: Iterable[str], directory: str | pathlib.Path, *, vocab_size: int, template: Template
 ) -> Tokenizer:
-  """Trains byte-level BPE: every text can be encoded and decodes to itself. Special tokens come first."""
+  """Trains a byte-level BPE tokenizer, which can encode any text and decode it again. Special tokens come first."""
   smallest = 256 + len(_SPECIALS[template])
   if vocab_size < smallest:
     raise UserError(f'BPE tokenizer: vocab_size is {vocab_size}, wanted at least {smallest}: 256 bytes, special tokens')
@@ -289,7 +295,7 @@ def _write(table: tokenizers.Tokenizer, directory: pathlib.Path, template: Templ
 
 
 def _read_files(path: pathlib.Path) -> dict[str, bytes]:
-  """Reads the tokenizer's files by name. Raises UserError for irregular files and invalid JSON."""
+  """Returns the contents of the tokenizer's files, keyed by name. Raises UserError for irregular files and bad JSON."""
   files = {}
   try:
     for entry in sorted([*path.iterdir(), *path.glob('additional_chat_templates/*')]):
@@ -318,7 +324,7 @@ def _panics_raised() -> Iterator[None]:
 
 
 def _parse_object(path: pathlib.Path, data: bytes) -> dict[str, Any]:
-  """Parses a JSON object. Raises ValueError that names the file for anything else."""
+  """Parses a JSON object. For anything else, raises a ValueError that names the file."""
   try:
     value = parse_json(data.decode())
   except ValueError as error:
@@ -336,7 +342,7 @@ def _has_template(fast: PreTrainedTokenizerFast) -> bool:
 
 
 def _generation_stops(path: pathlib.Path, fast: PreTrainedTokenizerFast) -> list[int]:
-  """Reads additional stop tokens: `eos_token_id` in generation_config.json is one id or a list."""
+  """Returns the stop tokens in generation_config.json, whose `eos_token_id` is one ID or a list."""
   config = path / _GENERATION
   if not config.exists():
     return []
