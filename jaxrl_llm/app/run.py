@@ -49,7 +49,7 @@ from jaxrl_llm.weights.hf import export
 from jaxrl_llm.weights.peft import export_adapter
 
 Stop = Callable[[int], object]
-"""Ends a run with a commit, given the number of a signal."""
+"""Function that ends a run with a commit; its argument is the number of a signal."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,40 +58,40 @@ class _Facts:
 
   attempt: int
   step: int
-  """Step of the commit to resume from; 0 = none."""
+  """Step of the commit to resume from; 0: there is none."""
   spec: ModelSpec
   lengths: Mapping[str, Sequence[int]]
-  """Sequence lengths in tokens, by name of a stage that learns from static data."""
+  """Sequence lengths in tokens, keyed by stage name, for stages that learn from static data."""
 
 
 class Exports(NamedTuple):
   """Parameters that a finished run exports, on the host of process 0; None on other processes and for absent roles."""
 
   policy: Params | None
-  """Policy with its adapters merged in."""
+  """Parameters of the policy, with its adapters merged in."""
   adapter: Params | None = None
   critic: Params | None = None
 
 
 class _Launch(NamedTuple):
-  """What this process has before the run is set up."""
+  """Objects of this process that exist before the run is set up."""
 
   device: DeviceThread
   coordinator: Coordinator
   workdir: Workdir | None
-  """None in processes that do not lead."""
+  """The run directory; None except on process 0."""
   stop: asyncio.Future[int]
-  """The number of the signal that ends the run with a commit."""
+  """Resolves to the number of the signal that ends the run with a commit."""
   begun: asyncio.Event
-  """Set once a stop has something to commit."""
+  """Set once the loop has begun, so that a stop has something to commit."""
 
 
 async def run(config: Config, path: pathlib.Path, *, on_start: Callable[[Stop], None] | None = None) -> int:
   """Runs `config` in the run directory `path`. Returns the process's exit code: 0 only for a finished run.
 
   Args:
-    on_start: receives a function that ends the run with a commit, to be called in the run's event loop with a signal's
-      number. None: the run handles SIGINT and SIGTERM itself, which only the main thread can.
+    on_start: called with a function that ends the run with a commit; that function takes a signal's number and must be
+      called in the run's event loop. None: the run handles SIGINT and SIGTERM, which only the main thread can.
   """
   device = DeviceThread()
   stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -118,7 +118,7 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
 
   async def set_up() -> Any:
     nonlocal prepared, config
-    # Check before writing: a later step would recreate a missing file, or take it for one that never existed.
+    # Check before anything is written: later code would recreate a missing file, or take it for one that never existed.
     step = max(checkpoints.steps(), default=0)
     tell = Console(markup=False, highlight=False, soft_wrap=True).print
     load = taskset_loader(config.tasksets)
@@ -179,7 +179,7 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
 
 
 def _not_exact(machine: dict[str, Any]) -> str:
-  """Note on why a resumed run may differ bit for bit; empty on an unchanged machine."""
+  """Returns a note on why a resumed run may differ in some bits; empty on an unchanged machine."""
   differences = changes(machine)
   return f'; not bit for bit, for this machine is not the one it was committed on: {differences}' if differences else ''
 
@@ -187,8 +187,8 @@ def _not_exact(machine: dict[str, Any]) -> str:
 def _handle_signals(coordinator: Coordinator, request_stop, begun: asyncio.Event) -> None:
   """Installs handlers: the first Ctrl-C or SIGTERM requests a commit and a clean exit, the second exits at once.
 
-  Before the loop has begun there is nothing to commit: unless other processes would be left waiting, the first signal
-  ends the process too.
+  Before the loop has begun, there is nothing to commit: even the first signal then exits at once, unless other
+  processes would be left waiting.
   """
   seen: list[int] = []
 
@@ -202,7 +202,7 @@ def _handle_signals(coordinator: Coordinator, request_stop, begun: asyncio.Event
     if not begun.is_set() and not jax.distributed.is_initialized():
       sys.stderr.write(f'stopped by {signal.Signals(signum).name} during set-up; start the same command again\n')
       sys.stderr.flush()
-      # Not sys.exit: threads are in the middle of loading or compiling, which a kill may interrupt as well.
+      # Not sys.exit: threads are in the middle of loading or compiling, which is safe to interrupt.
       os._exit(128 + signum)
     seen.append(signum)
     sys.stderr.write(f'{signal.Signals(signum).name}: committing what is done, then leaving (again: at once)\n')

@@ -1,7 +1,7 @@
-"""The root configuration. Each part is defined beside the code that reads it and only assembled here.
+"""The root configuration. Most parts are defined beside the code that reads them, and only assembled here.
 
 Batch sizes state their unit: tasks, sequences or tokens. Derived numbers are computed and printed (`--dry_run`), never
-copied by hand.
+entered by hand.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from jaxrl_llm.tasks.tokenizer import TokenizerConfig
 
 
 def _at_least(where: str, config: Any, **bounds: int) -> None:
-  """Raises UserError for a field below its lower bound in `bounds`; None always passes."""
+  """Raises UserError if a field is below its lower bound in `bounds`; a field that is None always passes."""
   for name, least in bounds.items():
     value = getattr(config, name)
     if value is not None and value < least:
@@ -56,10 +56,11 @@ def _check_tasksets(where: str, names: tuple[str, ...]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-  """The model to train."""
+  """The model to train: its initial weights, precision, memory options and adapters."""
 
   init_from: str | None = None
-  """Hugging Face directory, hub id, or a run directory (its `hf/`); None = random weights of `family` and `model`."""
+  """Hugging Face directory, hub id, or a run directory (its `hf/`); None: random weights, as `family` and `model`
+  say."""
   family: str = 'qwen2'
   """With random weights: model family."""
   model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -67,24 +68,24 @@ class PolicyConfig:
   tokenizer: TokenizerConfig = TokenizerConfig()
   """With random weights: tokenizer to build; a checkpoint brings its own."""
   dtype: Literal['float32', 'bfloat16'] = 'float32'
-  """Data type of computation."""
+  """Data type of activations and matrix products."""
   param_dtype: Literal['float32', 'bfloat16'] = 'float32'
-  """Data type of the parameters; adapters are float32."""
+  """Data type of the parameters; adapters are always float32."""
   scan_layers: bool = False
-  """Compile one layer and scan it over all: compiles faster, runs 10 to 15 % slower on a CPU."""
+  """Compile a single layer and scan it over all layers: compiles faster, but runs 10 to 15 % slower on a CPU."""
   remat: Literal['none', 'full', 'dots', 'offload'] = 'none'
-  """Activations of each layer kept for the backward pass, see ModelOptions.remat; saves CPU memory only with
-  scan_layers."""
+  """Which activations of each layer are kept for the backward pass (see ModelOptions.remat). On a CPU it saves memory
+  only with scan_layers."""
   attention: Literal['auto', 'masked', 'blockwise', 'splash', 'pallas_gpu'] = 'auto'
-  """Implementation in training: 'masked' materializes all scores, 'blockwise' one block; 'splash' is a TPU kernel,
-  'pallas_gpu' a GPU kernel; 'auto' chooses by platform and length."""
+  """Attention implementation in training: 'masked' materializes all scores, 'blockwise' one block at a time; 'splash'
+  is a TPU kernel, 'pallas_gpu' a GPU kernel; 'auto' chooses by platform and length."""
   lora: LoraConfig | None = None
   """Adapters to train on frozen weights, in all stages; None: train the whole model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-  """A stage's algorithm by name, and its options."""
+  """Name and options of a stage's algorithm."""
 
   name: str
   """Key of `learner.catalogue.ALGORITHMS` (`jaxrl train --list`), or your own algorithm as 'module:attribute'."""
@@ -97,10 +98,10 @@ class CriticConfig:
   """PPO's critic: a separate network with the policy's architecture and one output."""
 
   init_from: str | None = None
-  """Reward model or critic to start from (directory, hub id, or a run directory); None: the critic of the stage before,
-  or else the policy with a fresh output."""
+  """Reward model or critic to start from (directory, hub id, or a run directory); None: the previous stage's critic, or
+  else the policy with a fresh output."""
   optimizer: OptimizerConfig | None = None
-  """Optimizer of the critic; None = the policy's."""
+  """Optimizer of the critic; None: the policy's."""
 
 
 @moved({'demonstrations': 'templates, with weights, count and seed beside it'})
@@ -111,7 +112,7 @@ class ExpertsConfig(DemonstrationsConfig):
   tasksets: tuple[str, ...]
   """Names of configured tasksets that the demonstrations come from."""
   ratio: float = 0.25
-  """Least share of expert sequences in the batch, between 0 and 1; their number is rounded up."""
+  """Minimum share of expert sequences in the batch, between 0 and 1; their number is rounded up."""
 
   def __post_init__(self):
     super().__post_init__()
@@ -128,9 +129,10 @@ class PastConfig:
   """Replayed groups that join each batch of new ones."""
 
   groups: int
-  """Replayed groups per batch, on top of `groups_per_batch`; fewer if fewer can be drawn, as in the first batches."""
+  """Maximum number of replayed groups per batch, on top of `groups_per_batch`; the first batches have fewer to draw
+  from."""
   max_uses: int
-  """Most batches that may train on a group, its first included."""
+  """Maximum number of batches that may train on a group, including its first."""
   draw: DrawConfig = DrawConfig()
   """Rule that selects the groups."""
 
@@ -140,10 +142,10 @@ class PastConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceSource(PreferencesConfig):
-  """Preferences of a run: from a file, or made from a taskset's tasks by templates (`source='taskset:<name>'`)."""
+  """Preferences of a run: from a file or dataset, or made from tasks with templates (`source='taskset:<name>'`)."""
 
   wrong: tuple[str, ...] = ()
-  """With a taskset: templates of the rejected answer, one of which is used per task; `chosen` is the template of the
+  """With a taskset: templates of rejected answers, of which each task uses one; `chosen` is the template of the
   preferred answer."""
 
 
@@ -152,34 +154,35 @@ class Rollouts:
   """Source of a stage's batches: groups of the policy's own rollouts."""
 
   tasksets: tuple[str, ...]
-  """Names of configured tasksets to attempt."""
+  """Names of the configured tasksets whose tasks the policy attempts."""
   sampler: SamplerConfig = SamplerConfig()
   """Order in which tasks are drawn."""
   groups_per_batch: int = 16
-  """Tasks per batch."""
+  """Number of new groups (one task each) per batch."""
   group_size: int = 8
-  """Samples per task."""
+  """Number of samples in a group."""
   temperature: float = 1.0
-  """Sampling temperature. Training rollouts are unfiltered (top_p 1, no top_k): the trainer compares whole
-  distributions."""
+  """Sampling temperature. Training rollouts use no top_p or top_k, since the trainer compares whole distributions."""
   limits: TaskLimits = TaskLimits()
   """Time limits of a group."""
   max_dropped_groups: int = 100
-  """Groups without a scorable or selected sample allowed while one batch is collected; one more ends the run."""
+  """Maximum number of groups without a scorable or selected sample while one batch is collected; one more ends the
+  run."""
   processors: tuple[ProcessorConfig, ...] = ()
   """Processors applied in order to a finished group before selection; see `master.exploring.processors`."""
   selection: SelectionConfig = SelectionConfig()
-  """Rule for the samples of a finished group that are trained on."""
+  """Rule that selects the samples of a finished group to train on."""
   experts: ExpertsConfig | None = None
-  """For mix: expert rows that join the rollouts; None: none."""
+  """For algorithm mix: expert demonstrations that join the rollouts; None: no expert rows."""
   past: PastConfig | None = None
-  """Groups of earlier batches to train on again, whose age `past.draw.max_age` bounds; None: none."""
+  """Groups of earlier batches to train on again, at most `past.draw.max_age` old; None: no replay."""
   bound: int = 0
-  """Most updates by which a rollout's weights may lag those that train on it; 0 = on-policy."""
+  """Maximum number of updates by which a rollout's weights may lag behind the trained ones; 0: on-policy."""
   publish_every: int = 1
-  """Updates between two publications of the weights to the engine."""
+  """Number of updates from one publication of the weights to the engine to the next."""
   rollout_only: bool = False
-  """Generate, score, process and store without training; optimizer and critic state ends there."""
+  """Generate, score, process and store rollouts without training; later stages start with a fresh optimizer and
+  critic."""
 
   @property
   def unit(self) -> int:
@@ -188,7 +191,7 @@ class Rollouts:
 
   @property
   def groups(self) -> int:
-    """Most tasks in a batch."""
+    """Maximum number of groups in a batch, including replayed ones."""
     return self.groups_per_batch + (self.past.groups if self.past is not None else 0)
 
   @property
@@ -198,12 +201,12 @@ class Rollouts:
 
   @property
   def sequences(self) -> int:
-    """Most sequences in a batch."""
+    """Maximum number of sequences in a batch, including expert rows."""
     return self._usual + self.expert_rows
 
   @property
   def _usual(self) -> int:
-    """Most sequences of the policy in a batch."""
+    """Maximum number of the policy's own sequences in a batch."""
     return self.groups * self.selection.most(self.group_size)
 
   def check(self, where: str) -> None:
@@ -243,15 +246,15 @@ class Demonstrations(DemonstrationsConfig):
   """Source of a stage's batches: answers to tasks, to be imitated."""
 
   tasksets: tuple[str, ...]
-  """Names of configured tasksets to demonstrate."""
+  """Names of the configured tasksets whose tasks are demonstrated."""
   sequences_per_batch: int = 64
-  """Sequences per batch."""
+  """Demonstrated answers in each batch, one sequence each."""
   unit: ClassVar[int] = 1
   """Number of sequences that must stay together."""
 
   @property
   def sequences(self) -> int:
-    """Most sequences in a batch."""
+    """Maximum number of sequences in a batch."""
     return self.sequences_per_batch
 
   def check(self, where: str) -> None:
@@ -267,12 +270,12 @@ class Pairs:
   train: str
   """Name of the configured preferences to train on."""
   held_out: str | None = None
-  """Name of the preferences measured after each step that ends with an evaluation
-  (`val-core/<name>/rewards/accuracies`); None: no measurement."""
+  """Name of the configured preferences to measure at each evaluation (`val-core/<name>/rewards/accuracies`); None: no
+  measurement."""
   sequences_per_batch: int = 64
-  """Sequences per batch; a pair counts as two."""
+  """Number of sequences per batch; a pair has two."""
   tasksets: ClassVar[tuple[str, ...]] = ()
-  """Pairs bring their own prompts."""
+  """Always empty, since pairs have their own prompts."""
   unit: ClassVar[int] = 2
   """Number of sequences that must stay together."""
 
@@ -291,15 +294,15 @@ class Recorded:
   """Source of a stage's batches: groups of rollouts that another run stored, for offline training."""
 
   run: str
-  """Directory of the other run; read once, when this run begins."""
+  """Directory of the other run, which is read only once, when this run begins."""
   stage: str | None = None
   """Stage of the other run whose rollouts are used; None: all stages."""
   tasksets: tuple[str, ...]
   """Names of configured tasksets; rollouts of other tasks are skipped."""
   groups_per_batch: int = 16
-  """Tasks per batch."""
+  """Number of groups (one task each) per batch."""
   group_size: int = 8
-  """Most samples per task."""
+  """Maximum number of samples in a group."""
   unit: ClassVar[int] = 1
   """Number of sequences that must stay together."""
 
@@ -334,35 +337,35 @@ _OF_ROLLOUTS = (
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageConfig:
-  """One stage: an algorithm, the source of its batches, its steps."""
+  """A training stage: an algorithm, a source of batches, and a number of steps."""
 
   name: str
   algorithm: AlgorithmConfig
   source: Rollouts | Demonstrations | Pairs | Recorded
-  """What the batches consist of."""
+  """Source of the batches: rollouts, demonstrations, preference pairs, or another run's groups."""
   steps: int
-  """Number of batches."""
+  """Number of steps, each of which trains on one batch."""
   minibatches: int = 1
-  """Parts that a batch is split into, with one optimizer step each."""
+  """Number of parts into which a batch is split; each gets one optimizer step."""
   epochs: int = 1
-  """Passes over each batch."""
+  """Number of passes over each batch."""
   optimizer: OptimizerConfig | None = None
-  """Optimizer of the policy; None = `learner.optimizer`."""
+  """Optimizer of the policy; None: `learner.optimizer`."""
   keep_optimizer: bool = False
   """Keep the optimizer state of the previous stage instead of starting fresh."""
   critic: CriticConfig = CriticConfig()
-  """Critic, for algorithms that have one."""
+  """Settings of the critic, for algorithms that have one."""
   evaluate_every: int | None = None
-  """Steps between evaluations; None = evaluate only after the stage."""
+  """Number of steps between evaluations; None: evaluate only after the stage."""
 
   @property
   def explores(self) -> bool:
-    """Whether its batches are the policy's own rollouts."""
+    """Whether the stage's batches are the policy's own rollouts."""
     return isinstance(self.source, Rollouts)
 
   @property
   def trains(self) -> bool:
-    """Whether it updates the policy."""
+    """Whether the stage updates the policy."""
     return not (isinstance(self.source, Rollouts) and self.source.rollout_only)
 
   def __post_init__(self):
@@ -378,18 +381,18 @@ class RolloutConfig:
   """Generation of completions: engine, lengths, sampling, workflow."""
 
   engine: str = 'embedded'
-  """Key of `rollout.catalogue.ENGINES` (`jaxrl train --list`), whose options are the field of that name here, or
-  your own engine as 'module:attribute'."""
+  """Key of `rollout.catalogue.ENGINES` (`jaxrl train --list`), whose options are in the field with the same name here;
+  or your own engine as 'module:attribute'."""
   engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """With your own engine: fields of its options dataclass."""
+  """Options of your own engine: fields of its options dataclass."""
   max_prompt_length: int
-  """Longest prompt in tokens; tasks with longer prompts are skipped and counted."""
+  """Maximum length of a prompt in tokens; tasks with longer prompts are skipped and counted."""
   max_response_length: int
-  """Longest response in tokens."""
+  """Maximum length of a response in tokens."""
   embedded: EmbeddedConfig = EmbeddedConfig()
   vllm: VllmConfig = VllmConfig()
   collect_deadline_s: float = 3600.0
-  """Longest wait in seconds for a batch of rollouts, or for the next task of an evaluation to end."""
+  """Maximum wait in seconds for a batch of rollouts, or for the next task of an evaluation to finish."""
   mismatch: MismatchConfig = MismatchConfig()
   """Differences between trainer and sampler logprobs above which a step logs a warning."""
   workflow: WorkflowConfig = WorkflowConfig()
@@ -401,7 +404,7 @@ class RolloutConfig:
 
   @property
   def max_length(self) -> int:
-    """Longest sequence in tokens, prompt and response."""
+    """Maximum length of a sequence in tokens, prompt plus response."""
     return self.max_prompt_length + self.max_response_length
 
   def __post_init__(self):
@@ -412,7 +415,7 @@ class RolloutConfig:
         f'rollout.embedded.prefill_buckets: the largest is {longest}, prompts of max_prompt_length='
         f'{self.max_prompt_length} tokens want one of at least {self.max_prompt_length - 1}'
       )
-    if ':' not in self.engine:  # One of the user's own is imported when a run needs it.
+    if ':' not in self.engine:  # A user's own engine is imported only when a run needs it.
       named_pair(self.engine, 'engine', ENGINES)
       if self.engine_options:
         raise UserError(
@@ -426,7 +429,7 @@ class RolloutConfig:
     return f'rollout.{self.engine}' if self.engine in ENGINES else 'rollout.engine_options'
 
   def engine_spec(self) -> EngineSpec:
-    """Returns the engine with its options; imports a user's own."""
+    """Returns the spec of the chosen engine, built from its options; imports a user's own engine."""
     options, make = named_pair(self.engine, 'engine', ENGINES)
     if self.engine in ENGINES:
       return make(getattr(self, self.engine))
@@ -448,14 +451,14 @@ class LearnerConfig:
 
   mesh: MeshConfig = MeshConfig()
   optimizer: OptimizerConfig | None = None
-  """Optimizer of stages that set none; None: each stage must set its own."""
+  """Optimizer for stages that do not set one; None: each stage must set its own."""
   chunk_len: int | None = None
-  """Length of a packed chunk in tokens; None = the longest possible sequence, rounded up to a multiple of 8 and of
-  `mesh.sequence`."""
+  """Length of a packed chunk in tokens; None: that of the longest possible sequence, rounded up to a multiple of 8 and
+  of `mesh.sequence`."""
   chunks_per_rank: int = 8
-  """Chunks per micro-batch on each data-parallel rank."""
+  """Number of chunks that each data-parallel rank has in a micro-batch."""
   logits_budget_bytes: int = 256 << 20
-  """Bytes of logits per rank; they are computed in token chunks that stay below it."""
+  """Maximum size of logits in bytes per rank; they are computed for chunks of tokens small enough to stay below it."""
 
   def __post_init__(self):
     _at_least('learner.', self, chunk_len=1, chunks_per_rank=1, logits_budget_bytes=1)
@@ -463,12 +466,12 @@ class LearnerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-  """A run."""
+  """Configuration of a whole run."""
 
   name: str
   """Name of the run; the default run directory is `runs/<name>`."""
   seed: int = 0
-  """Seed of random weights, data order and sampling."""
+  """Seed from which random weights, data order and sampling are derived."""
   policy: PolicyConfig
   tasksets: tuple[TasksetConfig, ...] = ()
   preferences: tuple[PreferenceSource, ...] = ()
@@ -479,11 +482,11 @@ class Config:
   evaluation: tuple[SuiteConfig, ...] = ()
   checkpoint: CheckpointConfig = CheckpointConfig()
   compilation_cache: str | None = None
-  """Directory of JAX's persistent compilation cache; None = no cache."""
+  """Directory of JAX's persistent compilation cache; None: no cache."""
 
   @property
   def max_uses(self) -> int:
-    """Most batches that may train on one rollout."""
+    """Maximum number of batches that may train on one rollout."""
     pasts = [stage.source.past for stage in self.stages if isinstance(stage.source, Rollouts)]
     return max((past.max_uses for past in pasts if past is not None), default=1)
 
@@ -530,6 +533,6 @@ class Config:
 
 
 def scored_tasksets(config: Config) -> set[str]:
-  """Names of the tasksets that rollouts or evaluations draw from."""
+  """Returns the names of the tasksets from which rollouts or evaluations draw tasks."""
   names = {suite.taskset for suite in config.evaluation}
   return names | {name for stage in config.stages if stage.explores for name in stage.source.tasksets}

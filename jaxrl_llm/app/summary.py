@@ -20,7 +20,7 @@ def print_summary(workdir: pathlib.Path, stages: Sequence[str], report: pathlib.
   """Prints the accuracy of each evaluation, answers before and after the last stage, and the paths of the results."""
   console = Console()
   rows, _ = read_jsonl(workdir / METRICS_FILE)
-  # Accuracies of tasks and of pairs only: not their standard errors, nor keys beside a null accuracy.
+  # Only the accuracies of tasks and pairs, not their standard errors or the keys that accompany a null accuracy.
   accuracy = re.compile(r'val-core/.+/(acc/[^/]+|rewards/accuracies)')
   columns = sorted({key for row in rows for key in row if accuracy.fullmatch(key)})
   table = Table('stage', 'step', *columns)
@@ -33,7 +33,7 @@ def print_summary(workdir: pathlib.Path, stages: Sequence[str], report: pathlib.
   files = _evaluation_files(workdir, stages)
   same = [file for file in files if file.name.partition('-')[2] == files[-1].name.partition('-')[2]]
   if len(same) > 1:
-    # Before: the same suite's latest evaluation ahead of the last stage.
+    # `before` is the same suite's latest evaluation ahead of the last stage.
     before = next((f for f in reversed(same) if f.parent.name != stages[-1]), same[0])
     console.print(_answers(before, same[-1]))
   exports = [('report', report), ('checkpoint (Hugging Face)', workdir / 'hf'), ('adapter (PEFT)', workdir / 'adapter')]
@@ -44,7 +44,7 @@ def print_summary(workdir: pathlib.Path, stages: Sequence[str], report: pathlib.
 
 
 def _evaluation_files(workdir: pathlib.Path, stages: Sequence[str]) -> list[pathlib.Path]:
-  """Evaluation files in the order in which they were written."""
+  """Returns the evaluation files in the order in which they were written."""
   return [file for stage in stages for file in sorted((workdir / EVALS_DIR / stage).glob('*.jsonl'))]
 
 

@@ -1,4 +1,4 @@
-"""Runs from Python: a configuration in, metrics and paths out.
+"""Training from Python: takes a configuration, returns metrics and paths.
 
 if __name__ == '__main__':  # Scorer processes import the script too, and need no JAX.
   from jaxrl_llm.api import load_config, train
@@ -34,22 +34,22 @@ from jaxrl_llm.runtime.writers import METRICS_FILE, read_jsonl
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainResult:
-  """A run that has ended."""
+  """Result of a run: its directory, its metrics and whether it finished."""
 
   workdir: pathlib.Path
   finished: bool
-  """False after an interrupt; the same call then resumes the run."""
+  """False if an interrupt stopped the run; the same call of `train` then resumes it."""
   metrics: list[dict[str, Json]]
-  """Rows of metrics.jsonl, those of earlier starts included."""
+  """Rows of metrics.jsonl, including those of earlier starts of the run."""
 
   @property
   def model(self) -> pathlib.Path:
-    """The exported Hugging Face model of a finished run."""
+    """Directory of the Hugging Face model that a finished run has exported."""
     return self.workdir / 'hf'
 
   @property
   def report(self) -> pathlib.Path:
-    """The report of a finished run."""
+    """Path of a finished run's HTML report."""
     return self.workdir / 'report.html'
 
 
@@ -57,10 +57,10 @@ def load_config(spec: str, overrides: Mapping[str, Json] | None = None) -> Confi
   """Loads `FILE.py[:VARIANT]` or the name of a shipped configuration, as --config does.
 
   Args:
-    overrides: values by dotted key, such as {'stages.grpo.steps': 10}. A string is read as on the command line.
+    overrides: values keyed by dotted key, such as {'stages.grpo.steps': 10}. Strings are parsed as on the command line.
 
   Raises:
-    UserError: the file or an override does not fit.
+    UserError: the file or an override is invalid.
   """
   return apply_overrides(load_file(spec, Config), {key: _text(key, value) for key, value in (overrides or {}).items()})
 
@@ -77,9 +77,9 @@ def _text(key: str, value: Json) -> str:
 def train(config: Config, workdir: str | os.PathLike[str]) -> TrainResult:
   """Trains in this process and returns when the run ends. A run directory with commits is resumed.
 
-  The run has a thread and an event loop of its own, so that it also works in a notebook. An interrupt (Ctrl-C) ends it
-  with a commit. In a script, the import and the call belong under `if __name__ == '__main__':`, because the processes
-  of scorers import the script. A job of several processes starts with `jaxrl train` instead.
+  The run has its own thread and event loop, so that it also works in a notebook. An interrupt (Ctrl-C) ends it with a
+  commit. In a script, the import and the call belong under `if __name__ == '__main__':`, because scorer processes
+  import the script. Jobs of several processes are started with `jaxrl train` instead.
 
   Raises:
     UserError: the configuration or the run directory cannot be used, or the run cannot continue.
@@ -113,7 +113,7 @@ def _run_in_a_thread(config: Config, path: pathlib.Path) -> int:
 
     def on_start(stop: Stop) -> None:
       interrupts.append(lambda: loop.call_soon_threadsafe(stop, signal.SIGINT))
-      if interrupted.is_set():  # Before there was anything to call.
+      if interrupted.is_set():  # The interrupt came before the run could be stopped.
         stop(signal.SIGINT)
 
     try:

@@ -63,8 +63,7 @@ class PreferencesConfig:
   """Fraction of groups in 'eval', in [0, 1). Without `group`, a taskset with this holdout holds out the same
   prompts."""
   fold: int | None = None
-  """Index of the cross-validation fold, of `folds`, that 'eval' is, while 'train' is the others; None: use
-  `holdout`."""
+  """Cross-validation: 'eval' is the fold with this index, 'train' the other `folds` − 1 folds; None: use `holdout`."""
   folds: int = 5
   origin: Literal['human', 'synthetic'] = 'human'
   """Who made the judgements; recorded as the samples' source."""

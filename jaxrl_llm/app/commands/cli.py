@@ -30,7 +30,7 @@ COMMANDS = (
   'install',
 )
 _HANDLE_SIGNALS = ('train', 'score')
-"""Commands that install their own Ctrl-C handler once they run."""
+"""Names of the commands that install their own Ctrl-C handler once they run."""
 
 
 def launch(name: str, argv: Sequence[str]) -> int:

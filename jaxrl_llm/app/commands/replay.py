@@ -34,7 +34,7 @@ _MEASURES = {
   'critic grad norm': 'critic/grad_norm',
 }
 _TOLD = 3
-"""Number of differences that the line of a step names."""
+"""Maximum number of differences that a step's line names."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -53,7 +53,7 @@ USAGE = 'usage: jaxrl score --scorer=NAME --rows=FILE.jsonl --out=FILE.jsonl'
 
 _OPTION = re.compile(r'--?options\.(?P<key>[^=]+)(?:=(?P<text>.*))?', re.DOTALL)
 _INTERVAL_S = 10.0
-"""Seconds between progress lines without a terminal."""
+"""Seconds between progress lines if there is no terminal."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -31,7 +31,8 @@ ROLES = {
   'reward': 'jaxrl_llm.app.serve.reward',
   'sandbox': 'jaxrl_llm.app.serve.sandbox',
 }
-"""Module of each role. Only the requested one is imported: a host needs only the dependencies of its role."""
+"""Modules, keyed by role. Only the requested one is imported, so that a host needs only the dependencies of its
+role."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,7 +1,7 @@
 """Trains a configuration: `jaxrl train --config=configs/quickstart.py [--workdir=DIR] [--config.field=value ...]`.
 
 The same command resumes from the newest commit. Exit code 0: finished; 130 and 143: stopped by Ctrl-C and SIGTERM after
-a commit; 1 and 2: the run or the input failed, with a one-line error.
+a commit; 1: the run failed; 2: the input is invalid (both with a one-line error).
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ flags.DEFINE_integer('verbosity', 0, 'absl log level: -1 warning, 0 info, 1 debu
 AOT_ENVIRONMENT = '.venv-aot'
 """Directory of the environment with compilers for other devices, made by `jaxrl install --environment=aot`."""
 _JOIN_DEADLINE_S = 300.0
-"""Longest wait in seconds for all processes of a job to join."""
+"""Maximum wait in seconds for all processes of a job to join."""
 _LEAVE_DEADLINE_S = 30.0
-"""Longest wait in seconds of process 0 for the other processes to leave at the end."""
+"""Maximum time in seconds that process 0 waits for the other processes to leave at the end."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -95,7 +95,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
-  """Re-executes the command with the Python that has the chip's compiler, if this one lacks it."""
+  """If this Python lacks the compiler for the chip, re-executes the command with the Python that has it."""
   chip, _ = parse_topology(topology)
   if not dry_run:
     raise UserError('--topology: compiles and trains nothing, so it wants --dry_run beside it')
@@ -122,11 +122,11 @@ def _join_job() -> None:
   address = os.environ.get('JAX_COORDINATOR_ADDRESS')
   if not address:
     return
-  # A peer's death then raises in the next collective instead of silently ending this process.
+  # With this, a peer's death raises in the next collective instead of silently ending this process.
   jax.config.update('jax_enable_recoverability', True)
   process, count = int(os.environ['JAX_PROCESS_ID']), int(os.environ['JAX_NUM_PROCESSES'])
   waits_for = f'the {count} processes of the job to meet at {address} (JAX_COORDINATOR_ADDRESS)'
-  # JAX's own timeout, set later, aborts with a stack of its internals.
+  # Expires before JAX's own timeout, which aborts with a stack trace of JAX's internals.
   with watched(name='join', owner=f'process {process}', waits_for=waits_for, deadline_s=_JOIN_DEADLINE_S):
     jax.distributed.initialize(
       address,

@@ -1,6 +1,7 @@
 """Chooses scorer options that a configuration leaves open, from the tasks.
 
-Invariant: a run keeps the options chosen at its start; a resumed run reads them from config.json, whatever its data.
+Invariant: a run keeps the options chosen at its start; a resumed run reads them from config.json, even if its data has
+changed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def settle(
   Args:
     run: directory of the run to resume; None for a new run.
     tell: called with one line for each scorer whose options were chosen.
-    load: returns a taskset by name (`taskset_loader`); called only if an option is open.
+    load: returns the taskset with a given name (`taskset_loader`); called only if an option is open.
   """
   kept = {} if run is None else _kept(run)
   scorers = []
@@ -56,7 +57,8 @@ def _resumed(scorer: ScorerConfig, kept: Mapping[str, Any]) -> ScorerConfig:
 
 
 def _kept(run: pathlib.Path) -> dict[str, Mapping[str, Any]]:
-  """Options that a run chose, by scorer name; empty if config.json is unreadable, which `Workdir.adopt` reports."""
+  """Returns the options that a run chose, keyed by scorer name; empty if config.json is unreadable, which
+  `Workdir.adopt` reports."""
   with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
     written = parse_json((run / 'config.json').read_text())
     return {

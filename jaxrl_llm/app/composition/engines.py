@@ -12,7 +12,7 @@ from jaxrl_llm.rollout.engine import EngineSetting
 
 
 def engine_setting(config: Config, workdir: pathlib.Path, prepared: Prepared) -> EngineSetting:
-  """Returns what the engine is told about the run."""
+  """Returns the facts about the run that its engine needs."""
   texts = (task.prompt[-1]['content'] for taskset in prepared.tasksets.values() for task in taskset.tasks)
   return EngineSetting(
     spec=prepared.spec,

@@ -1,4 +1,4 @@
-"""Process 0's preparation before any device work: tasks, tokenizer, static rows; all written to the run directory."""
+"""Prepares tasks, tokenizer and static rows in process 0 before any device work; files go to the run directory."""
 
 from __future__ import annotations
 
@@ -51,23 +51,24 @@ from jaxrl_llm.weights.hf import read_spec, resolve
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-  """What process 0 prepares before any device work."""
+  """Tasks, tokenizer and data of a run, which process 0 prepares before any device work."""
 
   tasksets: Mapping[str, Taskset]
   tokenizer: Tokenizer
   spec: ModelSpec
   suites: Sequence[tuple[SuiteConfig, Sequence[Task]]]
   lengths: Mapping[str, Sequence[int]]
-  """Sequence lengths in tokens, or a sample of them, by name of a stage that learns from static data alone."""
+  """Sequence lengths in tokens, or a sample of them, keyed by stage name, for stages that learn only from static
+  data."""
 
 
 def checkpoint_directory(config: Config) -> pathlib.Path | None:
-  """Directory of the policy's initial weights; None for random weights."""
+  """Returns the directory of the policy's initial weights; None for random weights."""
   return None if config.policy.init_from is None else model_directory(config.policy.init_from)
 
 
 def base_of(config: Config) -> str | None:
-  """Base model to load below exported adapters: a directory or hub id; None for random weights."""
+  """Returns the base model on which exported adapters are loaded: a directory or hub id; None for random weights."""
   source = config.policy.init_from
   if source is None or not pathlib.Path(source).expanduser().is_dir():
     return source
@@ -75,7 +76,7 @@ def base_of(config: Config) -> str | None:
 
 
 def model_directory(source: str) -> pathlib.Path:
-  """Resolves a directory, a hub id or a run to a model directory; a run stands for its export."""
+  """Resolves a directory, a hub id or a run to a model directory; for a run, that is its export (`hf/`)."""
   directory = resolve(source)
   if (directory / 'hf' / 'config.json').exists():
     return directory / 'hf'
@@ -85,10 +86,10 @@ def model_directory(source: str) -> pathlib.Path:
 
 
 def prepare(config: Config, workdir: pathlib.Path, load: Callable[[str], Taskset] | None = None) -> Prepared:
-  """Loads the tasks, makes or loads the tokenizer and writes static rows; on resume it keeps what exists.
+  """Loads the tasks, makes or loads the tokenizer and writes static rows; existing files are kept on resume.
 
   Args:
-    load: returns a taskset by name; pass one to share loaded tasks with other code.
+    load: returns the taskset with a given name; pass it to share loaded tasks with other code. None: load each once.
   """
   load = load or taskset_loader(config.tasksets)
   tasksets = {c.name: load(c.name) for c in config.tasksets}
@@ -175,7 +176,8 @@ def check_scored(taskset: Taskset, rewards: RewardsConfig) -> None:
 
 
 def _processed(config: Config, tasksets: Mapping[str, Taskset], length_of: Callable[[Task], int]) -> dict[str, Taskset]:
-  """Runs each taskset's processors, evaluation tasksets first, so that tasks in both are dropped from training."""
+  """Runs each taskset's processors, evaluation tasksets first, so that tasks that occur in both are dropped from
+  training."""
   measured = {suite.taskset for suite in config.evaluation}
   processed, kept = {}, []
   for taskset in sorted(config.tasksets, key=lambda taskset: taskset.name not in measured):
@@ -185,7 +187,7 @@ def _processed(config: Config, tasksets: Mapping[str, Taskset], length_of: Calla
 
 
 def _trained(stage: StageConfig) -> tuple[str, ...]:
-  """Names of the tasksets that a stage trains on, experts' included."""
+  """Returns the names of the tasksets that a stage trains on, including those of its experts."""
   experts = stage.source.experts if isinstance(stage.source, Rollouts) else None
   return (*stage.source.tasksets, *(experts.tasksets if experts is not None else ()))
 
@@ -206,7 +208,7 @@ def _check_names(config: Config, tasksets: Mapping[str, Taskset]) -> None:
 def _check_pairs(
   config: Config, preferences: Mapping[str, Preferences], suites: Sequence[tuple[SuiteConfig, Sequence[Task]]]
 ) -> None:
-  """Raises UserError if a prompt of training pairs is also measured."""
+  """Raises UserError if a prompt in training pairs also occurs in a measurement."""
   for stage in config.stages:
     if not isinstance(stage.source, Pairs):
       continue
@@ -240,7 +242,7 @@ def _tokenizer(
 ) -> Tokenizer:
   directory = workdir / TOKENIZER
   if not directory.exists():
-    # Rename at the end: a killed process leaves no partial tokenizer.
+    # Renamed when complete, so that a killed process leaves no partial tokenizer.
     unfinished = workdir / f'{TOKENIZER}.tmp'
     shutil.rmtree(unfinished, ignore_errors=True)
     texts = [text for taskset in tasksets.values() for text in task_texts(taskset.tasks)]
@@ -252,7 +254,7 @@ def _tokenizer(
 
 
 def demonstrations_file(stage: str) -> str:
-  """Path of a stage's demonstrations, relative to the run directory."""
+  """Returns the path of a stage's demonstrations, relative to the run directory."""
   return f'{DATA}/{stage}.arrayrecord'
 
 
@@ -265,7 +267,8 @@ def _write_demonstrations(
   workdir: pathlib.Path,
   longest: int,
 ) -> None:
-  """Writes samples of the demonstrations of at most `longest` tokens; raises UserError for fewer than `batch`."""
+  """Writes the demonstrations of at most `longest` tokens as samples; raises UserError if there are fewer than
+  `batch`."""
   file, names = demonstrations_file(stage), config.tasksets
   path = workdir / file
   if path.exists():
@@ -371,12 +374,12 @@ def _check_same_tokenizer(stage: str, run: pathlib.Path, directory: pathlib.Path
 
 
 def preferences_file(name: str) -> str:
-  """Path of the preference samples, chosen and rejected alternating, relative to the run directory."""
+  """Returns the path of the preference samples (chosen and rejected alternate), relative to the run directory."""
   return f'{DATA}/{name}.pairs.arrayrecord'
 
 
 def static_file(stage: StageConfig) -> str:
-  """Path of the static rows of a stage that samples nothing, relative to the run directory."""
+  """Returns the path of the static rows of a stage that does not sample, relative to the run directory."""
   pairs = isinstance(stage.source, Pairs)
   return preferences_file(stage.source.train) if pairs else demonstrations_file(stage.name)
 

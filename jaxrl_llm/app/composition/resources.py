@@ -73,7 +73,7 @@ class RolloutServices:
       await self.crew.start()
 
   async def close(self) -> None:
-    """Stops what was started, even if `start` failed half-way."""
+    """Stops whatever was started, even if `start` failed half-way."""
     await self._started.aclose()
 
   def take_metrics(self) -> dict[str, float]:
@@ -108,7 +108,7 @@ class Resources:
 
   events: Events
   engine: Engine | None
-  """None if nothing is sampled."""
+  """Rollout engine; None if no stage or evaluation samples."""
   scorers: ScorerPool
   rollouts: RolloutServices
   logs: Logs

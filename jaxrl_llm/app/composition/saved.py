@@ -1,4 +1,4 @@
-"""Reads the configuration that a run saved, config.json; the forms of earlier versions become today's."""
+"""Reads the config.json that a run saved, and converts the forms of earlier versions to the current one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from jaxrl_llm.config.values import TAG
 from jaxrl_llm.core.files import parse_json
 
 _SOURCES = {'demonstrations': Demonstrations, 'preferences': Pairs, 'recorded': Recorded}
-"""Fields that chose what a stage learned from before it had a `source`; a stage with none of them rolled out."""
+"""Former stage fields that selected the data, with the `source` classes that replace them; stages without any of these
+fields trained on rollouts."""
 
 
 def read_saved(file: pathlib.Path) -> Any:
-  """Returns the content of a run's config.json as `values.to_json` writes configurations today; checks no values.
+  """Returns the content of a run's config.json in the form that `values.to_json` writes now; does not check values.
 
   Raises:
     OSError: the file cannot be read.
@@ -29,7 +30,7 @@ def read_saved(file: pathlib.Path) -> Any:
 
 
 def _with_source(stage: Any) -> Any:
-  """Returns a saved stage with a source; fields without effect on the source's kind are left out."""
+  """Returns a saved stage with a `source`; fields that have no effect on this kind of source are left out."""
   if not isinstance(stage, dict) or 'source' in stage:
     return stage
   chosen = next((name for name in _SOURCES if stage.get(name) is not None), None)

@@ -44,7 +44,7 @@ SCORERS: Mapping[str, Callable[..., AnyScorer]] = {
 
 
 def build_scorer(scorer: ScorerConfig, where: str = 'rewards.scorers') -> AnyScorer:
-  """Builds a scorer of the catalogue or a user's own, which is a function from the options to a scorer."""
+  """Builds a scorer from the catalogue or a user's own, given as a function from the options to a scorer."""
   name = scorer.implementation
   if ':' not in name and name not in SCORERS:
     raise UserError(f"{where}: no scorer {name!r}; {nearest(name, SCORERS)}; one of your own is 'module:attribute'")
@@ -53,12 +53,12 @@ def build_scorer(scorer: ScorerConfig, where: str = 'rewards.scorers') -> AnySco
 
 
 def build_scorers(config: RewardsConfig) -> dict[str, AnyScorer]:
-  """Builds all configured scorers, by name."""
+  """Builds all configured scorers; returns them keyed by name."""
   return {scorer.name: build_scorer(scorer) for scorer in config.scorers}
 
 
 CHOOSERS = {'answer': choose_options}
-"""Functions from the given options and all truths to the chosen options and the reason, by implementation."""
+"""Functions from the given options and all truths to the chosen options and the reason, keyed by implementation."""
 CHOSEN = ('mode', 'extraction', 'units')
 """Names of the options that can be chosen."""
 

@@ -1,4 +1,4 @@
-"""A configured run on the devices of this process, before its state is loaded."""
+"""What every process of a run builds from the configuration before it loads the run's state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxrl_llm.runtime.checkpoint import Checkpoints
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-  """A configured run, the same in every process."""
+  """A configured run: its configuration, model, stages and process; the same in every process."""
 
   config: Config
   workdir: pathlib.Path
@@ -26,4 +26,5 @@ class Setup:
   checkpoints: Checkpoints
   process: Process
   explorer_command: ExplorerCommand
-  """Command line of an explorer process: a program of a layer above."""
+  """Function that returns the command of an explorer process; passed in, since that program belongs to a higher
+  layer."""

@@ -1,4 +1,4 @@
-"""Builds the stages that every process runs, with their derived numbers, from the configured ones."""
+"""Builds the stages that every process runs, including derived numbers, from their configurations."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ from jaxrl_llm.parallel.rules import parts
 
 
 def build_algorithm(config: AlgorithmConfig, setting: Setting) -> Algorithm:
-  """Builds an algorithm of the catalogue, or a user's: an (options dataclass, function of it and the setting) pair."""
+  """Builds an algorithm: one from the catalogue, or a user's (options dataclass, function of options and setting)
+  pair."""
   options, make = named_pair(config.name, 'algorithm', ALGORITHMS)
   return make(from_json(dict(config.options), options, f'options of algorithm {config.name}'), setting)
 
 
 def build_processors(configs: Sequence[ProcessorConfig]) -> tuple[tuple[str, Processor], ...]:
-  """Returns (name, processor) pairs, of the catalogue or a user's own: a pair (options dataclass, function of it)."""
+  """Builds processors, from the catalogue or a user's (options dataclass, function of it) pair; returns (name,
+  processor) pairs."""
   built = []
   for config in configs:
     options, make = named_pair(config.implementation, 'processor', PROCESSORS)
@@ -46,7 +48,7 @@ def build_stages(
   """Builds the stages with their derived numbers.
 
   Args:
-    lengths: sequence lengths in tokens by stage name, for stages where they are known in advance.
+    lengths: sequence lengths in tokens, keyed by stage name, for stages where they are known in advance.
   """
   stages, start = [], 0
   for stage in config.stages:
@@ -82,7 +84,7 @@ def _stage(
   critic_updates = stage.steps * stage.minibatches * stage.epochs
   updates = critic_updates - algorithm.critic_warmup * stage.minibatches * stage.epochs
   critic = (stage.critic.optimizer or optimizer) if algorithm.critic_loss is not None else None
-  # Each kind of rows is split on its own, so a minibatch may hold one unit more of each than its share.
+  # Rollouts and expert rows are split separately, so a minibatch may hold one unit more of each than its share.
   expert_rows = source.expert_rows if isinstance(source, Rollouts) else 0
   kinds = [source.sequences - expert_rows, expert_rows]
   rows = sum(-(-kind // source.unit // stage.minibatches) * source.unit for kind in kinds)
@@ -122,7 +124,7 @@ def _stage(
 
 
 def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:
-  """Raises UserError for a stage that cannot learn, or would learn something other than it seems to."""
+  """Raises UserError for a stage that cannot learn, or would not learn what its configuration suggests."""
   where, name, source = f'stages.{stage.name}', stage.algorithm.name, stage.source
   pairs, groups = source.unit == 2, isinstance(source, Rollouts | Recorded)
   selection = source.selection.kind if isinstance(source, Rollouts) else 'all'
@@ -185,7 +187,8 @@ def _check_rollouts(stage: StageConfig, source: Rollouts, config: Config) -> Non
 
 
 def _check_processors(stage: str, source: Rollouts, config: Config) -> None:
-  """Checks the processors by building them, in every process and before loading, so that all report an error."""
+  """Checks the processors by building them, in every process and before loading, so that all processes report
+  errors."""
   build_processors(source.processors)
   scorers = [scorer.name for scorer in config.rewards.scorers]
   for processor in source.processors:
@@ -221,7 +224,7 @@ def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -
     )
     if stage.algorithm.name != 'opmd':
       raise UserError(text)
-    logging.warning('%s', text)  # Without the reference OPMD is a policy gradient, which still learns.
+    logging.warning('%s', text)  # Not an error: without the reference, OPMD is a policy gradient, which still learns.
 
 
 def model_spec(config: Config, spec: ModelSpec) -> ModelSpec:

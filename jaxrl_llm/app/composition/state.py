@@ -45,7 +45,8 @@ def critic_model(model: Model) -> Model:
 
 
 def begin_stage(stage: Stage, config: Config, state: LoopState, mesh: Mesh, critic: Model) -> LoopState:
-  """Starts a stage from the previous policy, also its reference; the optimizer is fresh or keeps its moments."""
+  """Starts a stage from the previous policy, which is also copied as the reference if the algorithm needs a copy; the
+  optimizer starts fresh, or keeps its moments with `keep_optimizer`."""
   params, before = state.learned.policy.params, state.learned.policy.opt_state
   reads, rule = 'reference' in stage.algorithm.reads, stage.algorithm.reference
   reference = copy_params(params) if reads and rule.every != 1 else None
@@ -66,7 +67,7 @@ def begin_stage(stage: Stage, config: Config, state: LoopState, mesh: Mesh, crit
 
 
 def _begin_critic(stage: Stage, config: Config, before: Learned, mesh: Mesh, critic: Model) -> TrainState:
-  """Starts from the configured reward model or critic, else the last stage's critic, else the policy's body."""
+  """Starts a stage's critic from the configured model, else the last stage's critic, else the policy's body."""
   source = next(s for s in config.stages if s.name == stage.name).critic.init_from
   offload = stage.critic.config.offload
   if source is None and before.critic is not None:
@@ -96,9 +97,9 @@ def _begin_critic(stage: Stage, config: Config, before: Learned, mesh: Mesh, cri
 
 
 def initial_params(config: Config, model: Model, mesh: Mesh) -> tuple[Params, Params | None]:
-  """Returns the trained parameters before the first stage, and the frozen base below them (`models.lora.split`).
+  """Returns the trained parameters before the first stage, and the frozen base below adapters (`models.lora.split`).
 
-  A checkpoint with another head gets a fresh one.
+  If the checkpoint has another kind of head than the model, a fresh head replaces it.
   """
   directory = checkpoint_directory(config)
   if directory is None:
@@ -133,7 +134,7 @@ def committed_state(setup: Setup, step: int) -> tuple[LoopState, str | None]:
 
 
 def base_digest(base: Params, mesh: Mesh) -> str:
-  """Digest of all names and bits of the base parameters; collective: every process must call it."""
+  """Returns a digest of all names and bits of the base parameters. Collective: every process must call it."""
   hasher = xxhash.xxh3_128()
   for name, array in Gatherer(mesh).leaves(base):
     hasher.update(f'{name} {array.dtype} {array.shape} {digest(array)}\n'.encode())
@@ -152,7 +153,7 @@ def check_base(found: str | None, committed: Mapping[str, Any], config: Config) 
 
 
 def restore_state(stage: Stage, step: int, checkpoints: Checkpoints, model: Model, mesh: Mesh) -> LoopState:
-  """Restores what was committed at `step`, inside or at the end of `stage`: all but the base below adapters."""
+  """Restores the state committed at `step`, in or at the end of `stage`, except for the base below adapters."""
   algorithm = stage.algorithm
   like = {'train': abstract_state(model, stage.policy.optimizer, mesh, offload=stage.policy.config.offload)}
   if 'reference' in algorithm.reads and algorithm.reference.every != 1:

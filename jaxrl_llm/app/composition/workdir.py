@@ -25,19 +25,19 @@ MAY_CHANGE = ('rewards.workers', 'rollout.explorers')
 """Keys whose values a resumed run may change, beside those of its engine: number, place and deadlines of its
 services, not what they compute."""
 ATTEMPT = 'attempt'
-"""File with the number of the last start."""
+"""Name of the file that holds the number of the last start."""
 _MAX_DIGITS = 20
-"""Length in bytes at which the content of the attempt file is no longer accepted as a number."""
+"""Length in bytes from which the content of the attempt file is not accepted as a number."""
 TOKENIZER, DATA = 'tokenizer', 'data'
-"""Folders of what a start makes from the configuration: the tokenizer, and the static rows of offline stages."""
+"""Folders of the files that a start makes from the configuration: the tokenizer, and static rows of offline stages."""
 
 
 class WorkdirInUse(UserError):
-  """Another live process runs in this directory."""
+  """Another live process is using this run directory."""
 
 
 class Workdir:
-  """Creates and locks the run directory; the lock lasts until `close` or the end of the process, however it ends."""
+  """Creates and locks the run directory; the lock lasts until `close` or until the process ends, however it ends."""
 
   def __init__(self, path: pathlib.Path):
     self.path = path.absolute()
@@ -63,14 +63,14 @@ class Workdir:
     self._lock.flush()
 
   def close(self) -> None:
-    """Releases the directory."""
+    """Releases the lock on the run directory."""
     self._lock.close()
 
   def adopt(self, config: Config) -> None:
     """Writes config.json, or raises UserError for a changed configuration once a step is committed.
 
-    Before the first commit a changed configuration replaces the old one: a mistake in the first command must not spoil
-    the directory.
+    Before the first commit, a changed configuration replaces the old one, so that a mistake in the first command does
+    not make the directory useless.
     """
     file = self.path / 'config.json'
     if not file.exists() and has_commits(self.path):
@@ -83,7 +83,7 @@ class Workdir:
         old = read_saved(file)
         if not isinstance(old, dict):
           raise ValueError('no JSON object')
-      except ValueError as error:  # no JSON, or not even text
+      except ValueError as error:  # not JSON, or not even text
         raise UserError(f'{file}: not the configuration of a run ({error}); choose another --workdir') from error
       with contextlib.suppress(UserError):  # Of an earlier version: fields that it lacked have their defaults.
         old = to_json(from_json(old, Config))
@@ -106,11 +106,11 @@ class Workdir:
     """Checks that everything a commit names still exists; writes nothing.
 
     Args:
-      commit: the keeper's host state beside the arrays. Commits of earlier versions name no store, no attempt and no
-        files; of their store the index, its plans and its segments must exist.
+      commit: the host state that the keeper committed with the arrays. Commits of earlier versions name no store,
+        attempt or files; in their case, the store's index, plans and segments must exist.
 
     Raises:
-      UserError: names everything that is missing.
+      UserError: something is missing; the message names everything that is.
     """
     gone = [name for name in (ATTEMPT, METRICS_FILE) if not (self.path / name).is_file()]
     there = made_files(self.path)
@@ -125,10 +125,10 @@ class Workdir:
       )
 
   def next_attempt(self, *, least: int = 0) -> int:
-    """Returns the number of this start, after writing it to disk durably.
+    """Returns the number of this start, once it is durably on disk.
 
     Args:
-      least: smallest valid number of the last start, as known from the commit.
+      least: minimum number that the last start can have had, as known from the commit.
 
     Raises:
       UserError: the file holds no number, or one below `least`.
@@ -154,7 +154,7 @@ def has_commits(path: pathlib.Path) -> bool:
 
 
 def made_files(path: pathlib.Path) -> dict[str, int]:
-  """Sizes in bytes of the tokenizer and data files in the run directory, by path relative to it."""
+  """Returns the sizes in bytes of the tokenizer and data files in the run directory, keyed by path relative to it."""
   files = sorted(file for made in (TOKENIZER, DATA) for file in (path / made).rglob('*') if file.is_file())
   return {file.relative_to(path).as_posix(): file.stat().st_size for file in files}
 

@@ -1,4 +1,4 @@
-"""Builds the workflow that a configuration names. Explorer processes import this: it imports nothing that computes."""
+"""Builds the workflow that a configuration names. Explorer processes import this module, so it does not import JAX."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ WORKFLOWS: Mapping[str, Callable[..., Workflow]] = {'single_turn': SingleTurn}
 
 
 def build_workflow(config: WorkflowConfig, hub: Hub, tokenizer: Tokenizer, max_tokens: int) -> Workflow:
-  """Builds a workflow of the catalogue or a user's own.
+  """Builds a workflow from the catalogue or a user's own.
 
   Args:
     hub: access to the policy, the scorers and auxiliary models.
     tokenizer: the policy's tokenizer.
-    max_tokens: longest completion in tokens.
+    max_tokens: maximum length of a completion in tokens.
   """
   kind = config.kind
   if ':' not in kind and kind not in WORKFLOWS:

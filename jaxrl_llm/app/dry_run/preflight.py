@@ -1,4 +1,4 @@
-"""The `--dry_run` and `--list` output: what can be known before the first step."""
+"""Output of `--dry_run` and `--list`: what can be known before the first step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from jaxrl_llm.tasks.taskset import taskset_loader
 
 
 def print_list() -> None:
-  """Prints everything a configuration can name, one per line."""
+  """Prints everything that a configuration can refer to by name, one item per line."""
   console = Console(markup=False, highlight=False, soft_wrap=True)
   first = lambda value: (value.__doc__ or '').strip().splitlines()[0]
   lines = [('family', name, family.description) for name, family in FAMILIES.items()]

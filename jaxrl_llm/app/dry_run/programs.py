@@ -1,4 +1,4 @@
-"""Programs that a run's stages compile and arrays that they keep on the devices, measured without running anything."""
+"""Lists the programs that a run's stages compile and the arrays that they keep on the devices, without running them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Program(NamedTuple):
   name: str
   lower: Callable[[], jax.stages.Lowered]
   flops: int
-  """Model FLOPs, over all devices, of one micro-batch whose chunks each hold one sequence of full length."""
+  """Model FLOPs over all devices for one micro-batch whose chunks each hold one sequence of full length."""
 
 
 class Held(NamedTuple):
@@ -34,9 +34,9 @@ class Held(NamedTuple):
 
   role: str
   whole: int
-  """Bytes, counted once."""
+  """Bytes in total, counting copies once."""
   per_device: int
-  """Bytes on each device, copies included."""
+  """Bytes on each device, including copies."""
 
 
 def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Iterator[Program]:
@@ -73,7 +73,7 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
 
 
 def batch_shapes(stage: Stage, mesh: Mesh) -> Chunks:
-  """Shapes and shardings of an optimizer step's arrays, as the row loader places them."""
+  """Returns the shapes and shardings of the arrays of one optimizer step, as the row loader places them."""
   shape = stage.shape
   arrays = shapes(shape.micro_batches, shape.total_chunks, time=shape.chunk_len, segments=shape.segments)
   placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of_batch(mesh))
@@ -81,7 +81,8 @@ def batch_shapes(stage: Stage, mesh: Mesh) -> Chunks:
 
 
 def held(stages: Sequence[Stage], model: Model, critic: Model, mesh: Mesh) -> list[Held]:
-  """Largest memory that any stage keeps, by role; gradients live only during an update."""
+  """Returns, for each role, the maximum memory that a stage keeps; gradients are left out, since they exist only during
+  an update."""
   largest: dict[str, Held] = {}
 
   def add(role: str, tree: Any) -> None:

@@ -1,4 +1,4 @@
-"""Selects tasks by a run's policy: neither too easy nor too hard, and not guessable."""
+"""Selects tasks that a run's policy finds neither too easy nor too hard, and cannot guess."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class CurateConfig:
   """Kimi k1.5's two measures of a prompt (arXiv:2501.12599, section 2.1): pass rate and guessability."""
 
   samples: int = 10
-  """Attempts at each task."""
+  """Number of attempts at each task."""
   temperature: float = 1.0
   """Sampling temperature of attempts and guesses."""
   low: float = 0.0
-  """Smallest share of correct attempts of a kept task, inclusive."""
+  """Minimum share of correct attempts for a task to be kept, inclusive."""
   high: float = 1.0
-  """Largest share of correct attempts of a kept task, inclusive."""
+  """Maximum share of correct attempts for a task to be kept, inclusive."""
   guess_tries: int = 8
-  """Guesses (attempts without reasoning) per task, of which one correct drops the task; 0: no guesses."""
+  """Number of guesses (attempts without reasoning) per task; one correct guess drops the task. 0: no guesses."""
   guess_tokens: int = 16
-  """Longest guess in tokens."""
+  """Maximum length of a guess in tokens."""
   guess_instruction: str = 'Give the final answer at once, without any reasoning.'
-  """Text appended to the prompt of a guess; empty: a guess is limited by length alone."""
+  """Text appended to the prompt of a guess; empty: a guess is limited only in length."""
 
   def __post_init__(self):
     for name, least in (('samples', 1), ('guess_tries', 0), ('guess_tokens', 1)):
@@ -58,7 +58,8 @@ class Curated(NamedTuple):
 
 
 async def curate(config: Config, run: pathlib.Path, step: int, name: str, how: CurateConfig) -> Curated:
-  """Returns the tasks of taskset `name` to keep, measured with the policy committed at `step` (0: the initial one)."""
+  """Measures the tasks of taskset `name` with the policy committed at `step` (0: the initial policy); returns those to
+  keep."""
   if name not in [taskset.name for taskset in config.tasksets]:
     raise UserError(
       f'--taskset={name}: no such taskset; configured are {sorted(taskset.name for taskset in config.tasksets)}'
@@ -105,7 +106,7 @@ def _check_guesses(tasks: Sequence[Task], render, limit: int, config: CurateConf
 async def _outcomes(
   served: Serving, workflow: Workflow, tasks: dict[str, Task], samples: int, config: CurateConfig
 ) -> dict[str, Outcomes]:
-  """Runs and scores `samples` attempts at each task; returns the outcomes by the keys of `tasks`."""
+  """Runs and scores `samples` attempts at each task; returns the outcomes under the keys of `tasks`."""
   stage = 'curate' if workflow is served.workflow else 'guess'
   rewards, sampling = served.past.config.rewards, Sampling(temperature=config.temperature)
 

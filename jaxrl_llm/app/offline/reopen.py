@@ -59,7 +59,8 @@ def check_alone() -> None:
 
 
 def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str, str]) -> Config:
-  """Returns the run's configuration with overrides, for sampling its policies without disturbing its services.
+  """Returns the run's configuration with overrides, changed so that sampling from its policies leaves its services
+  alone.
 
   Args:
     spec: the command line's --config; must be None.
@@ -82,7 +83,7 @@ def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str,
   explorers = config.rollout.explorers
   if explorers is None or explorers.listen is None or any(key.startswith('rollout.explorers') for key in overrides):
     return config
-  # Explorers that connect from outside belong to the run, and so does its port.
+  # Explorers that connect from outside, and the port they connect to, belong to the run.
   local = dataclasses.replace(explorers, listen=None) if explorers.processes else None
   return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, explorers=local))
 
@@ -111,7 +112,7 @@ class Reopened(Setup):
 
 @contextlib.asynccontextmanager
 async def reopen(config: Config, run: pathlib.Path) -> AsyncIterator[Reopened]:
-  """Opens the run in directory `run`; `config` may differ from the run's own, where compatible."""
+  """Opens the run in directory `run`; `config` may differ from the run's own as far as they are compatible."""
   with disk.scratch('jaxrl_llm-') as scratch, contextlib.ExitStack() as opened:
     prepared = await asyncio.to_thread(_prepared, config, run, scratch)
     mesh, device = build_mesh(config.learner.mesh), DeviceThread()

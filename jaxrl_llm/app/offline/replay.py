@@ -1,7 +1,7 @@
 """Repeats updates of a run from a commit and the recorded plans, and compares them with the recorded results.
 
-On the machine of the run, everything in an update but its times is a function of the commit, the plans and the samples
-that they name: a difference means a change on disk or in the program, or a result that was never a function of them.
+On the run's machine, everything about an update except its times is determined by the commit, the plans and the samples
+that the plans name. A difference means that a file or the program changed, or that a result was not determined by them.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from jaxrl_llm.runtime.machine import changes
 from jaxrl_llm.runtime.writers import METRICS_FILE, STAGE, STEP, finite_row, read_jsonl
 
 _OF_A_STEP = 'perf/time_per_step'
-"""Metric in the row of every training step, and in no row of an evaluation."""
+"""Metric that tells rows of training steps, which all have it, from rows of evaluations, which never do."""
 _NOT_OF_THE_PLAN = ('timing_s/', 'timing_per_token_ms/', 'perf/', 'run/clock_decisions', 'run/engine')
 """Prefixes of metrics that depend on time or on counters of the run's host."""
 
 
 class Difference(NamedTuple):
-  """A value that differs: `got` from the replay, `recorded` by the run; None: no value under that key."""
+  """A value that the replay got and the run recorded differently; None: no value under that key."""
 
   key: str
   got: Json
@@ -56,7 +56,7 @@ class Compared:
   """A replayed update, compared with the run's records."""
 
   step: int
-  """Number of completed batches after the update."""
+  """Step of the update: number of completed batches after it."""
   stage: str
   metrics: Mapping[str, Json]
   """Metrics of the replayed update."""
@@ -67,14 +67,14 @@ class Compared:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Course:
-  """Path of a replay, from a commit to the replayed step."""
+  """The steps of a replay, from a commit to the replayed step."""
 
   commit: int
   """Step of the commit to start from; 0: the initial state."""
   step: int
   """Step to replay."""
   rows: Mapping[int, Mapping[str, Json]]
-  """Recorded metrics of each step."""
+  """Recorded metrics, keyed by step."""
 
 
 def course(config: Config, run: pathlib.Path, step: int | None) -> Course:
@@ -94,7 +94,7 @@ def course(config: Config, run: pathlib.Path, step: int | None) -> Course:
   checkpoints = Checkpoints(run / 'checkpoints', config.checkpoint, leads=True)
   kept = checkpoints.steps()
   commit = max((committed for committed in kept if committed < step), default=0)
-  # Check the commits before and after: the machine of either may have made the steps in between.
+  # Check the commits before and after the step: the machine of either may have made the steps in between.
   after = min((committed for committed in kept if committed >= step), default=0)
   for near in {commit, after} - {0}:
     if changed := changes(checkpoints.host(near)['machine']):
@@ -144,7 +144,8 @@ async def replay(config: Config, run: pathlib.Path, way: Course) -> AsyncIterato
 
 
 def _plans(store: ReplayStore, run: pathlib.Path, way: Course) -> dict[int, StepPlan]:
-  """Loads the plans of the course by number of completed batches before them; raises UserError if one is missing."""
+  """Loads the plans of the course, keyed by number of completed batches before each; raises UserError if one is
+  missing."""
   recorded = store.plans(way.commit)
   for step in range(way.commit, way.step):
     if step not in recorded:
@@ -159,7 +160,7 @@ def _plans(store: ReplayStore, run: pathlib.Path, way: Course) -> dict[int, Step
 def taken(
   store: ReplayStore, past: Reopened, plan: StepPlan, recorded: RecordedGroups | None = None
 ) -> dict[str, Scored]:
-  """Returns the scored rollouts of a plan as the loop had them; by uid, in the order of the plan's rows."""
+  """Returns a plan's scored rollouts as the loop had them, keyed by uid, in the order of the plan's rows."""
   if recorded is not None:
     return recorded.recall(plan.rows)
   uids = [*dict.fromkeys(row.uid for row in plan.rows if row.source.startswith(SEALED))]
@@ -173,7 +174,7 @@ def taken(
 
 
 def _metric_differences(row: Mapping[str, Json], recorded: Mapping[str, Json]) -> list[Difference]:
-  """Compares the metrics that follow from the plan; numbers must agree in every bit."""
+  """Compares the metrics that the plan determines; numbers must agree in every bit."""
   of_plan = lambda key: not key.startswith(_NOT_OF_THE_PLAN) and key not in (STAGE, STEP)
   return [
     Difference(key, row.get(key), recorded.get(key))
@@ -183,9 +184,9 @@ def _metric_differences(row: Mapping[str, Json], recorded: Mapping[str, Json]) -
 
 
 def _commit_differences(learned: Learned, checkpoints: Checkpoints, step: int) -> tuple[int, list[Difference]]:
-  """Returns the number of arrays in the commit, and the differences from it; deletes the arrays of `learned`.
+  """Returns the number of arrays in the commit, and how `learned` differs from it.
 
-  The devices have room for only one of the two states.
+  Deletes the arrays of `learned`, since the devices may have room for only one of the two states.
   """
   arrays, host = learned.committed(), checkpoints.host(step)
   like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
@@ -202,6 +203,6 @@ def _commit_differences(learned: Learned, checkpoints: Checkpoints, step: int) -
 
 
 def _digests(arrays: Any) -> dict[str, str]:
-  """Digests of all bits of each array, by its tree path."""
+  """Returns a digest of all bits of each array, keyed by the array's tree path."""
   leaves, _ = jax.tree_util.tree_flatten_with_path(arrays)
   return {jax.tree_util.keystr(path, simple=True, separator='/'): digest(np.asarray(leaf)) for path, leaf in leaves}

@@ -27,9 +27,9 @@ from jaxrl_llm.tasks import sources
 from jaxrl_llm.tasks.taskset import own_messages, own_truth
 
 _SUMMED = ('reason', 'truth', 'answer')
-"""Evidence keys that a summary reads."""
+"""Keys of the evidence that a summary reads."""
 _AHEAD = 256
-"""Rows (or groups) in flight at once; a scorer's own concurrency limit is lower."""
+"""Maximum number of rows (or groups) in flight; a scorer's own concurrency limit is lower."""
 
 
 def read_attempts(path: pathlib.Path) -> list[Attempt]:
@@ -90,7 +90,7 @@ def _attempt(fields: Mapping[str, Json], taskset: str, uid: str) -> Attempt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-  """Statistics of the written scores."""
+  """Statistics of the scores in a score file."""
 
   statuses: Mapping[str, int]
   mean: float | None
@@ -124,7 +124,7 @@ class Summary:
 _REASONS = 3
 """Number of most frequent reasons that a summary names."""
 _PENALTIES = ('overlong', 'repetition')
-"""Scorers whose best value is 0."""
+"""Names of the scorers whose best value is 0."""
 
 
 async def score_file(
@@ -137,7 +137,7 @@ async def score_file(
   """Scores the attempts and writes the scores.
 
   Args:
-    rewards: configuration with this scorer alone.
+    rewards: configuration that contains only this scorer.
     out: file replaced once all scores exist; left untouched otherwise.
     done: called after each row with the number of rows scored so far.
   """
@@ -150,7 +150,7 @@ async def score_file(
   try:
     await pool.start()
     with _writing(out):
-      # A lone surrogate, valid in JSON but not in UTF-8, is written as an escape again.
+      # A lone surrogate is valid in JSON but not in UTF-8, so it is written as an escape.
       file = stack.enter_context(unfinished.open('w', encoding='utf-8', errors='backslashreplace'))
     async with contextlib.aclosing(_scores(pool, scorer, attempts)) as scores:
       async for score in scores:
@@ -165,7 +165,7 @@ async def score_file(
       os.fsync(file.fileno())
       unfinished.replace(out)
   finally:
-    with contextlib.suppress(OSError):  # The write error has been reported.
+    with contextlib.suppress(OSError):  # The error of the failed write has been reported.
       stack.close()
     unfinished.unlink(missing_ok=True)
     await pool.close()
@@ -214,7 +214,7 @@ ResultT = TypeVar('ResultT')
 
 
 async def _in_order(calls: Iterable[tuple[KeyT, Coroutine[Any, Any, ResultT]]]) -> AsyncIterator[tuple[KeyT, ResultT]]:
-  """Yields the results of the calls in order, with up to _AHEAD calls in flight."""
+  """Yields the calls' results in order, while up to _AHEAD calls are in flight."""
   calls, ahead = iter(calls), collections.deque()
   try:
     while True:

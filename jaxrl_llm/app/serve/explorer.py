@@ -1,4 +1,4 @@
-"""Command line of an explorer process, started by `jaxrl serve --role=explorer` or by a run.
+"""Program of an explorer process, started by `jaxrl serve --role=explorer` or by a run.
 
 Explorers hold no model and touch no device.
 """
@@ -27,7 +27,12 @@ flags.DEFINE_string('ca_file', None, 'Certificate authority for https, PEM.', fl
 
 
 def command(master: str, name: str) -> list[str]:
-  """Returns the command of an explorer process, with this Python. `master` is an address, `name` the explorer's."""
+  """Returns the command that starts an explorer process with this Python.
+
+  Args:
+    master: address of the run's master.
+    name: name of the explorer.
+  """
   return [sys.executable, '-P', '-m', __name__, f'--master={master}', f'--name={name}']
 
 

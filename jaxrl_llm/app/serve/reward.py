@@ -1,7 +1,7 @@
 """Reward model service for scorers of kind `http`: `jaxrl serve --role=reward`.
 
-Request: `{prompt, completion, …}` as scorers of kind `http` post it, with `prompt` a text or chat messages. Response:
-`{value, evidence}`, or 400 with a one-line reason if the request cannot be scored.
+Request: `{prompt, completion, …}` as scorers of kind `http` post it; `prompt` is text or a list of chat messages.
+Response: `{value, evidence}`, or status 400 with a one-line reason if the request cannot be scored.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ flags.DEFINE_integer(
 )
 define_listening(FLAGS)
 _CHARACTERS = 256
-"""Characters of the longest token in common vocabularies; a text with more characters per token cannot fit."""
+"""Length in characters of the longest token in common vocabularies; a text of more than this times the maximum number
+of tokens cannot fit."""
 PATHS = ('/', '/score')
 ROUTES = (('GET', '/health'), *(('POST', path) for path in PATHS))
 
@@ -75,9 +76,10 @@ def application(batcher: Batcher, tokenizer: Tokenizer, *, max_length: int) -> w
   """Builds the web application.
 
   Args:
-    max_length: longest sequence in tokens that the model scores; texts that cannot fit are not tokenized.
+    max_length: maximum length in tokens of a sequence to score; texts that cannot fit are not even tokenized.
   """
-  # Off the event loop, which long texts would block; one thread, since tokenizers are not thread-safe.
+  # Tokenizes in a thread, since long texts would block the event loop; in only one, since tokenizers are not
+  # thread-safe.
   encoder = ThreadPoolExecutor(1, thread_name_prefix='tokenizer')
 
   def encode(data: bytes) -> tuple[list[int], list[int]]:

@@ -1,4 +1,4 @@
-"""Sandboxes for code scorers of other hosts: `jaxrl serve --role=sandbox`."""
+"""Runs programs for code scorers on other hosts, each in a sandbox: `jaxrl serve --role=sandbox`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ define_listening(FLAGS)
 
 
 async def serve(server: SandboxServer, front: FrontConfig | None) -> None:
-  """Serves until SIGINT or SIGTERM."""
+  """Serves sandboxes until SIGINT or SIGTERM."""
   stop = asyncio.Event()
   for number in (signal.SIGINT, signal.SIGTERM):
     asyncio.get_running_loop().add_signal_handler(number, stop.set)

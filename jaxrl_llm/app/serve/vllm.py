@@ -69,7 +69,7 @@ _FILE = flags.DEFINE_string(
 _START_DEADLINE_S = 900.0
 _MAX_RESTARTS = 3
 _STEADY_S = 60.0
-"""Seconds of uninterrupted service after which the count of failures in a row starts over."""
+"""Seconds of uninterrupted service after which a server's count of successive failures starts over."""
 
 
 async def serve(servers: list[OwnedServer], fronts: list[FrontConfig | None]) -> None:
@@ -82,7 +82,7 @@ async def serve(servers: list[OwnedServer], fronts: list[FrontConfig | None]) ->
     for server in servers:
       stack.push_async_callback(server.close)
     for server, config in zip(servers, fronts, strict=True):
-      # First, so that a taken port is reported at once.
+      # The front comes first, so that a taken port is reported at once.
       front = config and await stack.enter_async_context(
         Front(config, upstream=server.address, publish_root=_ROOT.value)
       )
@@ -188,7 +188,7 @@ def front_config(i: int) -> FrontConfig | None:
 
 
 def parse(argv: Sequence[str], document: str | None = None) -> list[str]:
-  """Parses the host's flags and returns vLLM's options, which follow `--`."""
+  """Parses the flags of `jaxrl serve --role=vllm` and returns vLLM's own options, which follow `--`."""
   split = argv.index('--') if '--' in argv else len(argv)
   parse_flags(argv[:split], FLAGS, document, takes_config=False)
   return list(argv[split + 1 :])
