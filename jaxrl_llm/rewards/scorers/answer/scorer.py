@@ -230,8 +230,7 @@ def score_answer(attempt: Attempt, *, options: AnswerOptions) -> Verdict:
 
 
 def answer_scorer(**options: Any) -> Scorer:
-  """Whether the answer equals the truth (number, unit, expression, interval, set, choice, words); options:
-  `AnswerOptions`."""
+  """Whether the answer equals the truth (number, unit, formula, set, choice, words, …); options: `AnswerOptions`."""
   read = read_options(AnswerOptions, options, 'answer')
   scorer = functools.partial(score_answer, options=read)
   return OverrunIsZero(scorer) if read.on_timeout == 'zero' else scorer
