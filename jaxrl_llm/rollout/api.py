@@ -19,7 +19,7 @@ from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.core.types import Params, Version
 
 WORD = 2**32
-"""Exclusive upper bound of a key word."""
+"""Exclusive upper bound of each word of `Request.key`."""
 
 CUT = 'load'
 """`Segment.finish` of a segment cut by a weight load: the completion continues under the next version."""
@@ -27,17 +27,17 @@ CUT = 'load'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-  """Sampling parameters: logits over temperature, then top-k, then top-p of the rest, renormalised.
+  """Sampling parameters: logits are divided by the temperature, filtered by top-k, then by top-p, and renormalised.
 
   Training rollouts leave top_p and top_k off: the trainer compares unfiltered distributions.
   """
 
   temperature: float = 1.0
-  """0 is greedy: the most probable token, its logprob at temperature 1."""
+  """0: greedy, which takes the most probable token; its logprob is computed at temperature 1."""
   top_p: float = 1.0
-  """Keep the smallest set of most probable tokens whose probabilities sum to at least this; 1 is off."""
+  """Keep the smallest set of most probable tokens whose probabilities sum to at least this; 1: off."""
   top_k: int = -1
-  """Keep the k most probable tokens (and ties with the k-th); -1 is off."""
+  """Keep the k most probable tokens (and ties with the k-th); -1: off."""
 
   def __post_init__(self):
     if not 0.0 <= self.temperature < float('inf'):
@@ -68,8 +68,8 @@ class Request:
   samples: int = 1
   """Number of completions; sample i does not depend on this number."""
   key: tuple[int, ...]
-  """Counter-based RNG words (uint32) of the request: with the engine's seed, the sample index and the token position
-  they determine every draw."""
+  """Words (uint32) of the request's random key. With the engine's seed, the sample index and the token position, they
+  determine every draw."""
 
   def __post_init__(self):
     if not self.prompt:
@@ -104,7 +104,7 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probe:
-  """Fixed token sequences and the trainer's logprobs for them, which an engine serving the same model reproduces."""
+  """Fixed token sequences and the trainer's logprobs for them; an engine with equal weights reproduces them."""
 
   sequences: Int32[np.ndarray, 'sequences time']
   logprobs: Float32[np.ndarray, 'sequences time']
@@ -119,7 +119,7 @@ class Weights:
   leaves: Iterable[tuple[str, np.ndarray]]
   """(name in the parameter tree, array), sorted by name; an array is valid only until the next is requested."""
   probe: Probe | None = None
-  """Check for engines whose arithmetic differs from the trainer's; None = unchecked."""
+  """Checks an engine whose arithmetic differs from the trainer's; None: no check."""
 
   @classmethod
   def of(cls, params: Params, version: Version) -> Weights:
@@ -132,7 +132,7 @@ class Generator(Protocol):
   """Anything that generates completions."""
 
   def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
-    """Yields (sample index, completion) of each sample as it finishes. Ending the iteration drops the rest."""
+    """Yields (sample index, completion) as each sample finishes. Ending the iteration cancels the others."""
     ...
 
 
@@ -163,7 +163,7 @@ class Engine(Generator, Protocol):
     ...
 
   def take_metrics(self) -> dict[str, float]:
-    """Metrics since the last call, by metric key."""
+    """Returns the metrics since the last call, keyed by metric name."""
     ...
 
   async def start(self) -> None:

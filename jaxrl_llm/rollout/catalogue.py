@@ -1,4 +1,4 @@
-"""Catalogue of engines: the options class and factory of each, by name."""
+"""Catalogue of engines: the options class and factory of each, keyed by engine name."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ ENGINES: Mapping[str, tuple[type, Callable[[Any], EngineSpec]]] = {
   'embedded': (EmbeddedConfig, embedded_engine),
   'vllm': (VllmConfig, vllm_engine),
 }
-"""The options of an engine are the field of `rollout` that has its name."""
+"""Each engine's options are in the field of `rollout` with the same name."""

@@ -1,4 +1,4 @@
-"""Engines as values: everything that a run asks about its engine besides tokens."""
+"""Engine specs: an engine before it is built, with everything that a run needs to know about it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EngineSetting:
   tokenizer: Tokenizer
   """Tokenizer of the policy."""
   text: str
-  """Text of one prompt of the run; '' if it has no tasks."""
+  """One of the run's prompts as text, for comparing tokenizers; '': the run has no tasks."""
   workdir: pathlib.Path
   """Run directory, for logs and files of servers."""
 
@@ -48,13 +48,14 @@ class EngineSpec:
   build: Callable[[EngineSetting, Run], Engine]
   """Returns the engine, not started, in process 0 of the trainer."""
   served: bool = False
-  """Whether servers outside the trainer's process sample. Their arithmetic differs from the trainer's, so each version
-  is published to them with a probe; an engine in the process runs the trainer's own model on its devices."""
+  """Whether servers outside the trainer's process sample the tokens. Their arithmetic differs from the trainer's, so
+  each version is published to them with a probe; an engine in the process runs the trainer's own model on its
+  devices."""
   adapters: bool = False
-  """Whether a policy with adapters is published as its base and then adapters alone; else merged."""
+  """Whether a LoRA policy is published as base weights once and then adapters alone; False: always merged."""
   addresses: tuple[str, ...] = ()
-  """Running servers that it attaches to, as its option `addresses` names them; empty: it starts its own, or needs none.
-  They belong to the run, so programs that reopen a run must not load other weights into them."""
+  """Running servers that the engine attaches to (its option `addresses`); empty: it starts its own, or needs none. The
+  run owns their weights, so programs that reopen a run must not load other weights into these servers."""
   may_change: tuple[str, ...] = ()
   """Names of options that a resumed run may change: number, place and deadlines of servers, not what they sample."""
   unsupported: Callable[[Sampling], str | None] = lambda sampling: None

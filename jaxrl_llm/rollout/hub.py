@@ -22,9 +22,12 @@ class Hub(Protocol):
     ...
 
   async def score(self, attempt: Attempt) -> Reward:
-    """Scores an unfinished attempt with the run's scorers. Not stored: the finished sample is scored separately."""
+    """Scores an unfinished attempt with the run's scorers.
+
+    The reward is not stored; the finished sample is scored separately.
+    """
     ...
 
   async def ask(self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float = 0.0) -> str:
-    """Returns the reply of a model of `rollout.auxiliary`. Raises RunError if none of its servers replies."""
+    """Returns the reply of an auxiliary model (`rollout.auxiliary`). Raises RunError if none of its servers replies."""
     ...

@@ -15,7 +15,7 @@ from jaxrl_llm.parallel.rules import replicated
 from jaxrl_llm.rollout.api import Probe
 
 SEQUENCES, LENGTH = 2, 160
-"""Shape of the probe; longer than a vLLM cache block (128 tokens on CPUs) where the model's length allows."""
+"""Number and length of sequences; longer than a vLLM cache block (128 tokens on CPUs) where the model allows it."""
 
 
 class Prober:

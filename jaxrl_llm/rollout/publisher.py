@@ -91,7 +91,7 @@ class Publisher:
     """Publishes `version` and returns once the engine has acknowledged it. Called by every process.
 
     Args:
-      moved: step at which the weights last changed; if it has not changed, the engine only relabels its weights.
+      moved: step at which the weights last changed; if it is that of the last call, the engine only relabels them.
     """
     if version == self._served:
       return

@@ -46,7 +46,7 @@ class Workflow(Protocol):
 
     Args:
       task: the task to attempt.
-      visit: how often the task was drawn before, in this stage and earlier ones; part of every request's key.
+      visit: number of times the task was drawn before, in this and earlier stages; part of every request's key.
       stage: first part of the sample uid `<stage>/<task uid>/<visit>/<index>`; the group id omits the index.
       samples: number of samples.
       sampling: sampling parameters.
@@ -84,7 +84,7 @@ class Roster:
     return True
 
   def incomplete(self) -> str:
-    """Returns the error of a workflow that ends now; empty if every sample has arrived."""
+    """Returns the error message for a workflow that ends now; empty if every sample has arrived."""
     missing = sorted({*range(self._samples)} - self._seen)
     return f'its workflow ended without sample {missing[0]} of {self._samples}' if missing else ''
 
@@ -123,7 +123,7 @@ class SingleTurn:
   async def run(
     self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
   ) -> AsyncIterator[tuple[Sample, str]]:
-    if self._tokenizer.renders_elsewhere:  # Its process may be slow or never answer.
+    if self._tokenizer.renders_elsewhere:  # The rendering process may be slow or never answer.
       prompt = await asyncio.to_thread(self._tokenizer.render_prompt, task.prompt)
     else:
       prompt = self._tokenizer.render_prompt(task.prompt)
@@ -185,7 +185,7 @@ def rollout_sample(
 
 
 def demonstration_sample(task: Task, answer: str, tokenizer: Tokenizer, *, number: int) -> Sample:
-  """Builds the sample record of a demonstration: trained on, not sampled."""
+  """Builds the sample record of a demonstration, which is trained on but was not sampled."""
   prompt, completion = tokenizer.render_answer(task.prompt, answer)
   tokens = np.array([*prompt, *completion], np.int32)
   given = np.r_[np.zeros(len(prompt), bool), np.ones(len(completion), bool)]

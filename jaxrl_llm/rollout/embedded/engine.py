@@ -1,7 +1,7 @@
 """Embedded engine: continuous batching in the trainer's process with a fixed number of decode slots.
 
-Invariant: load affects when a token is sampled, never which one: a prompt's bucket and the decode width depend only on
-the request and the configuration, and randomness is keyed by request, sample and position.
+Invariant: how busy the engine is affects when a token is sampled, never which token: a prompt's bucket and the decode
+width depend only on the request and the configuration, and randomness is keyed by request, sample and position.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class EmbeddedConfig:
   prefill_rows: int = 8
   """Number of prompts prefilled at a time."""
   prefill_buckets: tuple[int, ...] = ()
-  """Padded prompt lengths in tokens, one program each; empty = powers of two from 16 up to the longest sequence."""
+  """Padded prompt lengths in tokens, one program each; empty: powers of two from 16 up to the longest sequence."""
   decode_steps: int = 16
   """Maximum tokens per slot and device call; finished sequences and weight updates wait for the call to end."""
   max_stop_ids: int = 8
@@ -49,7 +49,7 @@ class EmbeddedConfig:
       raise UserError(f'rollout.embedded.prefill_buckets: got {self.prefill_buckets}, wanted positive token counts')
 
   def unsupported(self, sampling: Sampling) -> str | None:
-    """Returns why an engine of this configuration cannot sample so; None if it can."""
+    """Returns why an engine with this configuration cannot use these parameters; None if it can."""
     if sampling.filtered and not self.filters:
       return 'top_p or top_k wants rollout.embedded.filters, which is off'
     return None
@@ -102,7 +102,7 @@ class EmbeddedEngine:
       seed: seed of all sampling, combined with each request's key.
       run: awaits `function(*args, **kwargs)` on the process's device thread.
       name: name in segments and messages.
-      device: device of the engine; None = the first of this process.
+      device: device of the engine; None: this process's first device.
     """
     self.name = name
     self.counts: collections.Counter[str] = collections.Counter()
@@ -215,7 +215,7 @@ class EmbeddedEngine:
       raise RunError(f'engine {self.name}: ended: {self._failure}') from self._failure
 
   async def _drive(self) -> None:
-    """Runs turns while there is work. An error ends the engine, because the failed call was donated its state."""
+    """Runs turns while there is work. An error ends the engine: its state was donated to the failed call."""
     try:
       while True:
         async with self._turns:

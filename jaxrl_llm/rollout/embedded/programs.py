@@ -42,10 +42,10 @@ class Slots(NamedTuple):
 
 
 class Admission(NamedTuple):
-  """One slot's row of the matrix for `admit`, in this column order; floats and key words are stored bitwise."""
+  """One slot's row of the matrix for `admit`, with columns in this order; floats and key words are stored as bits."""
 
   source: int
-  """Row of the prefill; -1 = the slot keeps its state."""
+  """Row of the prefill; -1: the slot keeps its state."""
   token: int
   position: int
   remaining: int
@@ -78,7 +78,10 @@ class Decoded(NamedTuple):
 
 
 class Programs:
-  """Programs with their weights and slots; call `compile` and `load` first."""
+  """The compiled prefill, admit and decode programs with the weights and slots that they use.
+
+  Call `compile` and `load` before anything else.
+  """
 
   def __init__(
     self,
@@ -94,7 +97,7 @@ class Programs:
   ):
     """
     Args:
-      model: model whose compute dtype is also that of the stored weights.
+      model: model; the weights are stored in its compute dtype.
       slots: number of rows decoded at a time.
       max_length: longest sequence in tokens, prompt included.
       prefill_rows: number of prompts prefilled at a time.
@@ -136,7 +139,7 @@ class Programs:
     return lowered
 
   def compile(self, *, filtered: bool) -> None:
-    """Compiles every program, the one for filtered sampling only if `filtered`, and empties the slots."""
+    """Compiles every program (filtered sampling only if `filtered`) and empties the slots."""
     self._compiled = {name: lowered.compile() for name, lowered in self.lower(filtered=filtered).items()}
     self._state = jax.jit(self._empty, out_shardings=self._place)()
 
@@ -168,7 +171,7 @@ class Programs:
     """Samples up to `decode_steps` tokens in every active slot.
 
     Args:
-      control: number of active slots at which to stop early, followed by 1 for each slot that may continue, else 0.
+      control: number of active slots at which to stop early, then for each slot 1 if it may continue, else 0.
       filtered: whether top-k and top-p are applied.
     """
     self._state, out = self._compiled['decode', filtered](self._params, self._state, control)

@@ -1,11 +1,11 @@
-"""Token sampling with counter-based randomness: logits to a token and its logprob.
+"""Token sampling with counter-based randomness: from logits to a token and its logprob.
 
 Invariant: a row's sample depends only on that row's logits, settings, key and position, not on the other rows, the
 row's index, or earlier calls. A token of probability zero is never sampled.
 
 Sampling inverts the cumulative distribution in two levels, first over blocks of the vocabulary and then within one,
-with one uniform number each: on a CPU 20 times as fast as the Gumbel trick at a vocabulary of 32k and 2.7 times at
-32, because it needs two random numbers per row instead of one per token.
+with one uniform number each. On a CPU this is 20 times as fast as the Gumbel trick for a vocabulary of 32k, and 2.7
+times for one of 32, because it needs two random numbers per row instead of one per token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Draw(NamedTuple):
 
   tokens: Int32[Array, 'rows']
   logprobs: Float32[Array, 'rows']
-  """Logprobs under the temperature-scaled distribution after any filters; for greedy rows under the unscaled."""
+  """Logprobs under the temperature-scaled distribution after any filters; of greedy rows, under the unscaled one."""
 
 
 def row_key(*, seed: int, words: tuple[int, ...], sample_index: int) -> UInt32[np.ndarray, '2']:
@@ -66,7 +66,8 @@ def draw_filtered(
   """Like `draw` after top-k and then top-p of the remaining tokens, both on the temperature-scaled distribution.
 
   Tokens tied with the last kept token are kept too. Logprobs are under the filtered, renormalised distribution.
-  Thresholds come from a bitwise search instead of a sort, 32 passes over the row per filter (8 times as fast at 32k).
+  Thresholds come from a bitwise search, with 32 passes over the row per filter, instead of a sort: 8 times as fast for
+  a vocabulary of 32k.
 
   Args:
     logits: as in `draw`.
@@ -123,9 +124,9 @@ def _invert(
 def _first_above(weights: Float32[Array, 'rows n'], uniforms: Float32[Array, 'rows']) -> Int32[Array, 'rows']:
   """Returns the first index whose cumulative weight exceeds `uniform` times the total.
 
-  Rounding can leave none (a total so small that uniform times total rounds up to it) or put a step where the weight
-  is zero (a parallel cumulative sum need not be monotone): only positive weights count, and the largest weight is the
-  fallback.
+  Rounding can leave no such index (if `uniform` times the total rounds up to the total) or pick one with zero weight (a
+  parallel cumulative sum need not be monotone). Hence only indices with positive weight count, and the index of the
+  largest weight is the fallback.
   """
   cumulative = jnp.cumsum(weights, axis=-1)
   above = (cumulative > uniforms[:, None] * cumulative[:, -1:]) & (weights > 0)
@@ -134,13 +135,13 @@ def _first_above(weights: Float32[Array, 'rows n'], uniforms: Float32[Array, 'ro
 
 
 def _first_true(mask: Bool[Array, 'rows n']) -> Int32[Array, 'rows']:
-  """Returns the first set index, or the last if none is set; by a minimum, which XLA vectorises, unlike argmax."""
+  """Returns the first true index, or the last if none is true; uses min, which XLA vectorises, unlike argmax."""
   last = mask.shape[-1] - 1
   return jnp.where(mask, jnp.arange(mask.shape[-1], dtype=jnp.int32), last).min(-1)
 
 
 def _ordered_bits(values: Float32[Array, 'rows n']) -> UInt32[Array, 'rows n']:
-  """Maps floats to integers of the same order; -0 equals +0."""
+  """Maps floats to integers that sort in the same order; -0 equals +0."""
   bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
   return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 

@@ -57,13 +57,13 @@ class Occupant:
   job: Job
   index: int
   segments: list[tuple[int, Version]]
-  """(first token, version), oldest first."""
+  """(index of the first token, version) of each segment, oldest first."""
   length: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Turn:
-  """Device work between two looks at the queue: prefill, admit, decode."""
+  """Device work between two checks of the queue: prefill, admit, decode."""
 
   prefills: list[Prefill]
   admissions: list[tuple[Prefill, Int32[np.ndarray, 'slots columns']]]
@@ -137,7 +137,7 @@ class Scheduler:
       yield job
 
   def _take_prompts(self) -> list[Prefill]:
-    """Forms prefills for the remaining free slots in order of arrival, filled up with prompts of the same bucket."""
+    """Forms prefills for the remaining free slots in order of arrival; spare rows take later prompts of that bucket."""
     taken = []
     short = self.free_slots - sum(prefill.pending for prefill in self._ready)
     candidates = list(self._same_kind())

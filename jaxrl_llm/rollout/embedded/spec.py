@@ -1,4 +1,4 @@
-"""The embedded engine as a value."""
+"""Builds the `EngineSpec` of the embedded engine."""
 
 from __future__ import annotations
 

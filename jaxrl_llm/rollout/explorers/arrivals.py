@@ -1,6 +1,6 @@
-"""Validation of explorer messages: types, the limits of the run, and the names and versions of the lease.
+"""Validates messages from explorers: types, the run's limits, and the names and versions of the lease.
 
-Invariant: a message that passes could come from an honest explorer of this run, so it cannot end the run later.
+Invariant: an honest explorer of this run could have sent any message that passes, so it cannot make the run fail later.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from jaxrl_llm.rollout.explorers.leases import LentGroup, Misbehaved
 T = TypeVar('T')
 
 _MAX_NAME, _MAX_UID, _MAX_LINE, _MAX_ERROR = 128, 1024, 400, 2000
-"""Maximum lengths in characters."""
+"""Maximum lengths, in characters."""
 _MIN_SECRET, _MAX_SECRET = 16, 128
-"""Length limits in characters."""
+"""Minimum and maximum length of an explorer's secret, in characters."""
 _MAX_SAMPLES, _MAX_KEY = 4096, 64
-"""Maximum completions per request, and words in its key."""
+"""Maximum number of completions per request, and of words in its key."""
 _SAMPLE_BYTES, _TOKEN_BYTES = 1 << 20, 64
-"""Size limit of an encoded sample: a fixed part for names, and a part per token."""
+"""Maximum size of an encoded sample: a fixed number of bytes for names, plus a number per token."""
 _ROUNDING = 1e-3
 """Tolerance by which a logprob may exceed 0."""
 _INT32 = 2**31
@@ -67,7 +67,7 @@ def read_sender(body: Any) -> str:
 
 
 def read_lease(body: Mapping[str, Any]) -> str:
-  """Returns the lease of a message. Raises Misbehaved."""
+  """Returns the lease that a message names. Raises Misbehaved."""
   with _reading('message'):
     return _field(body, 'lease', str)
 

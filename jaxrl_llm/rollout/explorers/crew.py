@@ -1,4 +1,4 @@
-"""The explorer processes of a run as one workflow: a free explorer leases the next group and hands in its samples.
+"""A run's explorer processes as one workflow: a free explorer leases the next group and hands in its samples.
 
 An explorer runs workflows and holds no model, scorer or file of the run: its workflow's requests (tokens, scores,
 auxiliary models) and its samples go to the master, which alone writes the index.
@@ -7,7 +7,7 @@ Invariants: a message either takes full effect or is refused, and affects no oth
 message no honest explorer would send is evicted, and others take over its work. The master decodes the text of a
 sample from its tokens.
 
-Explorers on other hosts connect through a `Front`, which requires its token.
+Explorers on other hosts connect through a `Front`, which requires a bearer token.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Crew:
   """Implements `Workflow` with the explorers that connect.
 
   Attributes:
-    counts: counts of `Leases`, and `repeated` samples.
+    counts: the counts of `Leases`, plus the number of `repeated` samples.
     address: address for local explorers, set by `start`.
     front: address for explorers on other machines; None: they cannot connect.
   """
@@ -119,7 +119,7 @@ class Crew:
     Args:
       hub: serves the requests of workflows.
       config: number of explorers, and the front for others.
-      welcome: what an explorer needs to build the workflow (`exploring.Welcome`), for msgpack.
+      welcome: settings that an explorer needs to build the workflow (`explorer.Welcome`), as a msgpack record.
       text: `Workflow.text`; called in a thread, for one sample at a time.
       bounds: limits on samples and requests.
       logs: directory for the logs of local explorers.
@@ -146,7 +146,7 @@ class Crew:
 
     Raises:
       UserError: the address or port cannot be used.
-      RunError: a local explorer keeps ending.
+      RunError: a local explorer exits repeatedly.
       WaitExpired: no explorer connects within `nobody_s`.
     """
     listener = listening(self._application(), name='crew', front=self._config.listen, routes=ROUTES)
@@ -223,7 +223,7 @@ class Crew:
     return application
 
   def _checked(self, handle: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """Identifies the sender, refuses bad messages with an HTTP status, and evicts identified senders of them."""
+    """Identifies the sender and refuses bad messages with an HTTP status; evicts their sender once identified."""
 
     async def checked(request: web.Request) -> web.StreamResponse:
       data = await request.read()
@@ -302,7 +302,7 @@ class Crew:
     body: dict[str, Any],
     request: web.Request,
   ) -> web.StreamResponse:
-    """Streams the frames as they arrive, True as heartbeat, and finally None or the text of a UserError."""
+    """Streams the frames as they arrive, True as a heartbeat, and finally None or the text of a UserError."""
     response = web.StreamResponse()
 
     async def send(value: Any) -> None:
@@ -320,7 +320,7 @@ class Crew:
         await send(None)
       except UserError as error:
         await send(str(error))
-      except Exception as error:  # Not for the workflow: raised where the run waits for the sample.
+      except Exception as error:  # Not an error for the workflow: raised where the run waits for the sample.
         group.fail(error)
     return response
 
@@ -358,7 +358,7 @@ class Crew:
         began = time.monotonic()
         await asyncio.sleep(_CHECK_S)
         if time.monotonic() - began > _CHECK_S + self._config.silent_s / 2:
-          continue  # This process was suspended, and has not read the messages of that time.
+          continue  # This process was suspended and has not yet read the messages sent meanwhile.
         silent = await self._leases.give_up_silent()
         for explorer in self._processes:
           if any(name.startswith(f'{explorer.identity}/') for name in silent):

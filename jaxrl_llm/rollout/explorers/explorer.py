@@ -1,7 +1,7 @@
 """An explorer process: leases groups from the master, runs the workflow, and hands in each sample as it finishes.
 
-Invariant: it is stateless. Work that the master revokes, or that the loss of the master or the network interrupts, is
-lost, and another explorer repeats it.
+Invariant: an explorer is stateless. Work that the master revokes, or that ends because the master or the network is
+down, is lost, and another explorer repeats it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Welcome:
   max_tokens: int
   """Maximum length of one completion."""
   tokenizer: Mapping[str, bytes]
-  """Content of the tokenizer files, by name."""
+  """Contents of the tokenizer files, keyed by file name."""
 
   def row(self) -> dict[str, Any]:
     # As JSON: msgpack integers have at most 64 bits.
@@ -85,7 +85,7 @@ class Link:
 
   Attributes:
     name: full name by which the master knows the explorer.
-    sender: identification in every message; its secret is known only to this explorer.
+    sender: identification sent in every message; contains a secret that only this explorer knows.
 
   Raises:
     MasterLost: the master does not respond (any call).

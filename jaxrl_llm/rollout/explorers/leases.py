@@ -25,7 +25,7 @@ from jaxrl_llm.rollout.explorers.wire import TAKE_S
 from jaxrl_llm.rollout.workflow import Roster
 
 _MAX_LOSSES = 5
-"""Losses of a group after which the group itself is considered the cause."""
+"""Number of times that a group may be lost before the group itself is considered the cause."""
 _MAX_EVICTED = 4096
 """Maximum number of evicted names to remember."""
 
@@ -192,7 +192,7 @@ class Leases:
     _recall(group)
 
   async def reconcile(self, name: str, leases: Sequence[str]) -> list[str]:
-    """Compares the leases that an explorer reports; returns the lost ones. Groups it has forgotten are lent again."""
+    """Returns the reported leases that the explorer has lost; lends groups again that it holds but did not report."""
     self.hear(name)
     since = time.monotonic() - self._silent_s  # A lease just granted may not have reached it yet.
     held = [group for group in self._lent.values() if group.holder == name and group.lent < since]

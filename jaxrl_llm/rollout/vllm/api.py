@@ -18,14 +18,14 @@ from jaxrl_llm.rollout.vllm.publication import Publication
 
 @runtime_checkable
 class EngineServer(Protocol):
-  """Access to one server: what it serves, samples and holds. A `Transfer` brings weights into it."""
+  """Client of one server: status, sampling and version labels. A `Transfer` loads weights into the server."""
 
   name: str
   """Name in segments and messages."""
   address: str
-  """Place in messages."""
+  """Server address for messages."""
   adapter: Publication | None
-  """Adapter that completions use; None = the base model. A replica that loses the server resets it."""
+  """Adapter that completions use; None: the base model. The replica resets it when it loses the server."""
 
   async def is_healthy(self) -> bool:
     """Whether the server answers at all."""
@@ -45,7 +45,7 @@ class EngineServer(Protocol):
     ...
 
   async def warm_up(self, *, sampled: bool, deadline_s: float) -> None:
-    """Triggers lazy compilation, of sampling at a temperature above 0 too if `sampled`."""
+    """Triggers lazy compilation; if `sampled`, including that of sampling at temperatures above 0."""
     ...
 
   async def generate(self, request: Request, index: int, *, seed: int, deadline_s: float) -> Completion:
@@ -75,7 +75,7 @@ class EngineServer(Protocol):
     ...
 
   async def served_label(self) -> str:
-    """Returns the label of newly sampled tokens; of a server started by somebody else it is none of this run's."""
+    """Returns the label of newly sampled tokens; a server restarted by somebody else has no label of this run."""
     ...
 
   async def reset_cache(self) -> None:
@@ -87,7 +87,7 @@ class EngineServer(Protocol):
     ...
 
   async def close(self) -> None:
-    """Ends the access; the server goes on."""
+    """Closes the client; the server keeps running."""
     ...
 
 

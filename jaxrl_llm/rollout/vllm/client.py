@@ -1,4 +1,4 @@
-"""HTTP client of one vLLM server: the only module that knows paths and bodies (vLLM 0.32).
+"""HTTP client of one vLLM server: the only module that knows the paths and bodies of its API (vLLM 0.32).
 
 Invariant: every returned value was checked to be complete and to match its request; anything else raises `Lost` (retry
 on another server), `Refused` (the server works but rejects the call) or `UserError` (no server can do it).
@@ -26,11 +26,11 @@ MODEL = 'policy'
 _GENERATE = '/inference/v1/generate'
 _SEED_BITS = 62
 _MAX_ANSWER_BYTES = 1 << 28
-"""Maximum bytes of an answer; one may name all tensors."""
+"""Maximum bytes of a response, which may list all tensors."""
 _UNDRAWABLE = -9000.0
 """Logprobs below this are impossible: vLLM writes -9999 for minus infinity."""
 _KEPT_ADAPTERS = 2
-"""Adapters loaded at a time: the newest, and the previous one for completions in flight."""
+"""Number of adapters kept on the server: the newest, and the previous one for completions in flight."""
 
 
 class VllmClient:
@@ -41,8 +41,8 @@ class VllmClient:
     Args:
       address: `unix:/path`, `http://host:port` or `https://host:port`.
       key: bearer token, if a reverse proxy requires one.
-      ca_file: CA certificates for https servers; None = the system's.
-      name: name in segments and messages; None = the address.
+      ca_file: CA certificates for https servers; None: the system's.
+      name: name in segments and messages; None: the address.
     """
     self.address, self.name = address, name or address
     where = f'engine {self.name}'
@@ -50,7 +50,7 @@ class VllmClient:
     self._labels: dict[str, Version] = {}
     """Versions published through this client, by label; tokens under any other label are rejected."""
     self.adapter: Publication | None = None
-    """Adapter that completions use; None = the base model."""
+    """Adapter that completions use; None: the base model."""
     self._adapters: list[str] = []
     """Names of the adapters loaded through this client, newest last."""
 
@@ -92,7 +92,7 @@ class VllmClient:
     return True
 
   async def max_model_len(self) -> int:
-    """Returns the server's longest sequence in tokens; raises UserError if no vLLM server of ours is at the address."""
+    """Returns the server's longest sequence in tokens; raises UserError if the address has no usable vLLM server."""
     try:
       answer = await self.call('GET', '/v1/models', deadline_s=30.0)
       return next(int(m['max_model_len']) for m in answer['data'] if m['id'] == MODEL)
@@ -169,7 +169,7 @@ class VllmClient:
     return await self._rpc('jaxrl_weights')
 
   async def digests(self, *, deadline_s: float) -> list[dict[str, str]]:
-    """Returns the digests of the loaded tensors by name, one mapping per worker."""
+    """Returns one mapping per worker, from tensor name to the digest of the loaded tensor."""
     return await self._rpc('jaxrl_digests', deadline_s=deadline_s)
 
   async def _rpc(self, method: str, *, deadline_s: float = 60.0) -> list[Any]:

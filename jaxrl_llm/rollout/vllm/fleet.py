@@ -73,11 +73,12 @@ class Fleet:
       seed: seed of all sampling, combined with each request's key.
       run: awaits `function(*args, **kwargs)` on the process's device thread.
       check_tokenizer: raises a UserError if a server tokenizes text differently from the policy.
-      adapter_rank: rank of the adapters that `folder` publishes; 0 = whole weights.
+      adapter_rank: rank of the adapters that `folder` publishes; 0: whole weights.
     """
     self.name = name
     self.counts: collections.Counter[str] = collections.Counter()
-    """Totals since the start: completions, tokens, retries, restarts, publications, void (of unproven versions)."""
+    """Totals since the start: completions, tokens, retries, restarts, publications, void (completions of unproven
+    versions)."""
     self.replicas = tuple(replicas)
     self._config, self._spec, self._folder, self._dtype = config, spec, folder, dtype
     self._max_length, self._seed, self._run = max_length, seed, run
@@ -246,7 +247,7 @@ class Fleet:
     self._changed.set()
 
   async def _until_serving(self, version: Version) -> None:
-    """Waits until a server serves the version; every step towards it has its own deadline."""
+    """Waits until a server serves the version; each step towards that has its own deadline."""
     self._check_alive()
     while not self._is_served(version):
       self._changed.clear()
@@ -256,7 +257,7 @@ class Fleet:
       replica.assigned = 0
 
   async def _watch(self) -> None:
-    """Detects owned servers that exit, a fleet without servers for too long, and that all servers caught up."""
+    """Detects when an owned server exits, no server has been available for too long, or all servers have caught up."""
     loop = asyncio.get_running_loop()
     served = loop.time()
     while self._failure is None:
@@ -334,7 +335,7 @@ class Fleet:
     self._serve(replica)
 
   async def _is_as_before(self, replica: Replica) -> bool:
-    """Whether a server that failed works and still serves its last proven version."""
+    """Whether a server that had failed is working again and still serves its last proven version."""
     if replica.failures > _PATIENCE or replica.version is None:
       return False
     if replica.server is not None and not replica.server.is_running():
@@ -448,7 +449,7 @@ class Fleet:
     )
 
   def _named(self, completion: Completion) -> Completion:
-    """Replaces versions that were relabelled by their new names."""
+    """Replaces relabelled versions with their new names."""
     named = lambda segment: dataclasses.replace(segment, version=self._names.get(segment.version, segment.version))
     return dataclasses.replace(completion, segments=tuple(named(segment) for segment in completion.segments))
 

@@ -47,7 +47,7 @@ class Publication:
   version: Version
   directory: Path
   files: Mapping[str, Mapping[str, str]]
-  """xxh3-128 digest of each tensor's bytes, by file name and Hugging Face tensor name."""
+  """xxh3-128 digest of each tensor's bytes, keyed by file name, then by Hugging Face tensor name."""
   nbytes: int
   """Size of all tensors."""
   base: Publication | None = None
@@ -60,7 +60,7 @@ class Publication:
 
   @property
   def label(self) -> str:
-    """Label of the version and its bytes, with which servers mark the tokens sampled under it."""
+    """Label of the version and its bytes; servers mark the tokens sampled under the version with it."""
     return f'{self.version}-{xxhash.xxh3_64_hexdigest(json.dumps(self.digests, sort_keys=True).encode())}'
 
   @property
@@ -71,14 +71,14 @@ class Publication:
 class PublicationFolder:
   """Folder of published versions: the newest and, until it is released, the previous one.
 
-  The next version overwrites the file of a released one: in shared memory, existing pages are filled at the speed of a
+  The next version overwrites the file of a released one: in shared memory, writing to existing pages is as fast as a
   copy.
   """
 
   def __init__(self, root: str | Path, spec: ModelSpec, *, dtype: str, private: bool = True):
     """
     Args:
-      root: created, and emptied of a killed run's files. Servers see it under the same path.
+      root: path of the folder, the same on the servers. Created if missing; files of a killed run are removed.
       spec: spec of the language model.
       dtype: tensor data type by its Hugging Face name; must be the servers', so that digests of loaded weights match.
       private: whether only this user can read the folder.
@@ -151,7 +151,7 @@ class AdapterFolder(PublicationFolder):
     self._lora, self._base = lora, None
 
   def write(self, version: Version, leaves: Iterable[tuple[str, np.ndarray]]) -> Publication:
-    """Publishes an adapter. The first call takes the base weights and the adapter's arrays, later calls only these."""
+    """Publishes an adapter. The first call takes the base and adapter arrays, later calls only the adapter's."""
     adapters: dict[str, np.ndarray] = {}
 
     def base_leaves() -> Iterator[tuple[str, np.ndarray]]:
@@ -254,7 +254,7 @@ def _write_tensor(
 
 
 def _write_all(file: BinaryIO, data: memoryview) -> None:
-  while len(data):  # A disk that is nearly full takes less than all.
+  while len(data):  # A nearly full disk accepts only part of the data.
     data = data[file.write(data) :]
 
 
@@ -264,7 +264,7 @@ def digest(array: Shaped[np.ndarray, '...']) -> str:
 
 
 def part(array: Shaped[np.ndarray, '...'], tensor: Mapping[str, Any]) -> Shaped[np.ndarray, '...']:
-  """Returns the slice of a whole tensor that a worker reports to hold."""
+  """Returns the slice of a whole tensor that a worker reported as its own."""
   if tensor['slice'] is None:
     return array
   axis, start = tensor['slice']
@@ -272,7 +272,7 @@ def part(array: Shaped[np.ndarray, '...'], tensor: Mapping[str, Any]) -> Shaped[
 
 
 def read_checked(files: Mapping[str, Mapping[str, str]], directory: str | Path) -> dict[str, Shaped[np.ndarray, '...']]:
-  """Reads all tensors of a publication, by Hugging Face name, and verifies their digests.
+  """Reads all tensors of a publication, keyed by Hugging Face name, and verifies their digests.
 
   Raises:
     ValueError: a file is missing, truncated, or its tensors or bytes differ from those announced.

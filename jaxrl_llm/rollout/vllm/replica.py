@@ -49,7 +49,7 @@ class Replica:
     Args:
       client: access to the server.
       server: process of an owned server; None for an attached one.
-      transfer: weight transfer, used by this replica alone; None = from files.
+      transfer: weight transfer, used by this replica alone; None: from files.
     """
     self.name, self.client, self.server = name, client, server
     self.transfer: Transfer = transfer or FileTransfer()
@@ -59,13 +59,13 @@ class Replica:
     self.label: str | None = None
     """Label of tokens sampled under `version`."""
     self.holds: str | None = None
-    """Label of the whole weights that it was verified to have loaded: the version's, or the adapters' base."""
+    """Label of the whole weights that the server verifiably loaded: those of the version, or of its adapter's base."""
     self.proven: set[Version] = set()
     self.life = 0
     """Number of times its weights became unknown; completions of requests sent in an earlier life are void."""
     self.in_flight = 0
     self.assigned = 0
-    """Requests since the wave began."""
+    """Number of requests assigned to the server since the current wave of requests began."""
     self.failures = 0
     """Consecutive failures without a completion in between."""
     self.slices: list[Mapping[str, Any]] = []
@@ -83,7 +83,7 @@ class Replica:
     """Seconds for which the last transaction stopped sampling."""
 
   async def generate(self, request: Request, index: int, *, seed: int, deadline_s: float) -> Completion:
-    """Wraps `EngineServer.generate` and counts the request, for which adapter updates on CPUs wait."""
+    """Wraps `EngineServer.generate` and counts the request: adapter updates on CPUs wait for it to end."""
     self._sampling += 1
     self._drained.clear()
     try:
@@ -100,7 +100,7 @@ class Replica:
     self.proven.clear()
 
   async def recognise(self) -> None:
-    """Raises Lost if the process at the address is not the one that was updated to `version`: it was not checked."""
+    """Raises Lost if the server is no longer the process updated to `version`: the new process was not checked."""
     if self.version is not None and (label := await self.client.served_label()) != self.label:
       raise Lost(f'engine {self.name}: serves {label!r} and not {self.label}; it was started again by somebody else')
 
@@ -108,8 +108,8 @@ class Replica:
     """Updates the server to a publication, as the contract in the architecture document specifies.
 
     Steps: hold, pause, verify the files, write, digest the loaded weights, label the version, clear the cache, resume,
-    probe. On CPUs, adapters are probed after the requests in flight have ended, each of which has a deadline: vLLM
-    0.32's adapter kernel crashed there when it batched prompt logprobs with them.
+    probe. On CPUs, adapters are probed after the requests in flight have ended, each of which has a deadline: there
+    vLLM 0.32's adapter kernel crashed when it batched prompt logprobs with other requests.
 
     Raises:
       Refused: the files are not those announced; nothing was written, and the previous version stays in service.
@@ -147,7 +147,7 @@ class Replica:
         if part is publication or (part is not None and part.label != self.holds):
           await self.transfer.send(self.client, part, deadline_s=deadline_s)
     except Refused as error:
-      if len(self.slices) > 1:  # Each worker reads the files separately: another one may have written.
+      if len(self.slices) > 1:  # Each worker reads the files separately: another one may already have written.
         raise Lost(str(error)) from None
       await self.client.resume()
       raise
@@ -185,7 +185,7 @@ class Replica:
         )
 
   async def is_alive(self, *, deadline_s: float) -> bool:
-    """Whether it still samples; /health alone does not detect a hung engine."""
+    """Whether the server still samples; /health alone does not detect a hung engine."""
     with contextlib.suppress(RemoteError):
       if await self.client.is_healthy():
         if self.client.adapter is None:
@@ -209,11 +209,11 @@ class Replica:
     """Checks a server before it joins the fleet, and prepares it for its first version.
 
     Args:
-      shapes: shapes of the policy's tensors, by Hugging Face name.
+      shapes: shapes of the policy's tensors, keyed by Hugging Face name.
       dtype: data type of the published weights.
       max_length: longest sequence in tokens.
       speculative: whether speculative decoding is configured.
-      adapter_rank: rank of the adapters that it will load; 0 = no adapters.
+      adapter_rank: rank of the adapters that it will load; 0: no adapters.
       deadline_s: deadline of each warm-up request, which may compile.
 
     Raises:

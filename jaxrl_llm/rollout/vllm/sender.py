@@ -8,7 +8,7 @@ Protocol: JSON lines, orders on stdin; on stdout one answer per order, preceded 
   {"op": "send", "directory": …, "files": {FILE: {NAME: DIGEST}}}
   call: {"call": one of vLLM's four control calls, "body": …}; the trainer replies {"ok": true} once it succeeded
   answer: {"ok": true}, {"refused": reason} or {"error": reason}
-The process exits immediately when stdin closes: the trainer stopped it, or died.
+The process exits immediately when stdin closes, because the trainer has then stopped it or died.
 
 Invariant: nothing is sent, and no call is requested, before the whole publication was read, its digests were verified,
 and it was checked to fit all workers of the server; after that the answer is never `refused`.
@@ -18,10 +18,10 @@ whether NCCL forms the group and what a transfer costs; whether the server's GPU
 `gpu_memory_utilization`; CUDA IPC between containers. With both backends a vLLM worker uses its layerwise reload:
 `start_weight_update` moves the parameters to the meta device, `load_weights` fills a layer once it is complete and
 copies it into the parameter's previous storage, and `finish_weight_update` restores the rest. Hence after a complete
-update the live parameters are where `jaxrl_llm_worker.hf_views` looks (verified with these functions on a CPU build, in
-several pieces: same storage, digests and logprobs as published); after an interrupted one the model may be unusable and
-the server must be restarted. Each server has one sender, which is rank 0 of their group; the server's workers are the
-ranks from 1 on.
+update the live parameters are where `jaxrl_llm_worker.hf_views` looks (verified with these functions on a CPU build,
+piece by piece: storage is unchanged, digests and logprobs are as published); after an interrupted one the model may be
+unusable and the server must be restarted. Each server has one sender, which is rank 0 of their group; the server's
+workers are the ranks from 1 on.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo  # 
 _BUFFER = 256 << 20
 """Bytes sent at a time. vLLM's default, 1 GiB, is too much beside a server that uses most of its GPU."""
 Tensors = Mapping[str, Mapping[str, Any]]
-"""Shape, dtype and slice of a worker's tensors by Hugging Face name, as its `jaxrl_weights` returns them."""
+"""Shape, dtype and slice of each of a worker's tensors, keyed by Hugging Face name, as `jaxrl_weights` returns them."""
 
 
 class Trainer:
@@ -87,7 +87,7 @@ class Trainer:
     self._answers.flush()
 
   def call(self, name: str, body: Mapping[str, Any]) -> None:
-    """Asks the trainer to call the server; vLLM's engines make one call at a time. On failure the trainer kills us."""
+    """Asks the trainer to call the server; vLLM's engines make one call at a time. On failure it kills this process."""
     self.write({'call': name, 'body': body})
     self.read()
 

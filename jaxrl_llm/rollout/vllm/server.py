@@ -29,7 +29,7 @@ WORKER = pathlib.Path(__file__).with_name('worker.py')
 WORKER_MODULE = 'jaxrl_llm_worker'
 """Module name under which vLLM imports the worker file."""
 _LAST_LINES = 12
-"""Log lines shown when a server dies at start."""
+"""Number of log lines shown when a server dies at start."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for max_lora_rank."""
 _OURS = (
@@ -56,19 +56,19 @@ class VllmConfig:
   key_file: str | None = None
   """File with the bearer token of attached servers behind a reverse proxy."""
   ca_file: str | None = None
-  """File of CA certificates for https addresses; None = the system's."""
+  """File of CA certificates for https addresses; None: the system's."""
   dtype: Literal['policy', 'float32', 'bfloat16'] = 'policy'
-  """Data type of weights and activations in the servers; 'policy' = policy.dtype."""
+  """Data type of weights and activations in the servers; 'policy': same as policy.dtype."""
   args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """vLLM options by name, as on its command line: {'max_num_seqs': 64, 'tensor_parallel_size': 2, …}."""
+  """vLLM options, keyed by name as on its command line: {'max_num_seqs': 64, 'tensor_parallel_size': 2, …}."""
   env: Mapping[str, str] = dataclasses.field(default_factory=dict)
   """Environment variables of the servers."""
   devices: tuple[str, ...] = ()
-  """CUDA_VISIBLE_DEVICES of each owned server, e.g. ('0', '1'); empty = all devices for all servers."""
+  """CUDA_VISIBLE_DEVICES of each owned server, e.g. ('0', '1'); empty: all devices for all servers."""
   cpu_cache_gib: int = 1
   """GiB of KV cache per server on CPUs; on GPUs vLLM's gpu_memory_utilization applies."""
   dispatch: Literal['least_loaded', 'uniform'] = 'least_loaded'
-  """Dispatch policy: server with the fewest running requests, or equal shares of a wave (counts differ by <= 1)."""
+  """Assigns requests to the server with the fewest running, or in equal shares per wave (counts differ by <= 1)."""
   max_in_flight: int = 256
   """Maximum number of requests in flight per server; further ones queue in the trainer."""
   transfer: Literal['files', 'nccl', 'ipc'] = 'files'
@@ -78,11 +78,11 @@ class VllmConfig:
   """Publication of a LoRA policy: merged into the base weights, or as a small adapter per version over base weights
   that each server is sent once."""
   sender_device: str | None = None
-  """nccl: CUDA_VISIBLE_DEVICES of the sender processes, a GPU that no server uses; None = the trainer's."""
+  """nccl: CUDA_VISIBLE_DEVICES of the sender processes, a GPU that no server uses; None: the trainer's."""
   sender_host: str = '127.0.0.1'
   """nccl: address of this host at which the servers' workers reach the senders."""
   publish_dir: str | None = None
-  """Directory of published weights; None = shared memory of this host. Remote servers need a shared file system."""
+  """Directory of published weights; None: shared memory of this host. Remote servers need a shared file system."""
   transfer_deadline_s: float = 600.0
   """Maximum time for a server to load a version."""
   start_deadline_s: float = 900.0
@@ -94,9 +94,9 @@ class VllmConfig:
   max_retries: int = 8
   """Maximum number of retries of one completion."""
   max_restarts: int = 3
-  """Maximum number of retries to bring a failed server back before it is given up."""
+  """Maximum number of attempts to bring a failed server back before it is given up."""
   probe_tolerance: float | None = None
-  """Maximum |server − trainer| of the probe's logprobs; None = 1e-3 for float32 servers, 0.5 for bfloat16."""
+  """Maximum |server − trainer| of the probe's logprobs; None: 1e-3 for float32 servers, 0.5 for bfloat16."""
 
   def __post_init__(self):
     for name in ('servers', 'max_in_flight', 'cpu_cache_gib'):
@@ -135,7 +135,7 @@ class VllmConfig:
     return self.args.get('speculative_config') is not None
 
   def unsupported(self, sampling: Sampling) -> str | None:
-    """Returns why servers of this configuration cannot sample so; None if they can."""
+    """Returns why servers with this configuration cannot use these parameters; None if they can."""
     temperature = sampling.temperature
     if temperature > 2 or 0 < temperature < 0.01:
       return f'temperature {temperature:g}; vLLM samples at 0 (greedy) or from 0.01 to 2'
@@ -181,7 +181,7 @@ def check_transfer(config: VllmConfig) -> pathlib.Path:
 
 
 def split_cores(servers: int, workers: int = 1) -> list[str]:
-  """Splits this process's cores into one VLLM_CPU_OMP_THREADS_BIND per server; too few cores are shared.
+  """Returns one VLLM_CPU_OMP_THREADS_BIND per server, dividing this process's cores; too few cores are shared.
 
   Args:
     workers: workers per server (tensor-parallel size), which get equal shares of its cores.
@@ -195,7 +195,7 @@ def split_cores(servers: int, workers: int = 1) -> list[str]:
 
 
 def options(args: Mapping[str, Any]) -> list[str]:
-  """Formats vLLM options: True is a switch, False its --no- form; mappings are JSON, lists several words."""
+  """Formats vLLM options: True as a switch, False as its --no- form, a mapping as JSON, a list as several words."""
   words: list[str] = []
   for name, value in args.items():
     option = name.replace('_', '-')
@@ -213,7 +213,7 @@ def options(args: Mapping[str, Any]) -> list[str]:
 
 
 def parse_options(words: Sequence[str]) -> dict[str, Any]:
-  """Parses typed options, the inverse of `options`: an option without values is a switch, one with several a list."""
+  """Parses typed options, the inverse of `options`: an option without values becomes True, one with several a list."""
   parsed: dict[str, Any] = {}
   name = None
   for word in words:
@@ -238,7 +238,8 @@ class ServerCommand:
   args: Mapping[str, Any]
   env: Mapping[str, str]
   worker_files: Mapping[str, pathlib.Path] = dataclasses.field(default_factory=lambda: {WORKER_MODULE: WORKER})
-  """Files of the modules that vLLM's processes can import, by name; nothing else of this project is on their path."""
+  """Files of the modules that vLLM's processes can import, keyed by module name; nothing else of this project is on
+  their path."""
 
   def argv(self, socket: pathlib.Path) -> list[str]:
     server_options = ['--model', str(self.model), '--uds', str(socket)]
@@ -269,7 +270,7 @@ def server_commands(
   """Returns the command of each owned server.
 
   Args:
-    adapter_rank: rank of the adapters that are loaded at run time; 0 = no adapters.
+    adapter_rank: rank of the adapters that are loaded at run time; 0: no adapters.
   """
   python = check_transfer(config)
   cpu = runs_on_cpu(python)

@@ -1,4 +1,4 @@
-"""vLLM servers as an engine value: their commands, replicas and publication folder."""
+"""Builds the `EngineSpec` of vLLM servers: their commands, replicas and publication folder."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
 
 
 def publish_directory(config: VllmConfig, workdir: pathlib.Path) -> pathlib.Path:
-  """Returns this start's own folder, in shared memory or below the configured directory; removes a killed start's.
+  """Returns a folder for this start, in shared memory or the configured directory; removes that of a killed start.
 
   The name is random: the guards of a killed start may still be about to remove its folder, and runs on several hosts
   may share the directory.
@@ -91,7 +91,7 @@ def publish_directory(config: VllmConfig, workdir: pathlib.Path) -> pathlib.Path
   record = workdir / PUBLISHED
   if record.exists():
     left = pathlib.Path(record.read_text(errors='replace'))
-    if _PUBLISHES.fullmatch(left.name):  # A truncated record may name a folder in other use.
+    if _PUBLISHES.fullmatch(left.name):  # A truncated record may name a folder with another use.
       shutil.rmtree(left, ignore_errors=True)
   directory = pathlib.Path(root or SHARED_MEMORY).absolute() / f'jaxrl_llm-{secrets.token_hex(8)}'
   record.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def _commands(config: VllmConfig, setting: EngineSetting) -> list[ServerCommand]
 
 
 def _lines(config: VllmConfig, setting: EngineSetting) -> Mapping[str, str]:
-  """Shell commands of the owned servers, by name, with placeholders for what is made at their start."""
+  """Shell commands of the owned servers, by name, with placeholders for paths that are created at their start."""
   lines = {}
   for i, command in enumerate([] if config.addresses else _commands(config, setting)):
     variables = [f'{name}={value}' for name, value in command.variables(pathlib.Path('MODULES')).items()]

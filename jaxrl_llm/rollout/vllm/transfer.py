@@ -28,14 +28,14 @@ from jaxrl_llm.rollout.vllm.server import WORKER, WORKER_MODULE, VllmConfig, che
 
 SENDER = pathlib.Path(__file__).with_name('sender.py')
 _REFUSALS = ('tensors missing', 'cannot be read', 'as read, announced was', 'published as')
-"""Markers of worker errors that precede its first write. Paths cannot be matched: vLLM replaces them by <path>."""
+"""Markers of worker errors that precede its first write. Paths cannot be matched: vLLM replaces them with <path>."""
 _LINE = 1 << 28
 """Maximum bytes of one line from a sender; a line may name all tensors."""
 _CONNECT_S = 300.0
 """Time limit for importing vLLM and forming a group."""
 _LOOK_S = 0.01
 _LAST_LINES = 5
-"""Log lines shown when a sender exits by itself."""
+"""Number of log lines shown when a sender exits on its own."""
 
 
 _Server = TypeVar('_Server', bound=EngineServer, contravariant=True)
@@ -46,7 +46,7 @@ class Transfer(Protocol[_Server]):
   """Transfers publications to one server."""
 
   backend: str
-  """Name in messages; of vLLM's servers that in `--weight-transfer-config`."""
+  """Name in messages; for vLLM servers, also the one in `--weight-transfer-config`."""
 
   async def connect(self, client: _Server) -> None:
     """Sets up the transfer, once per start of the server, before the first `send`.

@@ -30,10 +30,10 @@ class View(NamedTuple):
   tensor: torch.Tensor
   """Writable; shares the memory of the live parameter."""
   dim: int | None = None
-  """Sliced axis; None = whole."""
+  """Sliced axis; None: the whole tensor."""
   start: int = 0
   length: int | None = None
-  """Length of that axis in the whole tensor; None = unknown."""
+  """Length of that axis in the whole tensor; None: unknown."""
 
   @property
   def whole(self) -> tuple[int | None, ...]:
@@ -110,7 +110,7 @@ def read_checked(files: Mapping[str, Mapping[str, str]], directory: str) -> dict
   """Reads all tensors of a publication and verifies their digests.
 
   Args:
-    files: digest of each tensor, by file name and tensor name.
+    files: digest of each tensor, keyed by file name, then by tensor name.
     directory: directory of the files.
 
   Raises:
@@ -176,7 +176,7 @@ class Worker:
     }
 
   def _adapter_rank(self) -> int:
-    """Returns the largest rank of adapters that this server can load at run time; 0 = it cannot load adapters."""
+    """Returns the largest rank of adapters that this server can load at run time; 0: it cannot load adapters."""
     config = getattr(self.vllm_config, 'lora_config', None)
     allowed = os.environ.get('VLLM_ALLOW_RUNTIME_LORA_UPDATING', '').lower() in ('1', 'true')
     return config.max_lora_rank if config is not None and allowed else 0
@@ -191,7 +191,7 @@ def _keep_weights(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 
 def _wait_without_spinning() -> None:
-  """Shortens the time for which an idle worker spins, by default one second: on CPUs the trainer needs that core."""
+  """Cuts an idle worker's busy-wait from vLLM's default of one second: on CPU-only hosts the trainer needs the core."""
   from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
   wait = SpinCondition.wait
@@ -227,7 +227,7 @@ def _install() -> None:
     directory: str = ''
     files: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     adapter: str = ''
-    """Name of the adapter in the files, which vLLM loads itself after they were verified here; '' = whole weights."""
+    """Name of the adapter in the files, which vLLM loads itself after they were verified here; '': whole weights."""
 
   class FileTransferEngine(WeightTransferEngine):
     """Loads weights from files that both sides see (shared memory, or a shared file system)."""
