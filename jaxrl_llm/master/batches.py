@@ -1,4 +1,4 @@
-"""Batch sources of the stages, and the planner that closes batches into step plans."""
+"""Sources of each stage's batches, and the planner that turns a closed batch into a step plan."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Batches(Protocol):
   def running(self) -> contextlib.AbstractAsyncContextManager[None]: ...
 
   def advance(self, step: int, served: int) -> None:
-    """Begins the batch after `step` completed ones; `served` of this stage's are in the engines' weights."""
+    """Begins the batch after `step` completed ones; the engines' weights include `served` batches of this stage."""
     ...
 
   async def next(self) -> tuple[list[Row], dict[str, int]]:
@@ -43,7 +43,7 @@ class Batches(Protocol):
     ...
 
   def taken(self) -> dict[str, Scored]:
-    """Scored samples behind the last batch's rows, by uid."""
+    """Returns the scored samples from which the last batch's rows were built, keyed by uid."""
     ...
 
   def trained(self, plan: StepPlan) -> None:
@@ -51,7 +51,7 @@ class Batches(Protocol):
     ...
 
   def state(self) -> Any:
-    """JSON state as of the last completed batch, regardless of later draws."""
+    """Returns the JSON state as of the last completed batch, regardless of later draws."""
     ...
 
   def restore(self, state: Any) -> None: ...
@@ -131,7 +131,7 @@ class RolloutBatches:
 
 
 class MixedBatches(RolloutBatches):
-  """Batches of rollouts and expert rows in fixed numbers, except that earlier groups may be few at first."""
+  """Batches with fixed numbers of rollouts and of expert rows; at first, fewer earlier groups may be available."""
 
   def __init__(self, explorer: Explorer, experts: StreamBatches):
     super().__init__(explorer)
@@ -161,7 +161,7 @@ class MixedBatches(RolloutBatches):
 
 
 def _joined(stage: str, row: Row) -> Issue:
-  """Store record of an expert row; its uid starts with the stage, as stages may share rows."""
+  """Returns the store record of an expert row; its uid starts with the stage, because stages may share rows."""
   uid = f'{stage}/{row.uid}'
   return Issue(uid=uid, group_id=uid, task_id=row.uid.partition('/')[0], visit=0, partition='expert')
 
@@ -240,7 +240,7 @@ class Planner:
 
 
 def _proximal_reason(stage: Stage, step: int, optimizer_steps: int) -> str:
-  """Reason for a pass over the policy's logprobs before the batch; empty: the update's own suffice or none are read."""
+  """Returns why a pass must compute the policy's logprobs before the batch; empty if the update's suffice."""
   algorithm = stage.algorithm
   is_reference = algorithm.reference.every == 1
   if 'proximal_logprobs' in algorithm.on_host or (is_reference and 'reference_logprobs' in algorithm.on_host):

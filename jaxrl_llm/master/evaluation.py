@@ -1,4 +1,4 @@
-"""Evaluation suites: a pinned policy version on held-out tasks, with greedy, mean@k and pass@k accuracy."""
+"""Evaluation suites: greedy, mean@k and pass@k accuracy of one fixed policy version on held-out tasks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class SuiteConfig:
   taskset: str
   """Name of a configured taskset; its tasks must not be trained on (checked by digest)."""
   tasks: int | None = None
-  """Number of tasks, taken from its start; None = all."""
+  """Number of tasks, taken from the start of the taskset; None: all."""
   samples: int = 0
-  """Sampled completions per task for mean@k and pass@k, besides the greedy one; 0 = greedy only."""
+  """Sampled completions per task for mean@k and pass@k, besides the greedy one; 0: greedy only."""
   temperature: float = 1.0
   top_p: float = 1.0
   top_k: int = -1
-  """-1 = off."""
+  """-1: off."""
   correct_at: float = 1.0
   """Minimum score of a correct completion; all accuracies are fractions of correct completions."""
 
@@ -56,7 +56,7 @@ class SuiteConfig:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-  """1 - C(n - c, k) / C(n, k), the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374), eq. 1."""
+  """1 - C(n - correct, k) / C(n, k), the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374), eq. 1."""
   return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
@@ -74,19 +74,19 @@ Row = dict[str, Json]
 
 
 def _solved(suite: SuiteConfig, rows: Sequence[Row]) -> list[float]:
-  """1 or 0 for each scorable completion."""
+  """Returns 1 (correct) or 0 (wrong) for each scorable completion."""
   return [float(row['score'] >= suite.correct_at) for row in rows if row['score'] is not None]
 
 
 def greedy_metrics(suite: SuiteConfig, rows_by_task: Sequence[Sequence[Row]]) -> dict[str, float]:
-  """Fraction of tasks solved by the greedy completion, without unscorable ones."""
+  """Fraction of tasks that the greedy completion solves, with its standard error; omits unscorable completions."""
   solved = [solved for rows in rows_by_task for solved in _solved(suite, rows)]
   accuracy = f'val-core/{suite.taskset}/acc/greedy'
   return {accuracy: mean(solved), f'{accuracy}/stderr': standard_error(solved)}
 
 
 def sampled_metrics(suite: SuiteConfig, rows_by_task: Sequence[Sequence[Row]]) -> dict[str, float]:
-  """mean@n with its standard error over tasks, and pass@k for powers of two (over tasks with k scorable ones)."""
+  """mean@n with its standard error over tasks, and pass@k (k = 1, 2, 4, …) over tasks with k scorable samples."""
   by_task = [solved for rows in rows_by_task if (solved := _solved(suite, rows))]
   means = [mean(solved) for solved in by_task]
   accuracy = f'val-core/{suite.taskset}/acc/mean@{suite.samples}'
@@ -124,7 +124,7 @@ class Evaluator:
   ):
     """
     Args:
-      deadline_s: longest wait for the next task of a suite to end.
+      deadline_s: maximum seconds to wait for the suite's next task to end.
     """
     self._workflow, self._scorers, self._rewards, self._events = workflow, scorers, rewards, events
     self._deadline_s = deadline_s

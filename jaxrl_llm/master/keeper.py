@@ -1,4 +1,4 @@
-"""Keeper of a run: after each step writes metrics and rollouts, evaluates, then commits, so a commit covers them all.
+"""Keeper of a run: after each step it writes metrics and rollouts, evaluates, then commits all of this.
 
 Every process calls it; only process 0 writes anything besides arrays.
 """
@@ -36,7 +36,7 @@ _WARN_EVERY = 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Logs:
-  """Outputs of process 0, besides checkpoints, and what it needs to fill them."""
+  """Outputs of process 0, except checkpoints, and the objects that supply their content."""
 
   metrics: MetricsWriter
   rollouts: RolloutsWriter
@@ -51,7 +51,7 @@ class Logs:
   """Metrics of the process itself (heartbeat, compilations, clock decisions)."""
   mismatch: MismatchConfig = MismatchConfig()
   files: Mapping[str, int] = dataclasses.field(default_factory=dict)
-  """Size in bytes of files that the run created and keeps reading, by path in the run directory."""
+  """Size in bytes of files that the run created and keeps reading, keyed by path in the run directory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Start:
   """One start of a run."""
 
   attempt: int
-  """Number of the start."""
+  """Number of this start."""
   stop: asyncio.Future
   """Future of a signal number; setting it abandons a running evaluation."""
   best: tuple[float, int] | None = None
@@ -90,7 +90,7 @@ class RunKeeper:
     self._publisher, self._checkpoints, self._logs = publisher, checkpoints, logs
     self._generates, self._best = generates, start.best
     self._warned: dict[str, int] = {}
-    """Budget to the step of its last warning."""
+    """Step of the last warning, keyed by budget."""
 
   async def start(self, state: LoopState, stage: Stage) -> LoopState:
     """Runs the evaluation due before the first step, or the one that a signal interrupted."""
@@ -126,7 +126,7 @@ class RunKeeper:
       generated = sum(member.sample.response_len for member in taken.values())
       waited = seconds['gen'] - seconds.get('update_weights', 0.0)
       row['perf/trainer_idle_s'] = waited
-      if row.get('staleness/max') == 0:  # Otherwise the trainer did not wait for all of them.
+      if row.get('staleness/max') == 0:  # Otherwise the trainer did not wait for all rollouts.
         row['perf/rollout_throughput'] = generated / waited
     row = logs.metrics.write(stage.name, state.step, row)
     if taken:
@@ -156,7 +156,7 @@ class RunKeeper:
     return dataclasses.replace(state, evaluated=not stop, stop=stop)
 
   async def _run_suites(self, logs: Logs, state: LoopState, stage: Stage) -> int:
-    """Returns 0, or the signal that interrupted it; then nothing is written, since all suites will be repeated."""
+    """Returns 0, or the signal that interrupted it: then nothing is written, since all suites will be repeated."""
 
     async def measure():
       return [(suite, *await logs.evaluator.run(suite, tasks)) for suite, tasks in logs.suites]

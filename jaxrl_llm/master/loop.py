@@ -28,7 +28,7 @@ class LoopState:
   step: int
   """Completed batches."""
   moved: int = 0
-  """Index of the last batch that changed the policy, from 1; 0 = none in this attempt."""
+  """Index of the last batch that changed the policy, from 1; 0: none in this attempt."""
   evaluated: bool = False
   """Whether the evaluation due at `step` (if any) has been made."""
   stop: int = 0
@@ -50,7 +50,7 @@ class Keeper(Protocol):
 
 
 EnterStage = Callable[[Stage, LoopState], Awaitable[tuple[StageTrainer, LoopState]]]
-"""Returns the stage's programs and the state, prepared for the stage if it has not begun yet."""
+"""Returns the stage's programs and the loop state, which it prepares for the stage if that has not begun yet."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ def _publication_due(parts: Parts, stage: Stage, step: int) -> bool:
 
 
 async def _close(parts: Parts, stage: Stage, step: int, batches: Batches | None) -> StepPlan:
-  """Returns one plan, the same in every process."""
+  """Closes the next batch in process 0 and returns its plan in every process."""
   if batches is None:
     return StepPlan.from_json(await parts.process.coordinator.broadcast(None))
   batches.advance(step, (parts.publisher.served.step if stage.explores else step) - stage.start)

@@ -1,8 +1,8 @@
 """Mismatch of trainer and sampler logprobs: metrics, computed on the host in float64, and warning budgets.
 
-Both logprobs are of the same tokens at the same temperature. With equal weights they differ only by numerics, and only
-that is held against the budget; older rollouts also differ by what was learned since. Keys are verl's
-(`rollout_corr/`) and TRL's (`sampling/`); r is trainer − sampler, w = exp(r) with r clipped to ±20.
+Both logprobs are of the same tokens at the same temperature. With equal weights they differ only numerically, and the
+budgets apply to that difference alone; older rollouts also differ by what the policy has learned since. Metric keys are
+verl's (`rollout_corr/`) and TRL's (`sampling/`); r is trainer − sampler, w = exp(r) with r clipped to ±20.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _BUDGETS = {
   'warn_k3_kl': ('rollout_corr/k3_kl', 'nats per token'),
   'warn_max_difference': ('sampling/sampling_logp_difference/max', 'nats at one token'),
 }
-"""Field of MismatchConfig to the metric that it bounds, and its unit."""
+"""Metric that each field of MismatchConfig bounds, and the metric's unit."""
 
 Pair = tuple[Float[np.ndarray, '...'], Float[np.ndarray, '...']]
-"""Logprobs of one sample's trained, sampled tokens, of equal length: the trainer's before the batch, the sampler's."""
+"""(trainer's before the batch, sampler's) logprobs of one sample's trained, sampled tokens, of equal length."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MismatchConfig:
-  """Mismatch budgets above which a step is warned about and counted."""
+  """Mismatch budgets; a step that exceeds one is counted and causes a warning."""
 
   warn_k3_kl: float = 1e-2
-  """`rollout_corr/k3_kl`, nats per token."""
+  """Maximum `rollout_corr/k3_kl`, in nats per token."""
   warn_max_difference: float | None = None
-  """Largest |trainer − sampler| of one token's logprobs, nats; None = no such budget."""
+  """Maximum |trainer − sampler| of one token's logprobs, in nats; None: no such budget."""
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
@@ -93,10 +93,10 @@ def _mean(values: Float[np.ndarray, '...']) -> Mean:
 
 
 def over_budget(config: MismatchConfig, values: Mapping[str, float]) -> dict[str, str]:
-  """Returns one line per budget that a step exceeds, by budget name; NaN exceeds any.
+  """Returns one line for each budget that a step exceeds, keyed by budget name; NaN exceeds any budget.
 
   Args:
-    values: resolved metrics of the step; missing ones exceed nothing.
+    values: resolved metrics of the step; a missing metric exceeds nothing.
   """
   lines = {}
   for name, (key, unit) in _BUDGETS.items():

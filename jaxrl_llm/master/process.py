@@ -1,4 +1,4 @@
-"""This process's part in a run."""
+"""Resources of one process of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxrl_llm.runtime.stopwatch import Stopwatch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Process:
-  """Means of this process, shared by the loop, the keeper and the trainers of all stages."""
+  """Resources of this process, shared by the loop, the keeper and the trainers of all stages."""
 
   coordinator: Coordinator
   device: DeviceThread

@@ -1,7 +1,7 @@
-"""Rollouts of another run as static data of this one: imported once, then drawn in passes.
+"""Another run's rollouts as static training data of this run: imported once, then drawn in shuffled passes.
 
-Afterwards this run does not need the other: `data/<stage>.arrayrecord` holds the samples, and a JSON file beside it the
-groups, with their processed rewards.
+After the import the other run is not needed: `data/<stage>.arrayrecord` holds the samples, and a JSON file beside it
+holds the groups with their processed rewards.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class RecordedGroups:
   def __init__(self, workdir: pathlib.Path, file: str, *, tasks: Mapping[str, Task], text: Callable[[Sample], str]):
     """
     Args:
-      file: as given to `write_recorded`.
-      tasks: by uid.
+      file: file given to `write_recorded`.
+      tasks: tasks, keyed by uid.
       text: returns a sample's completion.
     """
     recorded = json.loads(_groups_file(workdir / file).read_text())
@@ -95,7 +95,7 @@ class RecordedGroups:
     return [self._members[i][0] for i in self._groups[group]]
 
   def recall(self, rows: Sequence[Row]) -> dict[str, Scored]:
-    """Returns the rollouts behind these rows, by uid. Raises UserError if a task no longer exists."""
+    """Returns the rollouts of these rows, keyed by uid. Raises UserError if a task no longer exists."""
     samples, known = self._reader.read([(self._name, row.index) for row in rows]), {}
     for row, sample in zip(rows, samples, strict=True):
       if sample.task_id not in self._tasks:
@@ -124,8 +124,8 @@ class RecordedBatches:
   def __init__(self, groups: RecordedGroups, *, count: int, seed: int, events: Events = SILENT):
     """
     Args:
-      groups: at least `count`.
-      count: groups per batch.
+      groups: imported groups, at least `count` of them.
+      count: number of groups per batch.
     """
     self._groups, self._count, self._events = groups, count, events
     self._order = Passes(range(len(groups)), seed=seed)

@@ -20,9 +20,9 @@ from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, mean_of, resolve, sprea
 def step_metrics(
   batch: Batch, updated: Updated, taken: Mapping[str, Scored], budgets: MismatchConfig
 ) -> tuple[dict[str, float], dict[str, str]]:
-  """Returns a step's metrics of plan, samples and policy, that is without timings and host metrics.
+  """Returns the step's plan, sample and policy metrics (no timings or host metrics), and its mismatch warnings.
 
-  Also returns a line per budget, by name, that the mismatch of fresh rollouts exceeds.
+  There is one warning for each budget that the mismatch of fresh rollouts exceeds, keyed by budget name.
   """
   row, exceeded = resolve(updated.metrics | batch_metrics(batch, taken)), {}
   if taken:
@@ -57,7 +57,7 @@ def batch_metrics(batch: Batch, taken: Mapping[str, Scored]) -> dict[str, Metric
     versions = [row.version_step for row in rows if row.version_step is not None]
     metrics |= spread('staleness', [plan.step - version for version in versions])
     metrics |= _advantage_metrics(batch) | _scorer_metrics(taken)
-    # Most were dropped before the batch was closed, so the algorithm never sees them.
+    # Most unscorable samples were dropped before the batch was closed, so the algorithm never sees them.
     unscorable = len(rows) - len(scores) + plan.counts.get('dropped/unscorable', 0)
     metrics |= {'num_unscorable': Sum(unscorable), **{f'run/{name}': Sum(n) for name, n in plan.counts.items()}}
   return metrics
@@ -102,7 +102,7 @@ def logprob_pairs(batch: Batch, updated: Updated, taken: Mapping[str, Scored], *
   Omits rows whose logprobs were computed after an update of the batch.
 
   Args:
-    fresh: only rollouts of the policy that the batch updates, which differ by numerics alone.
+    fresh: whether to keep only rollouts of the policy that the batch updates, whose logprobs differ only numerically.
   """
   pairs = []
   for i in _rollouts(batch, taken) if updated.logprobs is not None else ():
@@ -116,7 +116,7 @@ def logprob_pairs(batch: Batch, updated: Updated, taken: Mapping[str, Scored], *
 
 
 def _rollouts(batch: Batch, taken: Mapping[str, Scored]) -> list[int]:
-  """Row numbers of the rollouts, each sample once, even if a batch has it in several pairs."""
+  """Row numbers of the rollouts; a sample that is in several pairs of the batch is listed once."""
   first: dict[str, int] = {}
   for i, row in enumerate(batch.plan.rows):
     if row.uid in taken:
@@ -127,7 +127,7 @@ def _rollouts(batch: Batch, taken: Mapping[str, Scored]) -> list[int]:
 def rollout_rows(
   batch: Batch, updated: Updated, taken: Mapping[str, Scored], token_text: Callable[[int], str]
 ) -> list[dict[str, Any]]:
-  """One row per trained sample for `rollouts/`; arrays are per completion token."""
+  """Returns one row per trained sample for `rollouts/`; arrays have one entry per completion token."""
   return [
     _rollout_row(
       batch.plan.rows[i],

@@ -19,7 +19,7 @@ from jaxrl_llm.parallel.mesh import data_parallel_ranks
 from jaxrl_llm.parallel.rules import sharding_of_batch
 
 _CHUNKS_PER_RANK = 8
-"""Maximum per micro-batch; a chunk holds several sequences if they are short."""
+"""Maximum number of chunks per rank and micro-batch; a chunk holds several sequences if they are short."""
 
 
 class RewardModel:
@@ -28,10 +28,10 @@ class RewardModel:
   def __init__(self, model: Model, params: Params, mesh: Mesh, *, max_length: int, sequences: int = 32):
     """
     Args:
-      model: with a 'scalar' head.
+      model: model with a 'scalar' head.
       params: parameters of `model`, on the mesh.
       max_length: tokens of the longest sequence.
-      sequences: maximum per pass.
+      sequences: maximum number of sequences per pass.
     """
     if model.spec.head != 'scalar':
       raise UserError(

@@ -29,7 +29,7 @@ from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, merge
 
 
 class Optimization(NamedTuple):
-  """How a stage trains one role."""
+  """Optimizer with which a stage trains one role."""
 
   optimizer: optax.GradientTransformation
   config: OptimizerConfig
@@ -64,7 +64,7 @@ class Stage:
   publish_every: int = 1
   """Batches between publications of the policy to the engine."""
   held_out: str | None = None
-  """Name of the preferences that evaluations measure the policy on."""
+  """Name of the preference set on which evaluations measure the policy."""
 
   @property
   def updates(self) -> int:
@@ -92,11 +92,10 @@ class Batch(NamedTuple):
 class Updated(NamedTuple):
   metrics: dict[str, Metric]
   logprobs: dict[int, Any] | None
-  """By plan row number: logprobs of the sample's trained tokens under the policy before the batch; 0 elsewhere.
+  """Logprobs of each row's trained tokens under the policy before the batch, 0 elsewhere, keyed by plan row number.
 
-  Includes rows left out of the loss. None: the batch was not trained on, so none were computed.
-
-  For `late` rows: under the policy before the first optimizer step on them.
+  Includes rows left out of the loss. The logprobs of `late` rows are under the policy before the first optimizer step
+  on them. None: the batch was not trained on, so none were computed.
   """
   moved: bool
   """Whether the policy changed."""
@@ -122,7 +121,7 @@ class _Trained(NamedTuple):
 
 
 def value_pass(stage: Stage, critic: Model, mesh: Mesh) -> Score | Value:
-  """Builds the critic's pass before a batch, with the values after each token if the algorithm reads them."""
+  """Builds the critic's forward pass, which also returns the values after each token if the algorithm reads them."""
   if 'next_values' in stage.algorithm.on_host:
     return build_value(critic, mesh)
   return build_score(critic, mesh, token_chunk=stage.token_chunk)
@@ -171,7 +170,7 @@ class StageTrainer:
       )
 
   def _on_policy(self) -> tuple[str, ...]:
-    """Logprob fields that the batch's only update computes itself, as they are of the policy before it."""
+    """Returns the logprob fields that need no pass, because the batch's only update computes them itself."""
     if self._stage.minibatches * self._stage.epochs > 1:
       return ()
     reads = self._stage.algorithm.reads
@@ -184,7 +183,7 @@ class StageTrainer:
   async def annotate(self, learned: Learned, plan: StepPlan) -> Batch:
     """Loads the rows, runs the forward passes that plan and algorithm require, and computes advantages.
 
-    Passes run once over the rows, in the first epoch's packing, and hold for all epochs.
+    The passes run once over the rows, in the first epoch's packing; their results serve all epochs.
     """
     stage, algorithm = self._stage, self._stage.algorithm
     steps = [
@@ -357,7 +356,7 @@ def _report_metrics(report: Report) -> dict[str, Metric]:
 
 
 def _scalars(constants: Constants) -> dict[str, np.float32]:
-  """Constants as arrays, so that a new value does not recompile."""
+  """Converts constants to arrays, so that a new value causes no recompilation."""
   return {name: np.float32(value) for name, value in constants.items()}
 
 

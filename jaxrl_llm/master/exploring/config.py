@@ -18,22 +18,23 @@ class ExplorerConfig:
   earlier: tuple[str, ...] = ()
   """Previous stages of the run; visit numbers of a task continue from theirs."""
   groups_per_batch: int
-  """Tasks per batch."""
+  """Number of new groups per batch, one per task."""
   group_size: int = 8
-  """Samples per task."""
+  """Number of samples per task."""
   bound: int = 0
-  """Maximum lag of a group's weights; see `Gate`."""
+  """Maximum lag of a group's weights, in batches; see `Gate`."""
   batches: int | None = None
   """Number of batches in the stage; None: unlimited."""
   temperature: float = 1.0
   processors: tuple[tuple[str, Processor], ...] = ()
   """(name, processor) pairs that run, in order, on a finished group."""
   selection: SelectionConfig = SelectionConfig()
-  """Which samples of a group are trained on."""
+  """Selects the samples of a group to train on."""
   past: Past | None = None
   """Earlier groups that join each batch."""
   max_dropped_groups: int = 100
-  """Maximum groups dropped (nothing scorable, or selected) while collecting one batch; one more ends the run."""
+  """Maximum number of groups dropped while collecting one batch (nothing scorable or nothing selected); one more ends
+  the run."""
   limits: TaskLimits = TaskLimits()
   collect_deadline_s: float = 3600.0
-  """Longest wait for a batch, in seconds."""
+  """Maximum wait for a batch, in seconds."""

@@ -1,13 +1,14 @@
 """Explorer: takes groups from tasks to rollouts, scores and the store, in the order in which the gate admits them.
 
-It alone draws a stage's tasks, admits its groups and changes its samples in the store, so it holds their common state:
-the number of completed batches, and what a commit needs to continue.
+Only the explorer draws a stage's tasks, admits its groups and changes its samples in the store, so it holds their
+common
+state: the number of completed batches, and everything that a commit needs to continue.
 
 Invariant: every issued sample reaches one state in the store (admitted, or dropped with a reason), and a closed batch
 is a function of which groups started and what they scored, never of which ended first.
 
-With a bound above 0, groups are in flight at a commit, and its state lists them. A resumed explorer takes those that
-had ended by then from the store and runs the others again.
+With a bound above 0, groups are in flight at a commit, and the committed state lists them. A resumed explorer reads
+those that had ended by then from the store and runs the others again.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ class Drawn(NamedTuple):
   """A closed batch."""
 
   chosen: list[Chosen]
-  """Its samples in order of issue, new ones before earlier ones; a sample in several pairs comes several times."""
+  """Its samples in order of issue, new ones before earlier ones; a sample in several pairs occurs once per pair."""
   places: dict[str, Ref]
-  """Place in the store's sealed segments, by uid."""
+  """Places of the samples in the store's sealed segments, keyed by uid."""
   counts: dict[str, int]
-  """Counters of its collection."""
+  """Counters from collecting the batch."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -77,16 +78,16 @@ class Explorer:
     self._gate = Gate(bound=config.bound, groups_per_batch=config.groups_per_batch, batches=config.batches)
     self._events = events
     self._writer = store.at(0)
-    """Stamps changes with the completed batches of the run."""
+    """Stamps store changes with the number of completed batches of the run."""
     self._started = 0
     self._groups: dict[int, _Group] = {}
-    """By group number, in order of start."""
+    """Groups that no batch has taken yet, keyed by group number, in order of start."""
     self._visits: dict[str, int] = {}
-    """Visits by earlier stages, by prompt. A repeated visit number would draw the same noise."""
+    """Visits in earlier stages, keyed by prompt. A repeated visit number would repeat the random draws."""
     self._handed_out: set[str] = set()
     """Names of the groups in a batch that is not completed yet."""
     self._outcomes: dict[int, tuple[str, int, int]] = {}
-    """By number of an ended group: task uid, correct samples, scorable samples."""
+    """(task uid, number of correct samples, number of scorable samples) of ended groups, keyed by group number."""
     self._scoring_s = 0.0
     self._clock = IdleClock()
     self._progress = asyncio.Event()
@@ -97,14 +98,14 @@ class Explorer:
 
   @property
   def clock_decisions(self) -> int:
-    """Number of group tries that `TaskLimits` ended."""
+    """Number of times a time limit cut a group's try short."""
     return self._runner.clock_decisions
 
   @contextlib.asynccontextmanager
   async def running(self) -> AsyncIterator[None]:
     """Explores while the block runs; drops samples in flight at its end with reason 'given up'.
 
-    The commit for a signal comes first, so a restarted run still has them.
+    On a signal, the commit comes before that, so a restarted run still has them.
     """
     self._clock = IdleClock()
     if self._config.earlier:
@@ -125,15 +126,15 @@ class Explorer:
         self._events.message(Edge.DROP, group=group, reason='given up')
 
   def advance(self, step: int, served: int) -> None:
-    """Records that `step` batches of the run are complete, and `served` of this stage are in the engines' weights."""
+    """Records that `step` batches of the run are complete and that the engines serve `served` of this stage's."""
     self._writer, self._handed_out = self._store.at(step), set()
     self._sampler.advance(served)
     self._gate.advance(served)
 
   async def next(self) -> Drawn:
-    """Returns the next batch, its samples sealed: new groups, then the earlier ones that `past` draws.
+    """Returns the next batch with its samples sealed: new groups, then the earlier ones that `past` draws.
 
-    Raises: as `collect`.
+    Raises the exceptions of `collect`.
     """
     chosen, counts = await self.collect()
     if (past := self._config.past) is not None:
@@ -189,20 +190,20 @@ class Explorer:
     self._completed = self._now()
 
   def _tell(self, last: int) -> None:
-    """Reports the outcomes of groups up to number `last`, all of them ended, to the sampler in order.
+    """Reports the outcomes of the groups up to number `last`, all of which have ended, to the task sampler in order.
 
-    With a bound of 0 nothing is drawn meanwhile. Above it, timing decides whether replacements for dropped groups of a
-    later batch are drawn before or after this.
+    With a bound of 0 no task is drawn meanwhile. With a larger bound, timing decides whether replacements for a later
+    batch's dropped groups are drawn before or after this report.
     """
     for number in sorted(number for number in self._outcomes if number <= last):
       self._sampler.feedback(*self._outcomes.pop(number))
 
   def _first(self) -> list[int]:
-    """Numbers of the next batch's groups, as far as they have started."""
+    """Returns the numbers of those groups of the next batch that have started."""
     return list(itertools.islice(self._groups, self._config.groups_per_batch))
 
   async def _batch_ready(self) -> None:
-    # First started, not first ended: fast groups would bias the batch towards short answers.
+    # Takes the groups that started first, not those that ended first, which would bias the batch towards short answers.
     ended = lambda number: self._groups[number].chosen is not None
     while len(first := self._first()) < self._config.groups_per_batch or not all(map(ended, first)):
       self._progress.clear()
@@ -244,20 +245,20 @@ class Explorer:
     ]
 
   def take_scoring(self) -> float:
-    """Seconds, since the previous call, that batches waited for scores after their last rollout ended."""
+    """Returns the seconds since the previous call that batches waited for scores after their last rollout."""
     seconds, self._scoring_s = self._scoring_s, 0.0
     return seconds
 
   def take_idle(self) -> float:
-    """Seconds, since the previous call, without a group in progress."""
+    """Returns the seconds since the previous call during which no group was in progress."""
     return self._clock.take() if self._running is not None else 0.0
 
   def state(self) -> Any:
-    """JSON state as of the last completed batch, regardless of later draws."""
+    """Returns the JSON state as of the last completed batch, regardless of later draws."""
     return self._completed
 
   def _now(self) -> Any:
-    """Current state; at a bound of 0, no group is in flight or waits for its batch between batches."""
+    """Returns the current state; with a bound of 0 it lists no groups between batches."""
     groups = [
       {'number': number, 'task': group.task.uid, 'visit': group.visit, 'ended': group.chosen is not None}
       for number, group in self._groups.items()
@@ -362,5 +363,5 @@ class Explorer:
 
 
 def _prompt(uid: str) -> str:
-  """Part of a task's uid that the same prompt has in every taskset."""
+  """Returns the part of a task's uid that identifies its prompt in every taskset."""
   return uid.rpartition(':')[2]

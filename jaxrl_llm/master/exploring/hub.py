@@ -1,4 +1,4 @@
-"""Requests of workflows to the master in mid-episode: generation, scores, auxiliary models."""
+"""Serves workflows' requests to the master during an episode: generation, scores, auxiliary models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MasterHub:
     """
     Args:
       engine: None if nothing is sampled.
-      auxiliary: models by the names that workflows use.
+      auxiliary: auxiliary models, keyed by the names that workflows use.
     """
     self._engine, self._scorers, self._rewards = engine, scorers, rewards
     self._auxiliary, self._events = auxiliary, events
@@ -56,7 +56,7 @@ class MasterHub:
 
   @contextlib.contextmanager
   def _asked(self, edge: Edge, **fields: Json) -> Iterator[dict[str, Json]]:
-    """Emits a request event and its reply; the block fills the reply's fields in the dict."""
+    """Emits a request event and its reply; the block adds the reply's fields to the yielded dict."""
     asked, reply, answered = self._events.request(edge, **fields), {}, False
     try:
       yield reply

@@ -1,4 +1,4 @@
-"""Judging of the attempts at a task: each one as soon as it ends, then all of them as a group."""
+"""Scores the attempts at a task: each one as soon as it ends, then all of them as a group."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jaxrl_llm.rewards.pool.pool import ScorerPool
 
 
 async def judge(sample: Sample, completion: str, task: Task, scorers: ScorerPool, rewards: RewardsConfig) -> Scored:
-  """Scores one attempt by all configured scorers of single attempts."""
+  """Scores one attempt with all configured scorers of single attempts."""
   scores = await scorers.score(_attempt(sample, completion, task))
   return Scored(sample=sample, task=task, completion=completion, scores=scores, reward=combine(scores, rewards))
 
 
 async def judge_group(members: Sequence[Scored], scorers: ScorerPool, rewards: RewardsConfig) -> list[Scored]:
-  """Returns a task's attempts in order of issue, scored by the scorers of whole groups as well.
+  """Returns a task's attempts in order of issue, after also applying the scorers of whole groups.
 
   If a scorer's failure drops the group, no member has a reward.
   """
@@ -38,7 +38,7 @@ async def judge_group(members: Sequence[Scored], scorers: ScorerPool, rewards: R
 async def judged(
   runs: AsyncIterator[tuple[Sample, str]], task: Task, scorers: ScorerPool, rewards: RewardsConfig
 ) -> list[Scored]:
-  """Judges a workflow's attempts at one task, each as it ends and then as a group."""
+  """Scores a workflow's attempts at one task, each as it ends and then all of them as a group."""
   async with asyncio.TaskGroup() as scoring:
     pending = [scoring.create_task(judge(*run, task, scorers, rewards)) async for run in runs]
   return await judge_group([judging.result() for judging in pending], scorers, rewards)

@@ -11,8 +11,8 @@ from jaxrl_llm.core.errors import UserError
 class TaskLimits:
   """Time limits of a group, from its request to its last score. A group that exceeds them is dropped and replaced.
 
-  They depend on the clock: a run in which one applies is not reproducible bit for bit, and `run/clock_decisions`
-  counts it.
+  They depend on the clock: a run in which a limit takes effect is not reproducible bit for bit. `run/clock_decisions`
+  counts these cases.
   """
 
   timeout_s: float | None = 900.0
@@ -22,8 +22,9 @@ class TaskLimits:
   straggler_factor: float | None = None
   """Give a group up, without another try, after this multiple of the mean group time; None: never.
 
-  The mean is over the last tries of the last `4 * groups_per_batch` groups, once a batch of groups has ended; groups
-  given up do not count. Slow groups often have long answers, so this biases a policy against long answers.
+  The mean covers the final tries of the last `4 * groups_per_batch` groups, without those given up, and applies once
+  `groups_per_batch` groups have ended. Slow groups often have long answers, so this biases a policy against long
+  answers.
   """
 
   def __post_init__(self):
@@ -33,7 +34,7 @@ class TaskLimits:
       raise UserError(f'limits.straggler_factor: {self.straggler_factor}, wanted above 1, or null for none')
 
   def check(self, collect_deadline_s: float, where: str) -> None:
-    """Raises UserError for non-default limits that outlast the wait for a batch."""
+    """Raises UserError for non-default limits whose tries together outlast the wait for a batch."""
     if self == TaskLimits() or self.timeout_s is None:
       return
     longest = self.timeout_s * (self.retries + 1)

@@ -1,4 +1,4 @@
-"""Rule by which groups of earlier batches join a batch of new ones."""
+"""Adds groups of earlier batches to a batch of new ones."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Past:
 
   stage: str
   groups: int
-  """Maximum per batch."""
+  """Maximum number of earlier groups per batch."""
   max_uses: int
   config: DrawConfig
   seed: int
 
   def draw(self, store: ReplayStore, step: int) -> list[Group]:
-    """Draws groups that were trained on, fewer than `max_uses` times, and that `config` does not exclude."""
+    """Draws from the groups trained on at least once but fewer than `max_uses` times, as `config` specifies."""
     reusable = lambda group: group.group_id.startswith(f'{self.stage}/') and 0 < group.uses < self.max_uses
     oldest = None if self.config.max_age is None else step - self.config.max_age
     groups = {group.group_id: group for group in store.candidates(step, oldest_version=oldest) if reusable(group)}

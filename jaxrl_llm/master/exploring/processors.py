@@ -2,8 +2,8 @@
 
 A stage's processors run in order on the scorable members of a group, before selection and admission. Each is a pure
 function of the members and the number of completed batches: it changes rewards, masks members or removes them.
-Removed samples are dropped under its name, a group without members left is replaced by another, and the store records
-every change to a sample under the processor's name (its lineage).
+The processor's name is the reason under which removed samples are dropped, and under which the store records every
+change to a sample (its lineage). A group without members left is replaced with another.
 
 They see what is known when a group ends: tokens, the sampler's logprobs, scores. The trainer's quantities are computed
 after the batch is closed, too late to replace a group: a processor that asks for them is refused.
@@ -49,22 +49,22 @@ class ProcessorConfig:
 
 
 Processor = Callable[[Sequence[Scored], int], Sequence[Scored]]
-"""(members in order of issue, completed batches of the run) to the remaining members, in the same order."""
+"""Maps (members in order of issue, completed batches of the run) to the remaining members, in the same order."""
 
 
 class Processed(NamedTuple):
   members: list[Scored]
   """Remaining members."""
   dropped: dict[str, list[str]]
-  """Removed uids, by processor."""
+  """uids of removed samples, keyed by processor name."""
   lineage: list[tuple[str, str, Json]]
-  """(uid, processor, change), in order."""
+  """(uid, processor name, change) for each changed sample, in order."""
   counts: dict[str, int]
   """Sample counts, `<processor>/in` and `<processor>/out`."""
 
 
 def process(processors: Sequence[tuple[str, Processor]], members: Sequence[Scored], step: int) -> Processed:
-  """Runs named processors in order, until no member is left."""
+  """Runs named processors in order; stops when no member is left."""
   left, done = list(members), Processed([], {}, [], {})
   for name, processor in processors:
     if not left:
@@ -93,7 +93,7 @@ def _change(before: Scored, now: Scored) -> dict[str, Json]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Nothing:
-  """No options."""
+  """Options of a processor that takes none."""
 
 
 def aligned(options: Nothing) -> Processor:
@@ -134,7 +134,7 @@ class VarianceOptions:
 
 
 def reward_std(options: VarianceOptions) -> Processor:
-  """Drops a group whose rewards do not differ (Trinity-RFT's reward_std_filter); before shaping or after, as placed."""
+  """Drops a group whose rewards do not differ (Trinity-RFT's reward_std_filter), as shaped by earlier processors."""
 
   def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
     rewards = np.array([member.reward.worth for member in members], np.float64)
@@ -146,7 +146,7 @@ def reward_std(options: VarianceOptions) -> Processor:
 
 
 def dynamic_sampling(options: Nothing) -> Processor:
-  """Keeps a group if some but not all of its answers are correct; others are replaced (DAPO, arXiv:2503.14476)."""
+  """Drops a group unless some but not all of its answers are correct (DAPO, arXiv:2503.14476)."""
 
   def run(members: Sequence[Scored], step: int) -> Sequence[Scored]:
     correct = sum(bool(member.reward.correct) for member in members)
@@ -207,7 +207,7 @@ def _shaped(options: ShapeOptions, member: Scored) -> float:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiversityOptions:
   weight: float = 0.5
-  """Initial weight."""
+  """Weight before any batch is completed."""
   final_weight: float | None = None
   """Weight after `decay_steps` completed batches, interpolated linearly; None: same as `weight`."""
   decay_steps: int = 1
@@ -268,7 +268,7 @@ PROCESSORS: Mapping[str, tuple[type, Callable[..., Processor]]] = {
   'reward_std': (VarianceOptions, reward_std),
   'shape': (ShapeOptions, shape),
 }
-"""Kind to options class and factory."""
+"""Options class and factory of each processor, keyed by kind."""
 
 
 def check_processors(configs: Sequence[ProcessorConfig], where: str) -> None:

@@ -1,4 +1,4 @@
-"""Runs a group within its limits: its rollouts, the scores of each as it ends, then those of the whole group."""
+"""Runs a group within its time limits: rolls out its samples, scores each as it ends, then scores the whole group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Judged(NamedTuple):
   """A group that has ended."""
 
   members: list[Scored]
-  """In order of issue."""
+  """Samples in order of issue."""
   rolled_out: float
   """Monotonic time at which its last sample ended."""
   scored: float
@@ -36,12 +36,12 @@ class GroupExpired(Exception):
 
 
 class GroupRunner:
-  """Runs groups of a stage.
+  """Rolls out and scores a stage's groups within `TaskLimits`.
 
   Attributes:
-    workflow: writes the samples.
-    scorers: score them.
-    clock_decisions: number of group tries that `TaskLimits` ended.
+    workflow: generates the samples.
+    scorers: pool that scores the samples.
+    clock_decisions: number of times a time limit cut a group's try short.
   """
 
   def __init__(self, config: ExplorerConfig, *, workflow: Workflow, scorers: ScorerPool, events: Events = SILENT):
@@ -52,7 +52,7 @@ class GroupRunner:
     """Durations, in seconds, of the groups that ended last."""
 
   async def run(self, name: str, task: Task, visit: int) -> Judged:
-    """Rolls out and scores group `name`, again if it times out. Raises GroupExpired when its tries are used up."""
+    """Rolls out and scores group `name`; retries if it times out. Raises GroupExpired when its tries are used up."""
     limits = self._config.limits
     for tried in itertools.count():
       (reason, seconds), begun = self._limit(), time.monotonic()
@@ -70,7 +70,7 @@ class GroupRunner:
         return judged
 
   def _limit(self) -> tuple[str, float | None]:
-    """Reason and limit, in seconds, for giving up a group that starts now."""
+    """Returns (reason, seconds): why and when to give up a group that starts now."""
     limits = self._config.limits
     if limits.straggler_factor is not None and len(self._durations) >= self._config.groups_per_batch:
       mean = sum(self._durations) / len(self._durations)

@@ -28,7 +28,7 @@ class Scored:
   reward: Reward
   """Reward combined from the scores, as changed by processors."""
   masked: bool = False
-  """Counts in its group's baseline but is not trained on."""
+  """Whether the sample is not trained on, although it counts in its group's baseline."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,12 +41,12 @@ class Chosen:
   label: Literal[1, -1] | None = None
   """Role in the pair: 1 chosen, -1 rejected."""
   imitated: bool = False
-  """Trained on as a demonstration."""
+  """Whether the sample is trained on as a demonstration."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectionConfig:
-  """Which samples of a group are trained on."""
+  """Selects the samples of a group to train on."""
 
   kind: Literal['all', 'mixed', 'pairs', 'shortest_correct'] = 'all'
   """all: every scorable sample. mixed: the same, if the group has two different rewards, turn rewards included (DAPO's
@@ -67,7 +67,7 @@ class SelectionConfig:
 
   @property
   def unit(self) -> int:
-    """Number of sequences that stay together."""
+    """Number of sequences that stay together: 2 for pairs, else 1."""
     return 2 if self.kind == 'pairs' else 1
 
   def most(self, group_size: int) -> int:
@@ -110,7 +110,7 @@ EXPERIENCE = 'experience'
 
 
 def experience_rows(chosen: Sequence[Chosen]) -> list[tuple[str, str, Json]]:
-  """Rows (uid, EXPERIENCE, input of `read_experiences`), one per chosen sample of a group."""
+  """Returns a row (uid, EXPERIENCE, input of `read_experiences`) for each chosen sample of a group."""
   uses: dict[str, list[tuple[int, Chosen]]] = {}
   for place, choice in enumerate(chosen):
     uses.setdefault(choice.scored.sample.uid, []).append((place, choice))
@@ -123,11 +123,11 @@ def experience_rows(chosen: Sequence[Chosen]) -> list[tuple[str, str, Json]]:
 
 
 def read_experiences(rows: Mapping[str, Json], members: Mapping[str, Scored]) -> list[Chosen]:
-  """Rebuilds the choice from one group, or from several in turn, in its original order.
+  """Rebuilds the chosen samples of one or more groups, in their original order.
 
   Args:
-    rows: values from `experience_rows`, by uid.
-    members: samples with their current scores, by uid.
+    rows: values from `experience_rows`, keyed by uid.
+    members: samples with their current scores, keyed by uid.
   """
   groups: dict[str, dict[int, Chosen]] = {}
   for uid, row in rows.items():
