@@ -31,19 +31,19 @@ class AuditReport:
 
   ok: bool
   issued: int
-  """Samples issued, over all attempts."""
+  """Number of samples issued, over all attempts."""
   states: dict[str, int]
-  """Samples per state; they add up to `issued`."""
+  """Number of samples per state; these numbers add up to `issued`."""
   partitions: dict[str, int]
-  """Samples per partition; they add up to `issued`."""
+  """Number of samples per partition; these numbers add up to `issued`."""
   reasons: dict[str, int]
-  """Samples per 'state(reason)', for terminal states with a reason."""
+  """Number of samples per 'state(reason)', for terminal states with a reason."""
   uses: dict[int, int]
-  """Samples of the usual partition per number of batches that trained on them, from 1."""
+  """Number of samples of the usual partition, keyed by how many batches trained on them (at least 1)."""
   duplicates: int
-  """Results that arrived after another had been accepted, or after the sample had ended."""
+  """Number of results that arrived after another had been accepted, or after the sample had ended."""
   rescored: int
-  """Scores that arrived after one by the same scorer; the newest counts."""
+  """Number of scores that replaced an earlier one from the same scorer."""
   live: tuple[str, ...]
   """uids of samples that have not ended."""
   unscored: tuple[str, ...]
@@ -51,7 +51,7 @@ class AuditReport:
   lost: tuple[str, ...]
   """uids whose bytes should exist but cannot be read."""
   unclaimed: tuple[str, ...]
-  """One line each for the files in `segments/` and `quarantine/` that the index does not name. Not a problem."""
+  """One line each for `segments/` and `quarantine/` if they have files that the index does not name. Not a problem."""
   problems: tuple[str, ...]
   """One line per problem; empty if ok."""
 
@@ -102,7 +102,7 @@ class _Audit:
   def report(self, left_over: list[str]) -> AuditReport:
     """
     Args:
-      left_over: `AuditReport.unclaimed`.
+      left_over: lines for `AuditReport.unclaimed`.
     """
     db = self._db
     problems = [
@@ -202,7 +202,7 @@ class _Audit:
       self._reasons[f'{last}({reason})'] += 1
 
   def _used(self, uid: str, partition: str, trained: collections.Counter[int]) -> Iterator[str]:
-    """Checks a uid's uses over all attempts, which share the uid."""
+    """Checks how often a uid was trained on, over all attempts together."""
     uses = trained.total()
     if partition == 'usual':
       if uses > self._max_uses:
@@ -221,7 +221,7 @@ class _Audit:
         yield f'{key[0]} {key[1]}: the index counts {kept.get(key, 0)} samples, their transitions {self._states[key]}'
 
   def _locations(self) -> Iterator[str]:
-    """Checks bytes: of accepted samples in one place, trained ones in a segment, issued, void, expert ones nowhere."""
+    """Checks where bytes are: those of an accepted sample in one place, of a trained one sealed, of others nowhere."""
     for uid, attempt, partition, state, opened, sealed in self._db.execute(
       'SELECT s.uid, s.attempt, s.partition, s.state, o.uid IS NOT NULL, r.uid IS NOT NULL FROM samples s '
       'LEFT JOIN open_segment o ON o.uid = s.uid AND o.attempt = s.attempt '
@@ -268,7 +268,7 @@ class _Audit:
       if len(rows) == 1:
         self._lost.append(rows[0][2])
         yield f'{rows[0][2]}: lost: {error}'
-      else:  # one bad row fails the whole read: bisect until it is alone
+      else:  # one bad row fails the whole read: bisect to isolate it
         yield from self._rows(rows[: len(rows) // 2])
         yield from self._rows(rows[len(rows) // 2 :])
       return

@@ -1,4 +1,4 @@
-"""Read-only views of a store, also while a run writes to it: summary, sample search, task and sample history."""
+"""Read-only views of a store, even while a run writes to it: summary, sample search, task and sample history."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def open_copy(directory: str | os.PathLike, into: str | os.PathLike) -> ReplaySt
 
 
 def summary(directory: str | os.PathLike) -> list[str]:
-  """Lines on samples by state, partition, version and uses, attempts, segments, scores, plans, unclaimed files."""
+  """Lines on samples (by state, partition, version, uses), attempts, segments, scores, plans and unclaimed files."""
   with snapshot(directory) as (db, _):
     counted: dict[str, dict[str, int]] = {}
     for partition, state, count in db.execute('SELECT partition, state, samples FROM tallies'):
@@ -173,7 +173,7 @@ def find(
 
 
 def asked(directory: str | os.PathLike, task: str) -> list[str]:
-  """Lines on a task: its prompt and truth, and its samples' states over all visits; empty if never attempted."""
+  """Returns lines on a task: prompt, truth and its samples' states over all visits; empty if never attempted."""
   with snapshot(directory) as (db, _):
     row = db.execute('SELECT taskset, domain, json FROM tasks WHERE uid = ?', (task,)).fetchone()
     of = 'FROM samples WHERE task_id = ?'
@@ -193,7 +193,7 @@ def asked(directory: str | os.PathLike, task: str) -> list[str]:
 
 
 def history(directory: str | os.PathLike, uid: str) -> list[str]:
-  """Lines on one sample: transitions, scores and derived values in every attempt, and its stored bytes."""
+  """Returns lines on one sample: its transitions, scores and derived values in every attempt, and its stored bytes."""
   with snapshot(directory) as (db, reader):
     changes = db.execute('SELECT attempt, step, state, reason FROM transitions WHERE uid = ? ORDER BY seq', (uid,))
     lines = [

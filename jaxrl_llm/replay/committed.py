@@ -11,11 +11,11 @@ from jaxrl_llm.replay.tables import INDEX, QUARANTINE, SEGMENTS
 
 
 def missing(directory: pathlib.Path, *, step: int, store: str | None) -> list[str]:
-  """Returns a phrase per part of the store that the commit at `step` needs but that is missing. Writes nothing.
+  """Returns a phrase for each missing part of the store that the commit at `step` needs. Writes nothing.
 
   Args:
     directory: directory of the store.
-    step: name of the commit, above 0: batches completed before it.
+    step: name of the commit: the number of batches completed before it, above 0.
     store: name of the store recorded in the commit; None: the commit is from a version that did not record it.
 
   Raises:

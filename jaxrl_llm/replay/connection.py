@@ -15,7 +15,7 @@ from jaxrl_llm.replay.segments import Ref
 from jaxrl_llm.replay.tables import ENTRY, INDEX, Entry, entry_of
 
 NAMED = 'SELECT value FROM json_each(?)'
-"""The values of a JSON array."""
+"""Subquery for the values of a JSON array."""
 
 
 class Connection:
@@ -48,7 +48,7 @@ class Connection:
         self.db.execute('BEGIN IMMEDIATE')
         yield
         self.db.execute('COMMIT')
-      except sqlite3.IntegrityError:  # a bug of this program
+      except sqlite3.IntegrityError:  # a bug in this program
         raise
       except sqlite3.DatabaseError as error:
         raise RunError(
@@ -63,7 +63,7 @@ class Connection:
   def entries(
     self, uids: Sequence[str] | Mapping[str, Any], missing: Literal['raise', 'skip'] = 'raise'
   ) -> dict[str, Entry]:
-    """Rows of the newest attempts, by uid. Raises ValueError for a uid named twice or, unless skipped, unknown."""
+    """Newest attempts' rows, keyed by uid. Raises ValueError for repeated and, unless skipped, unknown uids."""
     uids = list(uids)
     if len(set(uids)) != len(uids):
       raise ValueError(f'a uid is named twice in one call: {next(u for u in uids if uids.count(u) > 1)}')
@@ -74,14 +74,14 @@ class Connection:
     return entries
 
   def places(self, uids: Sequence[str]) -> dict[str, Ref]:
-    """Places of sealed samples, by uid."""
+    """Returns the places of the sealed ones among these samples, keyed by uid."""
     rows = self.db.execute(
       f'SELECT uid, name, row FROM segment_rows WHERE uid IN ({NAMED}) ORDER BY attempt', (json.dumps(list(uids)),)
     )
     return {uid: (name, row) for uid, name, row in rows}
 
   def open_rows(self, uids: Sequence[str]) -> dict[str, tuple[int, bytes]]:
-    """Attempt and bytes of samples in the open segment, by uid."""
+    """Returns attempt and bytes of those samples that are in the open segment, keyed by uid."""
     rows = self.db.execute(
       f'SELECT uid, attempt, payload FROM open_segment WHERE uid IN ({NAMED}) ORDER BY attempt',
       (json.dumps(list(uids)),),

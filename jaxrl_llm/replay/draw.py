@@ -1,4 +1,4 @@
-"""Drawing of a batch from the available groups: a pure function, so that a resumed run repeats its draws.
+"""Draws a batch from the available groups with a pure function, so that a resumed run repeats its draws.
 
 Invariant: the draw depends on the groups (not on the order in which they are listed), the configuration, the step and
 the seed alone.
@@ -21,15 +21,15 @@ class Group(NamedTuple):
 
   group_id: str
   uids: tuple[str, ...]
-  """In order of issue."""
+  """Its samples, in order of issue."""
   version: int
   """Step of the oldest weights that generated any of its samples."""
   uses: int
-  """Batches that trained on it: the maximum over its samples."""
+  """Number of batches that trained on it: the maximum over its samples."""
   last_used: int | None
   """Step of the last such batch (batches completed before it); None: never trained on."""
   admitted: int
-  """Completed batches when its last sample was admitted."""
+  """Number of completed batches when its last sample was admitted."""
   issued: int
   """Position in the order of issue; larger is later."""
 
@@ -60,8 +60,8 @@ def draw(groups: Sequence[Group], config: DrawConfig, *, count: int, step: int, 
   """Returns the ids of the groups of batch `step`, in drawing order.
 
   newest:    the largest (version, admitted, issued) first
-  priority:  the largest version - decay · uses first; ties: the less used, then the newest
-  shuffled:  the smallest h first, h one 64-bit draw per group of Philox with key (seed, step)
+  priority:  the largest version - decay · uses first; ties: the least used, then the newest
+  shuffled:  the smallest h first, where h is one 64-bit draw per group from Philox with key (seed, step)
 
   The priority is that of Trinity-RFT's queue (`linear_decay`, arXiv:2505.17826).
 

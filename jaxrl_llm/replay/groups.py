@@ -1,4 +1,4 @@
-"""Queries of the index for whole groups: drawable, waiting and sealed ones.
+"""Index queries that return whole groups: drawable, waiting and sealed ones.
 
 Invariant: a group is listed whole, with all its samples that are admitted or trained, or not at all.
 """
@@ -36,7 +36,7 @@ WHERE partition = 'usual' AND state IN ('admitted', 'trained') ORDER BY s.seq"""
 
 
 def drawable(db: sqlite3.Connection, *, step: int, max_uses: int, oldest_version: int | None) -> list[Group]:
-  """See `ReplayStore.candidates`."""
+  """Returns the groups that a batch can draw; see `ReplayStore.candidates`."""
   oldest = 0 if oldest_version is None else oldest_version
   return _groups(db.execute(_DRAWABLE_GROUPS, {'step': step, 'max_uses': max_uses, 'oldest': oldest}))
 
@@ -44,7 +44,7 @@ def drawable(db: sqlite3.Connection, *, step: int, max_uses: int, oldest_version
 def to_evict(
   db: sqlite3.Connection, *, before_version: int | None, capacity: int | None, step: int
 ) -> dict[str, list[str]]:
-  """Samples to expire, by reason; see `ReplayStore.evict`."""
+  """Returns the samples to expire, keyed by reason; see `StepWriter.evict`."""
   waiting = _groups(db.execute(_WAITING_GROUPS, {'step': step}))
   waiting.sort(key=lambda group: (group.version, group.admitted, group.issued))
   old = [group for group in waiting if before_version is not None and group.version < before_version]
@@ -55,7 +55,7 @@ def to_evict(
 
 
 def sealed(db: sqlite3.Connection) -> list[list[str]]:
-  """See `ReplayStore.sealed`."""
+  """Returns the uids of sealed samples, by group; see `ReplayStore.sealed`."""
   groups: dict[str, list[str]] = {}
   for group, uid in db.execute(_SEALED):
     groups.setdefault(group, []).append(uid)

@@ -50,7 +50,9 @@ from jaxrl_llm.replay.writer import StepWriter
 
 
 class ReplayStore:
-  """Created by `open_store`. Thread-safe; one process writes, any number may read (`open_segment_reader`, the audit).
+  """Durable store of samples, opened by `open_store`.
+
+  Thread-safe. One process writes; any number may read (`open_segment_reader`, the audit).
 
   Attributes:
     directory: holds index.sqlite and segments/.
@@ -87,8 +89,8 @@ class ReplayStore:
       commit_step: name of the newest commit; 0 if there is none.
 
     Returns:
-      Counts: changes, scores, plans … undone, samples made void, samples restored to the open segment, files
-      set aside (`quarantine`).
+      Numbers of undone changes, scores, plans etc., of samples made void, of samples restored to the open segment, and
+      of files set aside (`quarantine`).
     """
     with self._lock:
       newest = self._db.execute('SELECT attempt FROM samples ORDER BY seq DESC LIMIT 1').fetchone()
@@ -107,7 +109,7 @@ class ReplayStore:
   def prune(self, commit_step: int) -> int:
     """Deletes the bytes of samples dropped or expired before the commit; returns how many.
 
-    Not done at the drop itself, which a crash would undo: pass the oldest commit that a start may return to.
+    A crash may undo a drop, so the drop itself keeps the bytes; pass the oldest commit that a start may return to.
     """
     with self.transaction():
       return self._db.execute(
@@ -145,8 +147,8 @@ class ReplayStore:
   def candidates(self, step: int, *, oldest_version: int | None = None) -> list[Group]:
     """Groups that batch `step` can draw, in order of issue; the input of `draw`.
 
-    All samples of such a group have ended or are admitted or trained, fewer than `max_uses` times and not in batch
-    `step`; the admitted or trained ones are its `uids`, and have bytes. Expert rows are not drawn.
+    Each sample of such a group has ended, is admitted, or was trained on fewer than `max_uses` times and not in batch
+    `step`. Its `uids` are those of the admitted and trained samples, which have bytes. Expert rows are not drawn.
 
     Args:
       step: batches completed before this one.
@@ -161,7 +163,7 @@ class ReplayStore:
       return groups.sealed(self._db)
 
   def visits(self, stages: Sequence[str]) -> dict[str, int]:
-    """By task uid, the next visit number after the groups of these stages: how often they have drawn the task.
+    """Returns each task's next visit number, keyed by task uid: how often these stages have drawn the task.
 
     Void samples do not count.
     """
@@ -226,7 +228,7 @@ class ReplayStore:
       self._db.execute('INSERT OR REPLACE INTO meta VALUES (?,?)', (key, json.dumps(value)))
 
   def counts(self) -> dict[str, int]:
-    """Samples per state, over all partitions, and `duplicates`: results that came after another had been accepted."""
+    """Number of samples per state, and of `duplicates`: results that came after another had been accepted."""
     with self._lock:
       by_state = dict(self._db.execute('SELECT state, sum(samples) FROM tallies GROUP BY state').fetchall())
       (duplicates,) = self._db.execute('SELECT count(*) FROM duplicates').fetchone()

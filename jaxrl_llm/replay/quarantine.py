@@ -1,4 +1,4 @@
-"""Quarantine of files among the sealed segments that the index does not name: a start moves but never deletes them.
+"""Quarantine for files in `segments/` that the index does not name: a start moves them here but never deletes them.
 
 These are seals undone by a crash, unfinished seals, and foreign files. They stay in `quarantine/` until `clear`, which
 only `jaxrl buffer --clear_quarantine` calls.
@@ -20,7 +20,7 @@ _NAMED_AT_MOST = 5
 
 
 def files(directory: str | os.PathLike, kind: str) -> dict[str, int]:
-  """Size in bytes, by name, of the entries of a store's `segments/` or `quarantine/`.
+  """Returns the size in bytes of each entry of a store's `segments/` or `quarantine/`, keyed by name.
 
   Args:
     directory: directory of the store.
@@ -52,7 +52,7 @@ def set_aside(directory: pathlib.Path, named: Collection[str]) -> int:
 
 
 def clear(directory: str | os.PathLike) -> dict[str, int]:
-  """Deletes `quarantine/`; returns the size in bytes of each removed entry, by name."""
+  """Deletes `quarantine/`; returns the size in bytes of each removed entry, keyed by name."""
   sizes = files(directory, QUARANTINE)
   if sizes:
     shutil.rmtree(pathlib.Path(directory) / QUARANTINE)
@@ -60,7 +60,7 @@ def clear(directory: str | os.PathLike) -> dict[str, int]:
 
 
 def listed(names: Sequence[str]) -> str:
-  """Number of files and the first few names."""
+  """Formats the number of files and the first few names."""
   more = f', … ({len(names) - _NAMED_AT_MOST} more)' if len(names) > _NAMED_AT_MOST else ''
   count = f'{len(names):,} file{"s" if len(names) > 1 else ""}'
   return f'{count}: {", ".join(names[:_NAMED_AT_MOST])}{more}'

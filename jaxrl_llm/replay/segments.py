@@ -69,7 +69,7 @@ def _first_line(error: Exception) -> str:
 
 
 class SegmentReader:
-  """Random access to sealed rows, with the most recently used files kept open. Thread-safe; picklable by its path."""
+  """Random access to sealed rows, with the most recently used files kept open. Thread-safe; pickled as its path."""
 
   def __init__(self, directory: str | os.PathLike, *, max_open: int = 64):
     self._directory = pathlib.Path(directory)
@@ -137,7 +137,7 @@ def _close(reader: ArrayRecordReader) -> None:
 
 
 def decode_row(payload: bytes, where: str) -> Sample:
-  """Decodes a sample; raises a SegmentError that says `where` if the bytes are not one."""
+  """Decodes a sample; raises a SegmentError that names `where` if the bytes are not a sample."""
   try:
     return decode(payload)
   except (ValueError, TypeError, KeyError, AttributeError) as error:

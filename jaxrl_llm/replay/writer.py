@@ -1,4 +1,4 @@
-"""Changes of the store, stamped with the number of batches that were complete when they happened."""
+"""Changes to the store, stamped with the number of batches that were complete when they happened."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StepWriter:
       self._insert(rows, 'usual', State.ISSUED)
 
   def offer(self, tasks: Sequence[Task]) -> None:
-    """Stores tasks (prompt, truth, media) in the taskset partition; existing ones never change, also after a crash."""
+    """Stores tasks (prompt, truth, media) in the taskset partition; existing ones never change, even after a crash."""
     content = lambda task: {
       'prompt': [dict(message) for message in task.prompt],
       'truth': task.truth,
@@ -171,7 +171,7 @@ class StepWriter:
     return {reason: len(uids) for reason, uids in expired.items()}
 
   def seal(self, uids: Sequence[str]) -> dict[str, segments.Ref]:
-    """Returns the places of admitted samples in sealed segments; those in the open segment move to a new sealed one."""
+    """Seals admitted samples: moves those in the open segment to a new sealed one. Returns the places of all."""
     with self._connection.lock:
       for entry in self._connection.entries(uids).values():
         if entry.state not in (State.ADMITTED, State.TRAINED):

@@ -1,4 +1,4 @@
-"""Commits: a checkpoint exists exactly when its COMMIT file does, and then it is whole.
+"""Commits: a checkpoint exists exactly when its COMMIT file does, and is then complete.
 
 `checkpoints/<step>/arrays` is written by all processes (orbax), `host.json` and then `COMMIT` (names, sizes, digests of
 every file) by process 0, fsynced last. Directories without COMMIT are removed at the next start.
@@ -32,9 +32,9 @@ from jaxrl_llm.core.types import Json
 
 _COMMIT, _HOST, _ARRAYS = 'COMMIT', 'host.json', 'arrays'
 _DEADLINE_S = 1200
-"""Longest wait for all processes to write their arrays."""
+"""Maximum seconds to wait for all processes to write their arrays."""
 _QUIET_S = 0.5
-"""A failed save counts as over after this long without new files from it."""
+"""Seconds without new files after which a failed save counts as over."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ class Checkpoints:
     return json.loads((self._directory / str(step) / _HOST).read_text())
 
   def _committed(self, step: int) -> dict[str, tuple[int, str]]:
-    """Returns the size and digest of every file in the commit, by name."""
+    """Returns the size and digest of every file in the commit, keyed by file name."""
     path = self._directory / str(step)
     try:
       committed = json.loads((path / _COMMIT).read_bytes())

@@ -1,8 +1,8 @@
 """events.jsonl: every message that passes through the master, one JSON line each, in chronological order.
 
 A one-way message is one line; an exchange is two: a request and the reply that refers to it. A request without a reply
-was abandoned (a stop, an error, the end of its stage: its groups are dropped) or died with its process. `EDGES` lists
-all edges and the diagram in which each appears.
+was abandoned (by a stop, an error, or the end of its stage, which drops its groups) or was lost with its process.
+`EDGES` lists all edges and the diagram in which each appears.
 
 The log is output only: a run never reads it back, commits do not include it, and a resumed run appends to it under its
 own attempt.
@@ -25,7 +25,7 @@ from jaxrl_llm.core.types import Json
 
 FILE = 'events.jsonl'
 FLUSH_S = 1.0
-"""Maximum time a line stays buffered while others follow; each step flushes the buffer."""
+"""Maximum seconds that a line stays buffered while others follow; each step flushes the buffer."""
 
 
 class Edge(enum.StrEnum):
@@ -57,7 +57,7 @@ class Ends:
   answered: bool = True
   """Whether the edge is an exchange (request and reply)."""
   diagram: str
-  """Diagram that contains the edge, with the edge's name there."""
+  """Diagram that contains the edge, and the edge's name in it."""
   text: str
 
 
@@ -173,7 +173,7 @@ class Events:
   """
 
   def advance(self, step: int) -> None:
-    """Sets the step, the number of completed batches, that later events are stamped with."""
+    """Sets the step (number of completed batches) with which later events are stamped."""
 
   def message(self, edge: Edge, **fields: Json) -> None:
     """Records a one-way message."""
@@ -264,7 +264,7 @@ class EventLog(Events):
     return Asked(edge, line['id'], now)
 
   def _write(self) -> None:
-    """Writes the buffered lines. Raises RunError if the disk is full; unwritten lines are lost, nothing needs them."""
+    """Writes the buffered lines. Raises RunError if the disk is full; unwritten lines are lost, but none is needed."""
     data, self._lines = b''.join(self._lines), []
     self._written = self._clock()
     try:

@@ -18,7 +18,7 @@ _COMPILED = '/jax/core/compile/backend_compile_duration'
 
 
 def fingerprint() -> dict[str, str | int]:
-  """Returns everything besides the configuration that bitwise reproducibility depends on."""
+  """Returns everything, except the configuration, on which bitwise reproducibility depends."""
   return {
     'jax': jax.__version__,
     'jaxlib': jaxlib.__version__,

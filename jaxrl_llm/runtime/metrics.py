@@ -331,7 +331,7 @@ def describe(key: str) -> str | None:
 
 
 def document() -> str:
-  """The text of docs/reference/metrics.md."""
+  """Returns the text of docs/reference/metrics.md."""
   lines = [
     '# Metrics and how to read them',
     '',

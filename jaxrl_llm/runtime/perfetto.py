@@ -18,7 +18,7 @@ from jaxrl_llm.runtime.timeline import Span, load, rows
 
 FILE = 'perfetto.json'
 MARK_US = 1.0
-"""Length of the spans drawn as marks: arrows can only start and end in spans."""
+"""Length in microseconds of the spans drawn as marks: arrows can only start and end in spans."""
 
 Row = dict[str, Any]
 

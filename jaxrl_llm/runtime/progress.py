@@ -64,7 +64,7 @@ class ProgressDisplay:
       stages: Number of steps by stage name, in the order in which the stages run.
       console: Output console; standard output if None.
       interval_s: Minimum time between plain lines inside a stage.
-      clock: Seconds, monotonic.
+      clock: Monotonic clock in seconds.
     """
     self._stages = dict(stages)
     self._console = console or Console()
@@ -120,7 +120,7 @@ class ProgressDisplay:
     return sum(self._stages[name] for name in names[: names.index(stage)])
 
   def _eta(self, stage: str, step: int) -> str:
-    """Remaining steps times the median of recent step times; prefixed '~' if later stages may have other step times."""
+    """Formats remaining steps times the median step time; '~' marks that later stages may have other step times."""
     if not self._times:
       return '?'
     remaining = sum(self._stages.values()) - self._done(stage) - step
@@ -139,7 +139,7 @@ class ProgressDisplay:
     return [*fields, ' '.join(phases)] if phases else fields
 
   def _trend(self, stage: str, reward: float | int | None) -> str:
-    """▲ or ▼ where the reward differs from its mean over recent steps by more than 1 % of that mean."""
+    """Returns ▲ or ▼ if the reward differs from its mean over recent steps by more than 1 % of that mean."""
     if reward is None:
       return ''
     window = self._rewards.setdefault(stage, collections.deque(maxlen=_WINDOW))

@@ -25,7 +25,7 @@ ASSETS = pathlib.Path(__file__).parent / 'report'
 SCRIPTS = ('dom.js', 'charts.js', 'rollouts.js', 'mismatch.js', 'timeline.js', 'page.js')
 
 MAX_POINTS = 2000
-"""Maximum points per curve; longer ones keep the smallest and largest of each of MAX_POINTS / 2 equal stretches."""
+"""Maximum number of points per curve; a longer one keeps the extremes of each of MAX_POINTS / 2 equal stretches."""
 Row = dict[str, Any]
 
 
@@ -147,7 +147,7 @@ def _series(rows: list[Row], stages: list[Row]) -> dict[str, Row]:
 
 
 def _idle(steps: list[timeline.Step], stages: list[Row]) -> dict[str, Row]:
-  """Idle share over steps, one curve per role."""
+  """Returns the idle share over steps, one curve per role."""
   points: dict[str, list[tuple[int, float | int | None, int]]] = {}
   for step in steps:
     stage = max((i for i, s in enumerate(stages) if s['start'] < step.number), default=0)

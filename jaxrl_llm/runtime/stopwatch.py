@@ -1,4 +1,4 @@
-"""Seconds of the parts of a step."""
+"""Measures the seconds spent in each part of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 class Stopwatch:
-  """Adds up seconds by name: `gen` until a batch is closed, `annotate`, `train`, and the parts within them."""
+  """Adds up seconds by name: `gen` until a batch is closed, then `annotate` and `train`, and the parts within these."""
 
   def __init__(self):
     self._seconds: dict[str, float] = {}
@@ -23,6 +23,6 @@ class Stopwatch:
       self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
   def take(self) -> dict[str, float]:
-    """Returns the seconds by name since the last call."""
+    """Returns the seconds since the last call, keyed by name."""
     seconds, self._seconds = self._seconds, {}
     return seconds

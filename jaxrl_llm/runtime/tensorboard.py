@@ -1,9 +1,9 @@
 """Writer of TensorBoard scalar event files, flushed after each event.
 
 The format is small and frozen: TFRecord framing (length, masked CRC-32C of it, bytes, masked CRC-32C of them) around
-the protocol buffer `tensorflow.Event`. It is written here because tensorboardX imports torch wherever torch is
-installed (seconds at start-up, and trainer processes must not) and names its files by the second, so that a quick
-restart overwrites one. The tests read these files with tensorboardX.
+the protocol buffer `tensorflow.Event`. This module writes it because tensorboardX imports torch wherever torch is
+installed (which takes seconds, and trainer processes must not import it) and names its files by the second, so that a
+quick restart overwrites one. The tests read these files with tensorboardX.
 
 Invariant: a file starts with two records that are not rows (the format's version; a session start, which makes a
 watching TensorBoard discard what it read before); each later record is one `write`.

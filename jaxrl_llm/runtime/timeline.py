@@ -31,9 +31,9 @@ LANES = (
 )
 """Lanes in drawing order."""
 MAX_STEPS = 12
-"""Maximum steps that a report shows individually."""
+"""Maximum number of steps that a report shows individually."""
 MAX_SPANS = 4000
-"""Maximum spans that a report draws; to stay below, it shows fewer steps, then fewer spans."""
+"""Maximum number of spans that a report draws; to stay below, it shows fewer steps, then fewer spans."""
 
 
 class Span(NamedTuple):
@@ -65,7 +65,7 @@ class Step(NamedTuple):
   start: float
   end: float
   idle: Mapping[str, float]
-  """Idle share of the step by role, see `BUSY`; has rollout only if the batch consists of rollouts."""
+  """Idle share of the step, keyed by role (see `BUSY`); has `rollout` only if the batch consists of rollouts."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Rollouts and evaluation answers of a run in the compact form embedded in its report.
 
 A report stays a few megabytes whatever the run's size: the selection follows fixed rules (`ROLLOUT_BYTES`,
-`MAX_ANSWERS`) that depend on the files alone, and the page states it. Unusable rows are counted, never fatal.
+`MAX_ANSWERS`) that depend on the files alone, and the page states what it omits. Unusable rows are counted, never
+fatal.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ROLLOUT_BYTES = 12_000_000
 """Budget for embedded rollouts files, in bytes. Above it, steps are selected at even spacing, including the first and
 last of each stage; if those are still too large, only the first whole groups of each step are embedded."""
 MAX_ANSWERS = 300
-"""Maximum evaluation answers embedded per suite, taken from the start of the file."""
+"""Maximum number of evaluation answers embedded per suite, taken from the start of the file."""
 
 Row = dict[str, Any]
 File = tuple[int, int, pathlib.Path]

@@ -1,8 +1,7 @@
 """Explorer: takes groups from tasks to rollouts, scores and the store, in the order in which the gate admits them.
 
 Only the explorer draws a stage's tasks, admits its groups and changes its samples in the store, so it holds their
-common
-state: the number of completed batches, and everything that a commit needs to continue.
+common state: the number of completed batches, and everything that a commit needs to continue.
 
 Invariant: every issued sample reaches one state in the store (admitted, or dropped with a reason), and a closed batch
 is a function of which groups started and what they scored, never of which ended first.
