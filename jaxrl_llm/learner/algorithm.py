@@ -1,4 +1,4 @@
-"""Algorithms as values: the passes they read, how they annotate a closed batch, and their loss terms.
+"""Interface of algorithms: the passes they read, how they annotate a closed batch, and their loss terms.
 
 Batch statistics (baselines, whitening, scheduled coefficients) are computed in `annotate`, on the host, and enter the
 loss as constants; the loss itself sees one micro-batch at a time.
@@ -26,12 +26,12 @@ Read = Literal['proximal', 'reference', 'values']
 TokenColumn = Literal[
   'loss_mask', 'behaviour_logprobs', 'proximal_logprobs', 'reference_logprobs', 'values', 'next_values'
 ]
-"""Per-token columns available to `annotate`; `next_values` are the values of the states after each token and need the
-read 'values'."""
+"""Per-token columns available to `annotate`; `next_values` are the values of the states after each token and require
+'values' in `Algorithm.reads`."""
 Outputs = TokenLogprobs | TokenValues | SequenceScores
 """Outputs of a model for a micro-batch, by its head: 'lm', 'value' or 'scalar'."""
 Constants = Mapping[str, Any]
-"""Batch scalars that the loss reads, by name."""
+"""Batch scalars that the loss reads, keyed by name."""
 Terms = dict[str, Term]
 Stats = dict[str, Stat]
 Loss = Callable[[Any, Chunks, Constants], tuple[Terms, Stats]]
@@ -82,13 +82,13 @@ class Annotation(NamedTuple):
   """Quantities that an algorithm derives from a closed batch before the update; never stored."""
 
   advantages: Sequence[float | Float64[np.ndarray, '...']] | Float64[np.ndarray, 'rows']
-  """Per row, one advantage for all its trained tokens or one per token."""
+  """For each row, one advantage for all its trained tokens or one per token."""
   in_loss: Bool[np.ndarray, 'rows']
   """Rows that take part in the loss (unscorable ones do not)."""
   metrics: Mapping[str, tuple[float, float]]
   """Batch statistics as (sum, count)."""
   returns: Sequence[Float64[np.ndarray, '...']] | None = None
-  """Targets of the critic, per token of each row."""
+  """Targets of the critic for each row, one per token."""
   rewards: Sequence[float | None] | None = None
   """Reward of each row after shaping (`critic/rewards`); None: as scored."""
   constants: Constants = types.MappingProxyType({})
@@ -115,7 +115,7 @@ class Algorithm(NamedTuple):
   renew_optimizer: bool = False
   """Whether the optimizer's moments are reset before each batch."""
   critic_loss: Loss | None = None
-  """Loss of the critic's values, if there is a critic."""
+  """Loss on the critic's values; None: the algorithm has no critic."""
   critic_warmup: int = 0
   """Number of initial batches that train only the critic."""
   no_effect: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Catalogue of algorithms: the options class and factory of each, by name."""
+"""Catalogue of algorithms: the options class and factory of each, keyed by name."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def without_effect(options: Any, where: str, needs: Mapping[str, Need]) -> tuple
   Args:
     options: a dataclass whose fields all have defaults and include those named in `needs`.
     where: dotted path of the options in a configuration, for the messages.
-    needs: conditions by option name.
+    needs: conditions, keyed by option name.
   """
   default = type(options)()
   changed = [name for name in needs if getattr(options, name) != getattr(default, name)]
@@ -45,7 +45,7 @@ def _shown(value: Any) -> str:
 
 
 def surrogate_needs(options: Any) -> dict[str, Need]:
-  """Needs of those options of an algorithm that surrogates read: `policy_loss` names one of these surrogates."""
+  """Returns the need of each option that surrogates read: `policy_loss` must name a surrogate that reads it."""
   fields = lambda kind: kind.__dataclass_fields__.keys() if isinstance(options, kind) else frozenset()
   chosen = fields(named_pair(options.policy_loss, 'policy_loss', SURROGATES)[0])
   readers: dict[str, list[str]] = {}

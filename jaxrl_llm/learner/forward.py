@@ -73,7 +73,7 @@ Value = Callable[[Params, Chunks, Int[Array, '']], StateValues]
 
 
 def build_value(critic: Model, mesh: Mesh) -> Value:
-  """Builds the same pass for a critic; it returns the values of the states before and after each token."""
+  """Builds a jitted forward-only pass of a critic: the values of the states before and after each token."""
   return _build_pass(lambda params, chunks: state_values(*_states(critic, params, chunks), chunks.segment_ids), mesh)
 
 

@@ -34,7 +34,7 @@ class MixConfig(PolicyGradientConfig):
 
 
 def mix(config: MixConfig, setting: Setting) -> Algorithm:
-  """Builds MIX, see the module. The stage's `experts` configures the source and number of expert rows."""
+  """Builds MIX (formula in the module docstring); the stage's `experts` configures source and number of expert rows."""
   usual = policy_gradient(config, setting)
 
   def annotate_both(closed: Closed) -> Annotation:

@@ -46,7 +46,7 @@ class OpmdConfig(ShapingOptions):
 
 
 def opmd(config: OpmdConfig, setting: Setting) -> Algorithm:
-  """Builds OPMD, see the module."""
+  """Builds online policy mirror descent; the module docstring has the formula."""
   check_shaping(config, setting, 'opmd')
   check_ranges(config, 'opmd', {'tau': Range(0.0, exclusive=config.baseline == 'log_partition')})
 

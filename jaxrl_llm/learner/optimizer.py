@@ -77,7 +77,7 @@ def build_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTran
 def optimizer_shardings(
   optimizer: optax.GradientTransformation, params: Params, shardings, whole, *, offload: bool = False
 ):
-  """Returns the optimizer state's shardings: parameter-shaped leaves are sharded like parameters, the rest is `whole`.
+  """Returns the optimizer state's shardings: the parameters' for parameter-shaped leaves, `whole` for the rest.
 
   Args:
     offload: whether the parameter-shaped leaves are in host memory.

@@ -1,4 +1,4 @@
-"""The policy-gradient family: one loss of exchangeable parts.
+"""The policy-gradient family: one loss with exchangeable parts.
 
 GRPO, Dr.GRPO, DAPO, GSPO, CISPO, SAPO, RLOO, REINFORCE++ and PPO differ only in advantage estimation, the surrogate
 (the loss of each token), token aggregation, and whether there is a critic.
@@ -121,7 +121,7 @@ def annotate(config: PolicyGradientConfig, setting: Setting, closed: Closed) -> 
 
 
 def _finite_rows(closed: Closed) -> Bool[np.ndarray, 'rows']:
-  """Selects rows whose columns are finite wherever they are read; a warning names each other row.
+  """Selects rows whose columns are finite wherever they are read; warnings name the rows that are not.
 
   Raises:
     RunError: no row is finite.
@@ -155,7 +155,7 @@ def _token_advantages(
   masks: Sequence[np.ndarray],
   coef: float,
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-  """Returns whitened advantages per token of each row and, with a critic, its targets."""
+  """Returns whitened per-token advantages of each row and, if there is a critic, the critic's targets."""
   returns = None
   if config.adv_estimator == 'reinforce_plus_plus_baseline':
     advantages = [np.where(mask, a, 0.0) for mask, a in zip(masks, groups.advantages, strict=True)]
@@ -251,7 +251,7 @@ def _mixed(config: PolicyGradientConfig, rows: Sequence[Row]) -> Bool[np.ndarray
 
 
 def _token_rewards(config, closed: Closed, rewards, masks, coef: float) -> list[Float64[np.ndarray, '...']]:
-  """Per-token rewards: each row's at its last trained token, its turns' at theirs, and the KL penalty at each token."""
+  """Rewards per token: the row's at its last trained token, each turn's at the turn's last token, plus KL penalties."""
   dense = [
     by_token.place_rewards(mask, reward or 0.0, row.turn_rewards)
     for row, reward, mask in zip(closed.rows, rewards, masks, strict=True)

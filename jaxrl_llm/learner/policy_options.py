@@ -26,7 +26,7 @@ class AdvantageOptions:
 
   adv_estimator: AdvEstimator = 'grpo'
   norm_adv_by_std: bool = True
-  """grpo: divide by the group's standard deviation."""
+  """grpo: whether to divide by the group's standard deviation."""
   adv_ddof: int = 1
   adv_eps: float = 1e-6
   credit: Literal['trajectory', 'step'] = 'trajectory'
@@ -46,11 +46,11 @@ class ShapingOptions:
   """Reward shaping before advantage estimation; `critic/score` is before, `critic/rewards` after shaping."""
 
   overlong_buffer_len: int = 0
-  """DAPO: responses longer than max_response_length minus this many tokens are penalised; 0 = off."""
+  """DAPO: responses longer than max_response_length minus this many tokens are penalised; 0: off."""
   overlong_penalty_factor: float = 1.0
   """DAPO: penalty at full length."""
   length_reward_weight: float = 0.0
-  """Kimi k1.5's length reward, relative to the group; 0 = off."""
+  """Kimi k1.5's length reward, relative to the group; 0: off."""
   length_reward_warmup_steps: int = 0
   """Initial batches without the length reward."""
 
@@ -69,7 +69,7 @@ class KlOptions:
   """KL penalty on each token's reward; needs token rewards (reinforce_plus_plus, gae)."""
   kl_reward_type: Estimator = 'k1'
   kl_target: float | None = None
-  """Target mean KL per token to which the coefficient (of loss or reward) is adapted; None = fixed coefficient."""
+  """Target mean KL per token to which the coefficient (of loss or reward) is adapted; None: fixed coefficient."""
   kl_horizon: float = 10_000.0
   """Horizon of the adaptation, in samples."""
   reference: ReferenceRule = ReferenceRule()
@@ -86,9 +86,9 @@ class CorrectionOptions:
   rollout_is_threshold: float = 2.0
   """Maximum weight."""
   rollout_is_lower: float | None = None
-  """Minimum weight; None = 0 ('icepop': 0.5)."""
+  """Minimum weight; None: 0 ('icepop': 0.5)."""
   rollout_rs_low: float | None = None
-  """Masks sequences whose geometric mean ratio is outside [low, high]; None = no masking."""
+  """Masks sequences whose geometric mean ratio is outside [low, high]; None: no masking."""
   rollout_rs_high: float | None = None
   off_policy_seq_mask: float | None = None
   """Masks sequences with negative advantage and mean(sampler's - current logprob) above this (DeepSeek-V3.2)."""
@@ -105,10 +105,10 @@ class PolicyGradientConfig(AdvantageOptions, ShapingOptions, KlOptions, Correcti
   soft gate of the ratio.
   """
   policy_loss_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Options of a surrogate whose options are not the algorithm's own."""
+  """Options of a surrogate that does not read them from the algorithm's own options."""
   loss_agg_mode: Aggregation = 'token-mean'
   loss_scale_factor: float | None = None
-  """Divisor of seq-mean-token-sum-norm; None = max_response_length."""
+  """Divisor of seq-mean-token-sum-norm; None: max_response_length."""
   entropy_coeff: float = 0.0
 
 
@@ -190,7 +190,7 @@ class PpoConfig(PolicyGradientConfig):
 
   adv_estimator: AdvEstimator = 'gae'
   cliprange_value: float | None = 0.5
-  """Maximum change of values from those at the batch's close; None = no clipping."""
+  """Maximum change of values from those at the batch's close; None: no clipping."""
   critic_warmup: int = 0
   """Number of initial batches that train only the critic."""
   bootstrap_truncated: bool = False
@@ -203,7 +203,7 @@ _SHAPING_RANGES = {
   'length_reward_warmup_steps': Range(0),
 }
 _RANGES = {
-  # Population or sample standard deviation. With the group size, every advantage would be 0.
+  # 0 or 1: population or sample standard deviation. A ddof of the group size would make every advantage 0.
   'adv_ddof': Range(0, 1),
   'adv_eps': Range(0.0),
   'gamma': Range(0.0, 1.0),
@@ -230,7 +230,7 @@ def name_of(config: PolicyGradientConfig) -> str:
 
 
 def surrogate_of(config: PolicyGradientConfig) -> Callable[[SurrogateTokens], TokenLoss]:
-  """Returns the surrogate that `policy_loss` names, with its options: `config` where that includes them.
+  """Returns the surrogate that `policy_loss` names, bound to its options: `config` itself if that includes them.
 
   Raises UserError for an unknown surrogate or wrong options.
   """

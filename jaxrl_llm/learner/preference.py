@@ -88,7 +88,7 @@ class RewardModelConfig:
   """Bradley-Terry reward model: a score at the end of each sequence of a pair."""
 
   margin: float = 0.0
-  """Target margin of the chosen answer's score."""
+  """Margin by which the chosen answer's score should exceed the rejected one's."""
   center_rewards_coefficient: float = 0.0
   """Weight of (r_chosen + r_rejected)², which centres scores at 0."""
 

@@ -22,7 +22,7 @@ from jaxrl_llm.models.heads import replace_head
 from jaxrl_llm.parallel import rules
 
 Leaf = TypeVar('Leaf')
-"""An array, or what describes it: its shape, its sharding, a checkpoint's options."""
+"""An array or a description of one: its shape, its sharding, or a checkpoint's options."""
 
 
 @flax.struct.dataclass
@@ -52,7 +52,7 @@ class Learned(NamedTuple):
   algorithm_state: Json = None
   """State that the algorithm's annotation carries from batch to batch."""
   base: Params | None = None
-  """Base parameters under the policy's and reference's adapters, never trained, donated or committed; None without."""
+  """Base parameters under the adapters, if any, of policy and reference; never trained, donated or committed."""
 
   def whole(self, params: Params) -> Params:
     """Returns the full model parameters, given the trained ones."""

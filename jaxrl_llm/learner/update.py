@@ -70,8 +70,8 @@ def gradients(
     params: trained parameters, which are differentiated.
     batch: arrays `[micro_batches, chunks, ...]`; micro-batches from `used` on are empty (no loss_mask).
     constants: constants from the batch's annotation for the loss.
-    on_policy: fields with logprobs of the very policy being updated: the update's own logprobs, held constant, are
-      used for them.
+    on_policy: fields with logprobs of the policy that this update changes; they are filled with the update's own
+      logprobs, held constant.
     base: base parameters under adapters.
   """
 
@@ -119,7 +119,7 @@ def _zeros(like: jax.ShapeDtypeStruct) -> Array:
 
 
 def _denominators(loss: Loss, outputs: Any, batch: Chunks, constants: Constants) -> dict[str, Float[Array, '']]:
-  """Each term's denominator over the whole optimizer step, from the loss on zero outputs, without a forward pass.
+  """Returns each term's denominator over the whole step, from the loss on zero outputs, without a forward pass.
 
   It is 1 if no token is trained on, so that such a term is 0, not 0 / 0.
   """
@@ -157,7 +157,7 @@ def build_update(
   Args:
     state: state that it will be called with; determines the shardings.
     updates: number of updates in the stage (for the schedule).
-    on_policy: see `gradients`.
+    on_policy: fields with logprobs of the updated policy, see `gradients`.
     metrics: prefix of the metrics common to all roles (loss, grad_norm, lr).
   """
   schedule = learning_rate(config, updates)

@@ -36,11 +36,11 @@ AXES = {
   'up': ('mlp', 'embed'),
   'down': ('embed', 'mlp'),
 }
-"""Logical axes (out, in) of each module's kernel; its bias has the first, its adapters one each."""
+"""Logical axes (out, in) of each module's kernel; its bias has the first, and each of its adapter matrices has one."""
 
 
 class Model(NamedTuple):
-  """A spec bound to its functions. `Params` are plain nested dicts of arrays, kernels `[out, in]`.
+  """A spec bound to its functions. `Params` are plain nested dicts of arrays; kernels are `[out, in]`.
 
   init: key -> parameters: kernels and heads normal(initializer_range), norms 1, biases 0; the same numbers for one key
     whether layers are scanned or not, and whether there are adapters or not.

@@ -26,7 +26,7 @@ from jaxrl_llm.parallel.mesh import SEQUENCE
 
 
 class Table(nn.Module):
-  """A bare kernel that is looked up (embedding) or contracted elsewhere (head)."""
+  """A kernel that the caller uses as a lookup table (embedding) or multiplies with hidden states (head)."""
 
   rows: int
   columns: int
@@ -116,6 +116,6 @@ class Decoder(nn.Module):
     x, cache = layers(spec, options, self.mesh, name='layers')(x, context, cache)
     x = RMSNorm(spec.rms_norm_eps, param_dtype, name='norm')(x)
     if not is_tied(spec):
-      # Only creates the parameter in `init`: callers contract with it themselves.
+      # Only creates the parameter in `init`: callers compute the product with it themselves.
       table(head_size(spec), name='head')()
     return x.reshape(*tokens.shape, spec.hidden_size), cache

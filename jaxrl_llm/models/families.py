@@ -1,4 +1,4 @@
-"""Model families: one entry for all that distinguishes a family; adding one takes no code elsewhere.
+"""Model families: one entry holds all that distinguishes a family; adding a family takes no code elsewhere.
 
 Invariant: no module checks a family's name; the decoder and the weights' names follow from the `ModelSpec`.
 """
@@ -22,13 +22,13 @@ def _classes(prefix: str) -> Mapping[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-  """What `transformers` fixes for a model_type, and its defaults for keys that are absent from config.json."""
+  """Settings that `transformers` fixes for a model_type, and its defaults for keys that are absent from config.json."""
 
   name: str
   """`model_type` in config.json."""
   description: str
   architectures: Mapping[str, str]
-  """Class of `transformers` by head: `architectures` in config.json."""
+  """`transformers` class, as in `architectures` in config.json, keyed by head."""
   attention_bias: Literal['never', 'qkv', 'optional'] = 'never'
   """Biases of attention: none; on query, key and value; on all four projections if `attention_bias` is true."""
   mlp_bias: bool = False
@@ -38,18 +38,18 @@ class Family:
   full_attention: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Keys that switch sliding windows off; empty if the class has none."""
   sliding_window: int | None = None
-  """Default of `sliding_window`."""
+  """Default of the key `sliding_window`, in tokens; None: no window."""
   num_key_value_heads: int | None = None
-  """Default; None: one per query head."""
+  """Default number of key-value heads; None: one per query head."""
   head_dim: int | None = None
-  """Default; None: hidden_size / num_attention_heads."""
+  """Default size of a head; None: hidden_size / num_attention_heads."""
   heads_divide_hidden: bool = False
-  """Whether `transformers` refuses a hidden_size that is no multiple of num_attention_heads."""
+  """Whether `transformers` refuses a hidden_size that is not a multiple of num_attention_heads."""
   max_position_embeddings: int
   rope_theta: float = 10_000.0
   rms_norm_eps: float = 1e-6
   tokenizers: tuple[str, ...] = ()
-  """The tokenizer classes that AutoTokenizer makes whatever class a directory names; empty: the class that it names."""
+  """Tokenizer classes that AutoTokenizer creates whichever class a directory names; empty: the class that it names."""
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(

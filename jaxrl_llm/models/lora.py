@@ -86,7 +86,7 @@ def merged(params: Params, lora: LoraConfig | None) -> Iterator[tuple[str, Any]]
 
 
 def merge(params: Params, lora: LoraConfig | None) -> Params:
-  """`merged` as a tree."""
+  """Returns the parameter tree of the equivalent model without adapters; see `merged`."""
   return params if lora is None else unflatten(dict(merged(params, lora)))
 
 

@@ -58,7 +58,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-  """Architecture of a decoder under Hugging Face's names; a family is a value of this, never a fork of the decoder."""
+  """Architecture of a decoder, with Hugging Face's names; families differ only in these values, not in decoder code."""
 
   family: str
   vocab_size: int

@@ -55,11 +55,11 @@ class SpecialTokens:
   """Special token ids of a model directory."""
 
   bos_id: int | None
-  """Beginning of text."""
+  """Beginning-of-text token."""
   eos_ids: tuple[int, ...]
   """Tokens that end a completion."""
   pad_id: int | None
-  """Padding."""
+  """Padding token."""
 
 
 def read_special_tokens(directory: str | Path) -> SpecialTokens:
@@ -136,7 +136,7 @@ def export(
     params: scanned or unrolled tree of NumPy or addressable JAX arrays.
     spec: spec of the model.
     dtype: data type of the weights.
-    tokenizer_dir: directory of the tokenizer and chat template to copy; None = weights without a tokenizer.
+    tokenizer_dir: directory of the tokenizer and chat template to copy; None: weights without a tokenizer.
     eos_ids: tokens that end a completion.
     pad_id: padding token, if any; see `write_config` for None with a 'scalar' head.
     bos_id: beginning-of-text token, if any.

@@ -40,7 +40,7 @@ _SAME_NAMES = (
   'max_position_embeddings',
   'initializer_range',
 )
-"""Fields of ModelSpec with the same name in config.json."""
+"""Fields of ModelSpec that have the same name in config.json."""
 
 
 class _HfConfig:
@@ -53,7 +53,7 @@ class _HfConfig:
     return UserError(f'{self.path}: {name} is {one_line(json.dumps(got), 200)}, wanted {wanted}')
 
   def number(self, name: str, default: int | float | None, kind: type, values: Mapping[str, Any] | None = None) -> Any:
-    """Returns a positive number; null or absent means the default, or an error if that is None."""
+    """Returns a positive number; a null or absent one yields `default`, or an error if that is None."""
     values = self.values if values is None else values
     value = values.get(name)
     value = default if value is None else value
@@ -99,8 +99,8 @@ def read_spec(directory: str | Path) -> ModelSpec:
   """Reads the model spec from a directory's config.json.
 
   Supports the v4 form (`rope_theta`, `rope_scaling`) and the v5 form (`rope_parameters`); if a file has both, they must
-  agree. Absent keys have transformers' defaults. The class in `architectures` determines the head; without one it is
-  'lm'.
+  agree. Absent keys have transformers' defaults. The class in `architectures` determines the head, which is 'lm' if
+  no class is named.
   """
   path = Path(directory) / 'config.json'
   config = _HfConfig(path, read_json(path))
@@ -162,7 +162,7 @@ def _refuse_unsupported(config: _HfConfig, family: Family) -> None:
   if not isinstance(kinds, list):
     raise config.error('layer_types', kinds, 'a list with the kind of each layer')
   # Without layer_types, the window of a family with use_sliding_window applies from layer max_window_layers on, and
-  # only if that key is true. Of a family without windows, the meaning of one in its file is unknown.
+  # only if that key is true. If a family has no windows, the meaning of one in its file is unknown.
   first = values.get('max_window_layers')
   if first is not None and not isinstance(first, int):
     raise config.error('max_window_layers', first, 'a number of layers')

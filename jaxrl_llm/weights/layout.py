@@ -26,7 +26,7 @@ DTYPES = {
   'float16': np.dtype(np.float16),
   'float64': np.dtype(np.float64),
 }
-"""Supported data types of weights, by Hugging Face name."""
+"""Supported data types of weights, keyed by Hugging Face name."""
 
 
 def dtype_of(name: str) -> np.dtype:
@@ -36,7 +36,7 @@ def dtype_of(name: str) -> np.dtype:
 
 
 def to_hf(params: Params, spec: ModelSpec) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields the tensors of a tree by Hugging Face name, one at a time.
+  """Yields a tree's tensors under their Hugging Face names, one at a time.
 
   Args:
     params: scanned or unrolled tree of NumPy arrays or addressable JAX arrays.

@@ -28,7 +28,7 @@ _HEAD = 'score'
 
 
 def to_peft(params: Params, spec: ModelSpec) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields the adapters' arrays, scanned or unrolled, by PEFT name, and other trained parameters such as the head."""
+  """Yields (PEFT name, array) of scanned or unrolled adapters and of other trained parameters such as the head."""
   flat = flatten(params)
   for entry in entries(spec):
     for name in {entry.path, entry.unrolled}:
@@ -55,7 +55,7 @@ def export_adapter(
     params: trained parameters (`models.lora.split`), NumPy or addressable JAX arrays.
     spec: spec of the adapters' model.
     lora: rank, alpha and targets of the adapters.
-    base: directory or hub id of the base model; None = the reader must know it.
+    base: directory or hub id of the base model; None: the reader must know it.
   """
   directory = Path(directory)
   of = {entry.path.split('/')[-2]: _module(entry) for entry in entries(spec) if entry.path.endswith('/kernel')}

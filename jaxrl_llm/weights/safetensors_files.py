@@ -34,9 +34,9 @@ _SINGLE, _INDEX = 'model.safetensors', 'model.safetensors.index.json'
 _WEIGHT_FILE = re.compile(r'model(-\d{5}-of-\d{5})?\.safetensors')
 _PLAIN_NAME = re.compile(r'[^/\\\0]+\.safetensors')
 _READABLE = ('F32', 'BF16', 'F16', 'F64')
-"""Supported data types of tensors in a file, by safetensors name."""
+"""Supported data types of tensors in a file, keyed by safetensors name."""
 _CHECKED_ELEMENTS = 1 << 22
-"""Elements checked at a time, to limit the memory of the check."""
+"""Number of elements checked at a time, to limit the memory that the check needs."""
 
 
 def keep(path: str, array: Shaped[np.ndarray, '*shape']) -> Shaped[np.ndarray, '*shape']:

@@ -1,4 +1,4 @@
-"""Table of parameter names, ours and Hugging Face's; the spec says which of its rows a model has.
+"""Table of parameter names, ours and Hugging Face's; the model's spec determines which rows apply.
 
 Invariant: both directions of the conversion use the same rows; a row is a rename, never a transpose, because kernels
 are stored `[out, in]` on both sides.
@@ -26,7 +26,7 @@ class ParameterRow:
   ours: str
   """Name in the unrolled tree; the scanned tree's is the same without `{i}/`, with a leading layer axis."""
   axes: tuple[str, ...]
-  """Name in `_sizes` of each axis."""
+  """Name of each axis, a key of `_sizes`."""
   when: str = 'always'
   """Condition on the spec under which the parameter exists: a name in `_CONDITIONS`."""
 
@@ -203,7 +203,7 @@ class Inventory:
 
 
 _EXAMPLES = 4
-"""Names shown per kind of finding."""
+"""Maximum number of names shown per kind of finding."""
 
 
 def _finding(kind: str, names: list[str], count: int) -> str:
