@@ -1,4 +1,4 @@
-"""RL post-training of language models on JAX. The public names are those of `jaxrl_llm.api`; both modules have them."""
+"""RL post-training of language models on JAX. Exports the public names of `jaxrl_llm.api`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Public names: what users' configurations, scorers, workflows, engines and algorithms import.
+"""Public names, for import by users' programs, configurations, scorers, workflows, engines and algorithms.
 
 Names are imported on first use, because a scorer's worker process needs `Attempt` and not JAX. `api.pyi` shows them to
 type checkers.
@@ -64,14 +64,14 @@ _NAMES = (
   # Errors
   ('jaxrl_llm.core.errors', 'RunError UserError'),
 )
-"""Modules and the names that they export, by use."""
+"""Modules and the names that they export, grouped by use."""
 
 _REPLACED = {
   'DemonstrationsConfig': 'Demonstrations, as the source of a stage, or ExpertsConfig, which has its fields',
   'PairsConfig': 'Pairs, as the source of a stage',
   'RecordedConfig': 'Recorded, as the source of a stage',
 }
-"""Former names, and what replaces them."""
+"""Former names and their replacements."""
 
 _MODULES = {name: module for module, names in _NAMES for name in names.split()}
 

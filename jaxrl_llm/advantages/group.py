@@ -22,7 +22,7 @@ class GroupAdvantages(NamedTuple):
   groups: int
   """Number of groups with at least one scored sample."""
   zero_std_groups: int
-  """Number of these with a single sample or with equal rewards, which have no learning signal."""
+  """Number of these groups that have only one scored sample or equal rewards, and hence no learning signal."""
 
 
 def group_advantages(
@@ -35,15 +35,15 @@ def group_advantages(
 ) -> GroupAdvantages:
   """A_i = (r_i - mean(r)) / (std(r) + eps) within each group.
 
-  GRPO (arXiv:2402.03300); without the division Dr.GRPO (arXiv:2503.20783), which is also the group baseline that
-  REINFORCE++-baseline and OPMD start from. Equality of rewards is tested before any division (max = min): a mean in
-  floating point is not exact, and identical rewards would give a signal.
+  GRPO (arXiv:2402.03300); without the division Dr.GRPO (arXiv:2503.20783), whose result REINFORCE++-baseline and
+  OPMD start from. Equality of rewards is tested directly (max = min): a floating-point mean is not exact, so identical
+  rewards would otherwise give a signal.
 
   Args:
-    rewards: one per sample; None = unscorable.
+    rewards: one per sample; None: unscorable.
     groups: the group id of each sample.
-    normalize_by_std: divide by the group's standard deviation.
-    ddof: 1 for the sample estimator (the field's default), 0 for the population's.
+    normalize_by_std: whether to divide by the group's standard deviation.
+    ddof: 1 for the sample standard deviation (the usual choice), 0 for the population's.
     eps: added to the standard deviation.
   """
 
@@ -57,7 +57,7 @@ def group_advantages(
 def leave_one_out(rewards: Sequence[float | None], groups: Sequence[str]) -> GroupAdvantages:
   """RLOO: A_i = r_i - mean of the group's other rewards = n/(n-1) · (r_i - mean(r)).
 
-  Source: Ahmadian et al. 2024 (arXiv:2402.14740), after Kool et al. 2019. A group of one has no others: 0.
+  Source: Ahmadian et al. 2024 (arXiv:2402.14740), after Kool et al. 2019. A sample alone in its group gets 0.
   """
   return _within_groups(rewards, groups, lambda values: (values - values.mean()) * len(values) / (len(values) - 1))
 
@@ -83,7 +83,7 @@ def log_partition_baseline(rewards: Sequence[float | None], groups: Sequence[str
 
 
 def unequal(rewards: Sequence[float | None], groups: Sequence[str]) -> GroupAdvantages:
-  """1 for the scored samples of a group with two different rewards, 0 for all others (DAPO's dynamic sampling)."""
+  """1 for each scored sample whose group has two different rewards, 0 for all others (DAPO's dynamic sampling)."""
   return _within_groups(rewards, groups, np.ones_like)
 
 
@@ -96,25 +96,25 @@ def step_credit(
   credit: Literal['trajectory', 'step'],
   advantages: Callable[[Sequence[float | None], Sequence[str]], GroupAdvantages] = group_advantages,
 ) -> GroupAdvantages:
-  """Advantages of rows that are steps of trajectories, several rows to a trajectory.
+  """Advantages of rows that are steps of trajectories: a trajectory may have several rows.
 
-  'trajectory': the reward of a trajectory is that of its last step. It gives one advantage per trajectory within its
-  group, which each of its steps gets; a trajectory counts once in the baseline, however many steps it has. The counts
-  are of groups.
-  'step': rows of equal (group, step index) form a baseline, each with its own reward. The counts are of such
-  baselines; where only one trajectory is long enough to have a step, that step has no baseline and gets 0. (GiGPO,
-  arXiv:2505.10978, compares steps that start from equal states; the step index stands for the state here.)
+  'trajectory': a trajectory's reward is that of its last step. All its steps get the same advantage, relative to the
+  other trajectories of its group; a trajectory counts once in the baseline, however many steps it has. The result
+  counts groups.
+  'step': each row has its own reward, and rows with the same group and step index share a baseline. The result counts
+  these baselines. If only one trajectory is long enough to have a certain step, that step gets 0. (GiGPO,
+  arXiv:2505.10978, compares steps that start from equal states; here the step index is a proxy for the state.)
 
-  A trajectory whose last step is unscorable is unscorable as a whole, in both. With 'step', any other unscorable row
-  is so for itself alone.
+  In both modes a trajectory whose last step is unscorable is unscorable as a whole. With 'step', any other unscorable
+  row affects no other row.
 
   Args:
-    rewards: one per row; None = unscorable.
+    rewards: one per row; None: unscorable.
     groups: the group id of each row, the same in all rows of a trajectory.
-    trajectories: the trajectory id of each row; empty = the row is a trajectory of its own.
+    trajectories: the trajectory id of each row; empty: the row is a trajectory of its own.
     steps: the step index of each row within its trajectory; the largest is the last.
-    credit: see above.
-    advantages: rule within a group; `functools.partial` gives it its options.
+    credit: 'trajectory' or 'step', see above.
+    advantages: rule within a group, with its options bound by `functools.partial`.
 
   Raises:
     ValueError: a trajectory lies in two groups, or has two rows of one step.
@@ -133,7 +133,7 @@ def step_credit(
 
 
 def _trajectories(groups: Sequence[str], trajectories: Sequence[str], steps: Sequence[int]) -> list[list[int]]:
-  """Row numbers of each trajectory, by step."""
+  """Row numbers of each trajectory, in order of their step index."""
   members: dict[str | int, dict[int, int]] = {}
   for row, (group, trajectory, step) in enumerate(zip(groups, trajectories, steps, strict=True)):
     rows = members.setdefault(trajectory or row, {})

@@ -24,11 +24,11 @@ def overlong_penalty(
   max_length and beyond.
 
   Args:
-    lengths: of each response, in tokens. What counts is the caller's choice: the trained tokens (tool tokens then
-      cost nothing) or all of the response. `max_length` must count the same.
-    max_length: where the whole penalty is reached.
-    buffer: tokens over which it grows, 1 to `max_length`.
-    factor: size of the whole penalty.
+    lengths: length of each response, in tokens. The caller chooses whether to count only trained tokens (tool tokens
+      then cost nothing) or the whole response; `max_length` must count the same.
+    max_length: length at which the penalty reaches its full size.
+    buffer: number of tokens over which the penalty grows, 1 to `max_length`.
+    factor: full size of the penalty.
 
   Raises:
     UserError: `buffer` is out of its range.
@@ -44,13 +44,13 @@ def length_rewards(
 ) -> Float64[np.ndarray, 'samples']:
   """Kimi's length reward: λ_i = 0.5 - (length_i - min) / (max - min) within the group; wrong answers get min(0, λ_i).
 
-  Source: Kimi k1.5 (arXiv:2501.12599), section 2.3.3. Where all lengths of a group are equal (max = min), and in a
-  group of one: 0 for all.
+  Source: Kimi k1.5 (arXiv:2501.12599), section 2.3.3. The reward is 0 for all if the lengths of a group are equal
+  (max = min), and in a group of one.
 
   Args:
-    lengths: of each response, in tokens.
-    correct: whether the answer is right; None = unscorable: gets 0, and its length is not in min and max.
-    groups: the group id of each sample. All of a group must be here: the reward compares lengths.
+    lengths: length of each response, in tokens.
+    correct: whether the answer is right; None: unscorable, which gets 0 and is left out of min and max.
+    groups: the group id of each sample. Groups must be complete, because the reward compares their lengths.
   """
   members: dict[str, list[int]] = {}
   for i, (right, group) in enumerate(zip(correct, groups, strict=True)):
@@ -95,9 +95,9 @@ class AdaptiveKl:
 def adapted(coef: float, measured_kl: float, n: int, config: AdaptiveKl) -> float:
   """The next coefficient: coef · (1 + clip(KL / target - 1, ±0.2) · n / horizon).
 
-  Source: Ziegler et al. 2019 (arXiv:1909.08593), section 2.2, with the step size written as n / horizon as the field
-  does; n is the number of samples or tokens since the last change, in the unit of the horizon. An estimate of the KL
-  may be negative: it is below the target like any other.
+  Source: Ziegler et al. 2019 (arXiv:1909.08593), section 2.2, with the step size written as n / horizon, as is
+  customary; n is the number of samples or tokens since the last change, in the unit of the horizon. An estimate of the
+  KL may be negative, which counts as below the target.
 
   Raises:
     UserError: n is so large for the horizon that one step could make the coefficient 0 or negative.
@@ -155,5 +155,5 @@ class MuSchedule:
     return steps / self.decay_steps if steps < self.decay_steps else 1.0
 
   def _between(self, height: float) -> float:
-    """`height` 1 is the peak, 0 the valley."""
+    """Interpolates between the valley (`height` 0) and the peak (`height` 1)."""
     return self.valley + (self.peak - self.valley) * height

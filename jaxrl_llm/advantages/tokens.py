@@ -1,7 +1,7 @@
-"""Per-token rewards, returns and advantages of rows with holes, in float64; values in holes are never read.
+"""Per-token rewards, returns and advantages in float64, over the trained (valid) tokens of a row only.
 
-A row's `mask` marks the trained tokens: not the prompt, not tool output. Every result is exactly 0 where the mask is
-False.
+A row's `mask` marks the valid tokens. The others, such as the prompt and tool output, are called holes: values in holes
+are never read, and every result is exactly 0 there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def masked_gae(
   lam: float,
   last_value: float = 0.0,
 ) -> tuple[Float64[np.ndarray, 'time'], Float64[np.ndarray, 'time']]:
-  """(advantages, returns) by generalized advantage estimation over the valid tokens t, t' the next valid one:
+  """(advantages, returns) by generalized advantage estimation over the valid tokens; t' is the next valid one after t:
 
   δ_t = r_t + γ V_t' - V_t;  A_t = δ_t + γ λ A_t';  R_t = A_t + V_t;  after the last valid token V is `last_value`
   (0 where the episode has ended) and A is 0.
@@ -43,7 +43,7 @@ def masked_gae(
 def token_returns(
   rewards: Float[np.ndarray, 'time'], mask: Bool[np.ndarray, 'time'], *, gamma: float
 ) -> Float64[np.ndarray, 'time']:
-  """G_t = r_t + γ G_t' over the valid tokens, t' the next valid one; γ counts valid tokens only.
+  """G_t = r_t + γ G_t' over the valid tokens, where t' is the next valid one; only valid tokens are discounted.
 
   Source: REINFORCE++ (arXiv:2501.03262). The return is carried through holes, not reset at them: with resets a
   trajectory with tool tokens would teach nothing before its last turn.
@@ -57,7 +57,7 @@ def place_rewards(
   """Token rewards: `reward` at the last valid token, plus `turn_rewards[i]` at the last token of turn i.
 
   A turn is a maximal run of valid tokens. Turns without a reward of their own get none. A row without valid tokens
-  (one that is out of the loss) gives zeros, whatever its turns earned.
+  (one that is left out of the loss) gives zeros, whatever the rewards of its turns.
 
   Raises:
     ValueError: more turn rewards than turns, or a reward that is not finite.
@@ -83,8 +83,8 @@ def whiten(
 ) -> list[Float64[np.ndarray, '_']]:
   """(x - mean) / sqrt(var + eps), with mean and variance (ddof 1) over all valid tokens of the batch.
 
-  The batch normalization of advantages of PPO and REINFORCE++ (arXiv:2501.03262). Fewer than two valid tokens, or
-  all of them equal (max = min, tested before the division): zeros, with and without `shift_mean`.
+  PPO and REINFORCE++ (arXiv:2501.03262) normalize advantages over the batch this way. With fewer than two valid
+  tokens, or if all are equal (max = min, tested before the division), the result is zeros whatever `shift_mean`.
 
   Args:
     rows: one array per row, of any lengths.

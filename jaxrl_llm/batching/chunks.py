@@ -1,4 +1,4 @@
-"""The arrays of a packed micro-batch."""
+"""Arrays of a packed micro-batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 Leaf = Array | np.ndarray | jax.ShapeDtypeStruct
-"""An array on the devices or the host, or its shape where a program is only traced or compiled."""
+"""An array on the devices or the host, or only its shape when a program is traced or compiled."""
 
 
 @flax.struct.dataclass
@@ -17,20 +17,20 @@ class Chunks:
 
   tokens: Int[Leaf, '*micro chunks time']
   positions: Int[Leaf, '*micro chunks time']
-  """From 0 in each segment."""
+  """Position in the token's segment, from 0."""
   segment_ids: Int[Leaf, '*micro chunks time']
-  """1.. in each chunk, 0 = padding."""
+  """Number of the token's segment within its chunk, from 1; 0: padding."""
   loss_mask: Bool[Leaf, '*micro chunks time']
   """Tokens that are trained on."""
   reported: Bool[Leaf, '*micro chunks time']
-  """Tokens with a reported logprob: the samples' loss_mask, also of rows left out of the loss."""
+  """Tokens with a reported logprob: the samples' loss_mask, including that of rows left out of the loss."""
   is_expert: Bool[Leaf, '*micro chunks time']
   behaviour_logprobs: Float[Leaf, '*micro chunks time']
-  """Under the sampler."""
+  """Logprobs under the sampler."""
   proximal_logprobs: Float[Leaf, '*micro chunks time']
-  """Under the policy before the batch."""
+  """Logprobs under the policy before the batch."""
   reference_logprobs: Float[Leaf, '*micro chunks time']
-  """Under the reference; 0 if no reference is read."""
+  """Logprobs under the reference; 0 if no reference is read."""
   advantages: Float[Leaf, '*micro chunks time']
   values: Float[Leaf, '*micro chunks time']
   """Critic values before the batch; 0 without a critic."""
@@ -38,9 +38,9 @@ class Chunks:
   """Regression targets of the critic; 0 without a critic."""
   temperature: Float[Leaf, '*micro chunks segments']
   pair: Int[Leaf, '*micro chunks segments']
-  """Number of the preference pair in its micro-batch, from 1; 0 = no pair."""
+  """Number of the preference pair in its micro-batch, from 1; 0: no pair."""
   label: Float[Leaf, '*micro chunks segments']
-  """1 chosen, -1 rejected, 0 neither."""
+  """Role in the pair: 1 chosen, -1 rejected; 0: no pair."""
 
   @property
   def segments(self) -> int:

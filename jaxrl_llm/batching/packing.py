@@ -4,7 +4,7 @@ Invariants: every row is placed exactly once and whole; rows of one unit share o
 every rank has the same number of chunks in every micro-batch. Pure and deterministic: every process that packs the same
 lengths gets the same placements.
 
-A unit is a set of rows that stay together: a sequence, a preference pair, a group that a loss couples.
+A unit is a set of rows that stay together: a single sequence, a preference pair, or a group that a loss couples.
 Source: DeepSeek-R1 (arXiv:2501.12948v2), B.1: sort by length, distribute over data-parallel ranks,
 best-fit into fixed-length chunks within a rank, equal chunk counts.
 """
@@ -59,7 +59,7 @@ def deal(units: Sequence[Sequence[int]], steps: int, *, seed: int) -> list[list[
 
   Args:
     units: row numbers of each unit.
-    steps: optimizer steps, at most one per unit.
+    steps: number of optimizer steps, at most the number of units.
     seed: determines the permutation, together with the number of units.
 
   Returns:
@@ -84,7 +84,7 @@ def pack(
   """Packs the rows of one optimizer step.
 
   Args:
-    lengths: tokens of each row.
+    lengths: number of tokens of each row.
     units: row numbers of each unit, every row in exactly one; None: every row is its own unit.
     ranks: data-parallel ranks.
     chunks: chunks per rank and micro-batch.

@@ -1,4 +1,4 @@
-"""Step plans: rows and decisions of a training step, made by process 0, the same in every process, replayable.
+"""Step plans: the rows and decisions of a training step, made by process 0, sent to every process, and replayable.
 
 Everything else about a step (packing, advantages, shapes) is a pure function of its plan, so it is derived where needed
 instead of being sent.
@@ -23,7 +23,7 @@ _KEPT = 0.97
 
 
 _ABSENT: Mapping[str, Json] = {'version_step': -1, 'trajectory': '', 'pair': '', 'label': 0}
-"""What files hold in place of None, by field of Row."""
+"""Value that files hold in place of None, keyed by field of Row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,14 +39,14 @@ class Row:
   prompt_len: int
   group: str
   reward: float | None
-  """None = unscorable (or not a rollout)."""
+  """None: unscorable, or not a rollout."""
   is_expert: bool
   truncated: bool
-  """Ended by the length limit."""
+  """Whether the length limit ended it."""
   version_step: int | None
   """Step of the oldest policy version that generated any of its tokens; None if no version of this run did."""
   correct: bool | None = None
-  """Correctness by the taskset's own measure; None = unknown, or not a rollout."""
+  """Correctness by the taskset's own measure; None: unknown, or not a rollout."""
   turn_rewards: tuple[float, ...] = ()
   """Per-turn rewards, in addition to `reward`; each is credited at its turn's last token."""
   trajectory: str | None = None
@@ -54,7 +54,7 @@ class Row:
   step_index: int = 0
   """Index of the row's step in its trajectory."""
   masked: bool = False
-  """Counts in its group's baseline but is not trained on."""
+  """Whether the row is not trained on, although it counts in its group's baseline."""
   pair: str | None = None
   """Id of the row's preference pair."""
   label: Literal[1, -1] | None = None
@@ -107,7 +107,7 @@ class StepPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-  """Planned shape of an optimizer step's arrays, `[micro_batches, ranks * chunks, chunk_len]`: compiled once."""
+  """Planned shape of a step's arrays, `[micro_batches, ranks * chunks, chunk_len]`; its program compiles once."""
 
   ranks: int
   """Data-parallel ranks."""
@@ -158,7 +158,7 @@ def plan_shape(
 
 
 def _plan_chunks(lengths: Sequence[int], *, rows: int, ranks: int, most: int, chunk_len: int, unit: int) -> int:
-  """Returns the most chunks per micro-batch at which every drawn step keeps `_KEPT` of the best utilisation.
+  """Returns the maximum chunks per micro-batch at which every drawn step keeps `_KEPT` of the best utilisation.
 
   A rank's chunks are rounded up to whole micro-batches, so half a micro-batch is empty on average: a large share if a
   step has few of them. Fewer chunks per micro-batch waste less, but give a device less work at a time.
@@ -183,14 +183,14 @@ def units_of(rows: Sequence[Row]) -> list[list[int]]:
   """Row numbers of each unit: the rows of a preference pair, or a single row."""
   units: dict[str, list[int]] = {}
   for i, row in enumerate(rows):
-    units.setdefault(row.pair or f'{i}/', []).append(i)  # Pairs are named by their samples: no name ends in '/'.
+    units.setdefault(row.pair or f'{i}/', []).append(i)  # Pairs are named after their samples, so no name ends in '/'.
   return list(units.values())
 
 
 def deal_rows(rows: Sequence[Row], *, minibatches: int, epochs: int, seed: int) -> tuple[tuple[int, ...], ...]:
   """Splits the rows into `minibatches` optimizer steps per epoch, each epoch by its own seeded permutation.
 
-  Expert rows and the others are split separately, so that each part has its share of both; pairs stay together.
+  Expert rows and the others are split separately, so that each step has its share of both; pairs stay together.
   """
   units = units_of(rows)
   kinds = [[u for u in units if rows[u[0]].is_expert is expert] for expert in (False, True)]

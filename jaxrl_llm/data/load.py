@@ -44,12 +44,12 @@ class PackedStep(NamedTuple):
 
   @property
   def used(self) -> np.int32:
-    """Micro-batches in use."""
+    """Number of micro-batches in use."""
     return np.int32(self.packing.micro_batches)
 
 
 Column = Sequence[float | Float64[np.ndarray, '...'] | Float32[np.ndarray, '...']] | Float64[np.ndarray, 'rows']
-"""Per row of a plan: one value for all its tokens, or one value per token."""
+"""For each row of a plan, one value for all its tokens or one value per token."""
 
 
 class _PlannedRows:
@@ -107,8 +107,8 @@ class RowLoader:
     """Returns the step with derived columns filled in.
 
     Args:
-      columns: by field of Chunks, one entry per row of the plan; tokens outside the loss_mask get 0.
-      in_loss: per row of the plan; False clears its loss_mask.
+      columns: one entry per row of the plan, keyed by field of Chunks; tokens outside the loss_mask get 0.
+      in_loss: one flag per row of the plan; False clears the row's loss_mask.
     """
     mask = step.loss_mask.copy()
     for i in step.grid.local:
@@ -150,7 +150,7 @@ class Grid(NamedTuple):
   shape: Shape
   micro_batches: int
   columns: Mapping[int, int]
-  """Chunk number to column in the local arrays."""
+  """Column in the local arrays of each chunk, keyed by chunk number."""
   local: tuple[int, ...]
   """Rows of the packing that this process holds."""
   sharding: NamedSharding
@@ -198,7 +198,7 @@ class Grid(NamedTuple):
 
 
 def unpack(values: Shaped[np.ndarray, 'micro chunks time'], step: PackedStep) -> dict[int, Shaped[np.ndarray, '_']]:
-  """Splits packed per-token values by row number of the plan."""
+  """Splits packed per-token values into one array per row, keyed by row number of the plan."""
   packing = step.packing
   places = zip(packing.micro_batch, packing.chunk, packing.offset, packing.offset + packing.length)
   return {row: values[m, c, start:end] for row, (m, c, start, end) in zip(step.rows, places, strict=True)}

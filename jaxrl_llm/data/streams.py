@@ -21,9 +21,9 @@ class RowStream:
     Args:
       workdir: the run directory.
       source: the file, relative to `workdir`.
-      rows: rows per `next()`.
+      rows: number of rows per `next()`.
       seed: shuffle seed; epoch and seed fix the order.
-      unit: consecutive records that stay together (2 for pairs).
+      unit: number of consecutive records that stay together (2 for pairs).
     """
     self._units = rows // unit
     dataset = grain.MapDataset.source(_Units(workdir, source, unit)).shuffle(seed=seed).repeat(None)
@@ -35,7 +35,7 @@ class RowStream:
     return [dataclasses.replace(row, pair=f'{row.pair}#{i}') if row.pair else row for i, row in drawn]
 
   def state(self) -> Any:
-    """JSON position, from which `restore` continues exactly."""
+    """Returns the position as JSON, from which `restore` continues exactly."""
     return self._iterator.get_state()
 
   def restore(self, state: Any) -> None:
@@ -49,7 +49,7 @@ def all_rows(workdir: pathlib.Path, source: str) -> tuple[Row, ...]:
 
 
 def sample_lengths(workdir: pathlib.Path, source: str, *, unit: int, most: int = 4096) -> tuple[int, ...]:
-  """Lengths of at most `most` rows, evenly spread over such a file; rows of a unit are consecutive."""
+  """Lengths of at most `most` rows, spread evenly over an ArrayRecord file of Samples; those of a unit are adjacent."""
   units = _Units(workdir, source, unit)
   every = -(-len(units) * unit // most)
   return tuple(row.length for i in range(0, len(units), every) for row in units[i])

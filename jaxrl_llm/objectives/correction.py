@@ -1,7 +1,7 @@
 """Off-policy correction: weights and rejections of tokens sampled by another policy, all without gradients.
 
-They change the numerator, never the denominator, which keeps the tokens from before a rejection: divided by the kept
-tokens alone, their gradient would grow by N / N_kept.
+They change the numerator of the loss, never its denominator, which still counts rejected tokens: if the loss were
+divided by the number of kept tokens, their gradient would grow by N / N_kept.
 In all functions, `mask` marks the trained tokens that a sampler drew: where it is False, behaviour logprobs are
 meaningless, the weight is 1 and the token is not rejected, so that expert tokens in the same batch are unaffected.
 """
@@ -41,10 +41,10 @@ def importance_weights(
   sequence: min(exp(Σ d over the sequence's valid tokens), C), at each of its tokens.
   icepop: exp(dₜ) where lower ≤ exp(dₜ) ≤ C, else 0 (Ring-1T, arXiv:2510.18855).
 
-  The log of a weight is limited to ±20. 1 where masked.
+  The log of a weight is limited to ±20. The weight is 1 where masked.
 
   Args:
-    threshold: C. IcePop's own is 5.
+    threshold: C; IcePop's authors use 5.
     lower: lower bound; token and sequence clamp to it (OpenRLHF), unless None; for icepop, None means 0.5.
   """
   difference = _difference(proximal_logprobs, behaviour_logprobs, mask)
@@ -71,7 +71,7 @@ def sequence_mask(
 ) -> Bool[Array, 'chunks time']:
   """Tokens of sequences to keep: low ≤ exp(mean over the valid tokens of (proximal - behaviour)) ≤ high.
 
-  NeMo-RL's seq-mask-TIS (0.999 to 1.002 there), SkyRL's geometric mask (0.99 to 1.01). The tokens kept have their own
+  NeMo-RL calls it seq-mask-TIS (0.999 to 1.002), SkyRL geometric mask (0.99 to 1.01); there, kept tokens have their own
   weights, untruncated. True where masked.
   """
   means = _means(_difference(proximal_logprobs, behaviour_logprobs, mask), mask, segment_ids, segments)
@@ -89,7 +89,7 @@ def negative_sequence_mask(
   segments: int,
   threshold: float,
 ) -> Bool[Array, 'chunks time']:
-  """Tokens to keep by DeepSeek-V3.2's rule (arXiv:2512.02556): not of failures that are far off-policy.
+  """Tokens to keep by DeepSeek-V3.2's rule (arXiv:2512.02556), which drops far off-policy samples that failed.
 
   keptₜ = not (Aₜ < 0 and mean over the sequence's valid tokens of (old - new) > threshold)
 

@@ -1,4 +1,4 @@
-"""Estimators of KL(policy || reference) from the sampled tokens; masked positions may hold anything, even NaN."""
+"""Estimators of KL(policy || reference) from sampled tokens; masked positions may hold anything, even NaN."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def kl_estimate(
   """Per-token estimate, d = logprobs - reference:  k1 = d;  k2 = d²/2;  k3 = exp(-d) + d - 1.
 
   Source: Schulman, "Approximating KL divergence" (2020). For k3, -d is limited to ±`log_ratio_limit` and the result
-  to ±`limit`, as the field does. As a loss on on-policy samples, summed over sequences, the gradient of k1 is zero in
-  expectation, that of k2 is the reverse KL's at the sampled prefixes, that of k3 the forward KL's (`unbiased_kl` has
-  the reverse one's).
+  to ±`limit`, as is customary. As a loss on on-policy samples, summed over sequences, k1 has zero gradient in
+  expectation, k2 has the gradient of the reverse KL at the sampled prefixes, and k3 that of the forward KL
+  (`unbiased_kl` has that of the reverse KL).
 
   Args:
     mask: tokens that count; elsewhere the estimate is 0 and has no gradient. None: all, which must then be finite.
@@ -56,15 +56,15 @@ def unbiased_kl(
 ) -> Float[Array, 'chunks time']:
   """An estimate times the importance ratio ρₜ = exp(logprobsₜ - proximalₜ), with the gradient of the reverse KL.
 
-  Value: ρₜ k2ₜ or ρₜ k3ₜ, the estimate limited as in `kl_estimate`. Gradient, of both kinds: ρₜ dₜ ∇logprobsₜ, whose
-  mean over samples of the proximal policy is the gradient of KL(policy || reference). That is what ρₜ k3ₜ has where
-  nothing is limited (DeepSeek-V3.2, arXiv:2512.02556) and sg(ρₜ) k2ₜ; it is written directly, so that a limit of the
-  value changes neither its sign nor its direction. 0 where masked.
+  Value: ρₜ k2ₜ or ρₜ k3ₜ, the estimate limited as in `kl_estimate`. Gradient of both kinds: ρₜ dₜ ∇logprobsₜ, whose
+  mean over samples of the proximal policy is the gradient of KL(policy || reference). Without limits, ρₜ k3ₜ
+  (DeepSeek-V3.2, arXiv:2512.02556) and sg(ρₜ) k2ₜ have this gradient; it is written directly, so that a limit of the
+  value changes neither its sign nor its direction. Both are 0 where masked.
 
   Args:
-    ratio_limit: of ρₜ, in value and gradient: one token that the proximal policy hardly ever draws would otherwise
-      outweigh a batch. Where it is in force the gradient is too small, with the right sign.
-    log_ratio_limit: also of dₜ in the gradient.
+    ratio_limit: upper limit of ρₜ, in value and gradient: one token that the proximal policy hardly ever draws would
+      otherwise outweigh a batch. Where the limit applies, the gradient is too small but has the right sign.
+    log_ratio_limit: as in `kl_estimate`; also limits |dₜ| in the gradient.
 
   Raises:
     ValueError: for k1: ρₜ k1ₜ has the same mean gradient as k3 with the noise of ρₜ ∇logprobsₜ added.
@@ -81,13 +81,13 @@ def unbiased_kl(
 
 
 def has_expected_gradient(kind: Estimator, *, place: Literal['loss', 'reward'], unbiased: bool) -> bool:
-  """Whether a KL so configured pulls the policy at all, on average over on-policy samples.
+  """Whether a KL term so configured moves the policy at all, on average over on-policy samples.
 
-  k1 in the loss does not: E[∇(log π - log ref)] = E[∇log π] = 0, so that summed over sequences it adds noise and
-  nothing else; where a sampled length divides, what is left does not point to the reference either. It does not become
-  useful with `unbiased`, which `unbiased_kl` refuses for k1. k2 in the loss has the reverse KL's gradient
-  E[d ∇log π]. k3 in the loss has E[(1 - exp(-d)) ∇log π], the forward KL's: not zero, but biased as a gradient of the
+  k1 in the loss does not: E[∇(log π - log ref)] = E[∇log π] = 0, so that summed over sequences it adds only noise; and
+  if it is divided by sampled lengths, the remaining gradient does not point to the reference either. `unbiased` does
+  not help: `unbiased_kl` refuses k1. k2 in the loss has the reverse KL's gradient E[d ∇log π]. k3 in the loss has E[(1
+    - exp(-d)) ∇log π], the forward KL's: not zero, but biased as a gradient of the
   reverse KL unless `unbiased` (`unbiased_kl`). In the reward every estimator is a penalty whose value acts through the
-  policy gradient: the mean of k1 and of k3 is the KL itself, that of k2 is near it.
+  policy gradient: the means of k1 and k3 are the KL itself, that of k2 is close to it.
   """
   return not (kind == 'k1' and place == 'loss')

@@ -42,7 +42,7 @@ def sequence_log_ratio(
   segments: int,
   limit: float = 10.0,
 ) -> Float[Array, 'chunks time']:
-  """GSPO's log ratio (arXiv:2507.18071, there GSPO-token), given to each token of its sequence; 0 where masked.
+  """GSPO's log ratio (arXiv:2507.18071, there GSPO-token), for each token of its sequence; 0 where masked.
 
   sₜ = min(logprobsₜ - sg(logprobsₜ) + sg(mean over the sequence's valid tokens of (logprobs - proximal)), limit)
 
@@ -95,12 +95,12 @@ def cispo(
   clip_ratio_low: float,
   clip_ratio_high: float,
 ) -> ClippedSurrogate:
-  """CISPO (MiniMax-M1, arXiv:2506.13585): REINFORCE with a cut importance weight, so that no token loses its gradient.
+  """CISPO (MiniMax-M1, arXiv:2506.13585): REINFORCE with clipped importance weights; every token keeps its gradient.
 
   lossₜ = -sg(clip(exp(log_ratioₜ), 1 - low, 1 + high)) Aₜ logprobsₜ
 
-  The bounds are distances from 1, as in verl (in TRL the upper bound is absolute). `advantages` are constants and
-  finite at masked positions too; `logprobs` there may be anything. `clipped` is where the weight was cut.
+  The bounds are distances from 1, as in verl (in TRL the upper bound is absolute). `advantages` are constants and must
+  be finite even at masked positions; `logprobs` there may be anything. `clipped` marks where the weight was clipped.
   """
   ratio = jnp.exp(jax.lax.stop_gradient(log_ratio))
   weight = jnp.clip(ratio, 1.0 - clip_ratio_low, 1.0 + clip_ratio_high)

@@ -49,7 +49,7 @@ def dpo_loss(
 
   sigmoid: -(1 - ε) log σ(β h) - ε log σ(-β h);  ipo: (h - 1 / (2 β))²
 
-  Sources: DPO (arXiv:2305.18290), eq. 7; with ε, a label's probability to be wrong, cDPO (Mitchell 2023); IPO
+  Sources: DPO (arXiv:2305.18290), eq. 7; with ε, the probability that a label is wrong, cDPO (Mitchell 2023); IPO
   (arXiv:2310.12036), eq. 17, for which the margins are of logprobs averaged over the completion's tokens, as its
   authors confirmed to TRL. In float32, sums of thousands of logprobs lose the digits that h needs: sum
   logprobs - reference over the tokens, and give that as the policy's margin with a reference margin of 0.
@@ -77,5 +77,5 @@ def bradley_terry_loss(
 
 
 def centering_penalty(chosen_plus_rejected: Float[Array, 'pairs']) -> Float[Array, 'pairs']:
-  """(r_chosen + r_rejected)², which holds rewards around 0 (arXiv:2312.09244; TRL's `center_rewards_coefficient`)."""
+  """(r_chosen + r_rejected)², which keeps rewards around 0 (arXiv:2312.09244; TRL's `center_rewards_coefficient`)."""
   return chosen_plus_rejected**2

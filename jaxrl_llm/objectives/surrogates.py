@@ -42,7 +42,7 @@ class TokenLoss(NamedTuple):
   loss: Float[Array, 'chunks time']
   """Loss of each token, to be minimised. Values at masked positions are ignored."""
   metrics: Mapping[str, Array] = {}
-  """Numbers or flags per token by metric key; the step's metric is their mean over the tokens in `mask`."""
+  """Numbers or flags per token, keyed by metric; the step's metric is their mean over the tokens in `mask`."""
 
 
 Surrogate = Callable[[SurrogateTokens, Any], TokenLoss]
@@ -62,7 +62,7 @@ class DualClipBounds(RatioBounds):
   """Bounds of the importance ratio and of the loss of tokens with a negative advantage."""
 
   clip_ratio_c: float | None = 3.0
-  """Dual-clip bound; None = off."""
+  """Dual-clip bound; None: off."""
 
 
 def clip(tokens: SurrogateTokens, options: DualClipBounds) -> TokenLoss:
@@ -99,9 +99,9 @@ class SapoOptions:
   """Temperatures of SAPO's gate: a higher one keeps the policy nearer to the proximal one."""
 
   tau_pos: float = 1.0
-  """Of tokens with a positive advantage."""
+  """Temperature for tokens with a positive advantage."""
   tau_neg: float = 1.05
-  """Of the other tokens."""
+  """Temperature for the other tokens."""
 
   def __post_init__(self):
     for name in ('tau_pos', 'tau_neg'):
@@ -126,4 +126,4 @@ SURROGATES: Mapping[str, tuple[type, Surrogate]] = {
   'cispo': (RatioBounds, cispo),
   'sapo': (SapoOptions, sapo),
 }
-"""Options dataclass and function by name. An algorithm's options that inherit the dataclass are the surrogate's too."""
+"""Options dataclass and function, keyed by name. Algorithm options that inherit the dataclass are used directly."""

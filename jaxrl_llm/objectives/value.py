@@ -22,7 +22,7 @@ def value_loss(
   cliprange_value: float | None,
   mask: Bool[Array, 'chunks time'] | None = None,
 ) -> ValueLoss:
-  """PPO's clipped value loss; with `cliprange_value` None half the squared error.
+  """PPO's clipped value loss; half the squared error if `cliprange_value` is None.
 
   lossₜ = 0.5 max((vₜ - Rₜ)², (v_oldₜ + clip(vₜ - v_oldₜ, ±c) - Rₜ)²)
 

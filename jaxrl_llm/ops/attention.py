@@ -20,15 +20,16 @@ Implementation = Literal['masked', 'blockwise', 'splash', 'pallas_gpu']
 KERNELS = {'tpu': 'splash', 'gpu': 'pallas_gpu'}
 """Fused kernel of each platform that has one."""
 MASKED_SCORES = 256 * 256
-"""Scores of a head (queries × keys of a row) up to which masked attention is as fast on a CPU; at 512 × 512 blockwise
-takes at most a third of the time, for any number of heads and segments."""
+"""Number of scores per head (queries × keys of a row) up to which masked attention is as fast as blockwise on a CPU; at
+512 × 512 blockwise takes at most a third of the time, for any number of heads and segments."""
 
 
 class Choice(NamedTuple):
   implementation: Implementation
   reason: str
   block: int
-  """Block size in tokens for blockwise attention: fits the caches of a CPU, hides the cost of a step elsewhere."""
+  """Block size in tokens for blockwise attention: small enough for a CPU's caches; elsewhere, large enough to hide
+  the cost of a step."""
 
 
 def choose(
@@ -56,7 +57,7 @@ def choose(
     shards: number of shards of the queries' time.
 
   Raises:
-    UserError: the configured kernel does not support this.
+    UserError: the configured kernel does not support these inputs.
   """
   block = 128 if platform == 'cpu' else 512
   if asked in ('masked', 'blockwise'):
@@ -98,7 +99,7 @@ def attention(
     of_queries: places of the queries' tokens; `visible` defines the rule.
     of_keys: places of the keys' tokens. The fused kernels require the very object `of_queries` here, which marks them
       as the same tokens; each row then holds its segments one after the other, with consecutive positions.
-    window: number of tokens that a query sees, including its own; None = to the segment's start.
+    window: number of tokens that a query sees, including its own; None: back to the segment's start.
     softcap: scores s become softcap · tanh(s / softcap).
     implementation: 'masked' materialises all scores; 'blockwise' only one block at a time, forward and backward;
       'splash' and 'pallas_gpu' are the fused kernels of TPUs and GPUs. See `choose`.
@@ -106,7 +107,7 @@ def attention(
     interpret: runs a kernel in interpreter mode on any platform, for tests.
 
   Raises:
-    ValueError: the kernel does not support this; says why.
+    ValueError: the kernel does not support these inputs; the message says why.
   """
   if implementation == 'masked':
     return masked(query, key, value, of_queries, of_keys, window=window, softcap=softcap)

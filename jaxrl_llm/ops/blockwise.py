@@ -59,7 +59,7 @@ def blockwise(
   softcap: float | None = None,
   block: int = BLOCK,
 ) -> Float[Array, 'batch time heads head_dim']:
-  """See `attention`. Each block of queries iterates over the blocks of keys from the first to the last that it may see.
+  """Computes `attention`; each block of queries iterates over the blocks of keys from the first to the last it may see.
 
   If rows hold packed segments in order, these are the blocks of its own segments up to itself: neither later tokens
   nor other segments cost anything. Rows of the batch are processed sequentially, each with its own range of blocks.

@@ -22,7 +22,7 @@ _GPU_KERNEL = 'jax.experimental.pallas.ops.gpu.attention'
 
 
 def why_not_splash(dtype: Any) -> str | None:
-  """Returns why splash attention cannot take inputs of this dtype, None if it can. It takes any length or head size."""
+  """Returns why splash attention cannot take inputs of this dtype, None if it can; any length and head size will do."""
   if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
     return f'splash computes in float32 and bfloat16, not in {jnp.dtype(dtype).name}'
   return None
@@ -134,8 +134,8 @@ def pallas_gpu(
   """Runs JAX's Triton kernel, which compares segments on the fly.
 
   Why not cuDNN: JAX's public interface to it supports segments only as a bias, `[batch, 1, time, time]` in memory,
-  which is what is to be avoided. The kernel lowers only with a GPU present; without one it was only compared with the
-  reference in Pallas' interpreter. JAX 0.12 announces its removal.
+  the very array that this kernel avoids. The kernel lowers only with a GPU present; without one it was only compared
+  with the reference in Pallas' interpreter. JAX 0.12 announces its removal.
 
   Args:
     interpret: runs the kernel in interpreter mode on any platform, for tests.

@@ -26,7 +26,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class TokenValues(NamedTuple):
-  """Entry t is the value of the state before `tokens[t]`, which is `tokens[:t]`; 0 at a segment's first token."""
+  """Entry t is the value of the state `tokens[:t]`, before `tokens[t]`; 0 at a segment's first token."""
 
   values: Float[Array, 'chunks time']
 
@@ -35,9 +35,9 @@ class StateValues(NamedTuple):
   """Values of every state of each segment, including the one after its last token."""
 
   values: Float[Array, 'chunks time']
-  """As in `TokenValues`."""
+  """Entry t is the value of the state `tokens[:t]`, as in `TokenValues`."""
   next_values: Float[Array, 'chunks time']
-  """Entry t is the value of the state after `tokens[t]`, which is `tokens[:t + 1]`; 0 at padding."""
+  """Entry t is the value of the state `tokens[:t + 1]`, after `tokens[t]`; 0 at padding."""
 
 
 class SequenceScores(NamedTuple):
@@ -87,7 +87,7 @@ def token_logprobs(
     hidden: states after the final norm; state t predicts token t + 1.
     kernel: the unembedding, `[vocab, embed]`.
     tokens: tokens to score.
-    segment_ids: 0 = padding; the first token of each segment has no logprob (it gets 0).
+    segment_ids: segment of each token, 0 for padding; the first token of each segment has no logprob (it gets 0).
     temperature: temperature of each token's sample, by which the logits are divided.
     wanted: tokens to compute; others get 0. None: all.
     token_chunk: positions computed at a time; must divide `time`.

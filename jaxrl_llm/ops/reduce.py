@@ -81,5 +81,5 @@ def aggregate(
 
 
 def masked_stat(values: Float[Array, '*shape'], mask: Bool[Array, '*shape']) -> Stat:
-  """Returns the mean of `values` where `mask` is True."""
+  """Returns the mean of `values` where `mask` is True, as a metric."""
   return Stat(jnp.where(mask, values, 0.0).sum(), mask.sum().astype(jnp.float32))

@@ -18,7 +18,7 @@ class Traffic(NamedTuple):
   bytes: int
   """Bytes of the unsharded arrays per device: results of collectives, but operands of reduce-scatters."""
   largest: str
-  """Largest of these arrays, such as 'bf16[4096,1024]'."""
+  """Largest array counted in `bytes`, such as 'bf16[4096,1024]'."""
 
 
 KINDS = ('all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all', 'collective-permute')
@@ -58,7 +58,7 @@ class _Computation:
     self.calls: list[tuple[str, int | None, str | None]] = []
     """Called computations: name, number of calls if stated, and the loop condition if any."""
     self.types: dict[str, str] = {}
-    """Result types by operation."""
+    """Result types, keyed by operation."""
     self.constants: dict[str, int] = {}
     self.bound: int | None = None
     """If this is a loop condition: exclusive upper bound of the counter, which starts at 0 and increments by one."""
@@ -89,7 +89,7 @@ def traffic(text: str) -> Mapping[str, Traffic]:
 
 
 def _parse(text: str) -> tuple[Mapping[str, _Computation], str]:
-  """Returns the computations by name, and the name of the entry computation."""
+  """Returns the computations, keyed by name, and the name of the entry computation."""
   program: dict[str, _Computation] = collections.defaultdict(_Computation)
   entry = current = ''
   for line in map(str.strip, text.splitlines()):

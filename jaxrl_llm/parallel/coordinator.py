@@ -1,7 +1,7 @@
 """Agreement among the trainer's processes: process 0 decides, and all get the same value at the same program point.
 
 While process 0 is busy it exchanges heartbeats with the waiting processes, so that a dead peer is noticed at the next
-one, and a signal that reached only one process is reported to process 0 with it.
+heartbeat, which also tells process 0 about a signal that reached only one process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BEAT, _VALUE, _ABORT = 0, 1, 2
 
 
 class Coordinator:
-  """Broadcasts decisions in a `jax.distributed` job; the identity if there is only one process."""
+  """Broadcasts decisions in a `jax.distributed` job; with a single process it returns them directly."""
 
   def __init__(
     self,

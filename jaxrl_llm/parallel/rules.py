@@ -1,4 +1,4 @@
-"""Sharding rules: the table from logical axes (meaning of a dimension) to mesh axes (over which it is sharded)."""
+"""Sharding rules: a table from logical axes (the meaning of a dimension) to the mesh axes that shard them."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Sum(NamedTuple):
 
 
 class Max(NamedTuple):
-  """Largest value; NaN if any value was NaN, so that bad values stay visible."""
+  """Mergeable maximum; NaN if any value was NaN, so that bad values stay visible."""
 
   largest: Scalar
 
@@ -55,7 +55,7 @@ class Max(NamedTuple):
 
 
 class Min(NamedTuple):
-  """Smallest value; NaN if any value was NaN."""
+  """Mergeable minimum; NaN if any value was NaN."""
 
   smallest: Scalar
 

@@ -67,7 +67,7 @@ class EngineServer(Protocol):
   async def resume(self) -> None: ...
 
   async def digests(self, *, deadline_s: float) -> list[dict[str, str]]:
-    """Returns the digests of the loaded tensors by name, computed from what is loaded, one mapping per worker."""
+    """Returns one mapping per worker, from tensor name to a digest computed from the loaded tensor."""
     ...
 
   async def set_version(self, publication: Publication) -> None:

@@ -111,7 +111,7 @@ def _commands(config: VllmConfig, setting: EngineSetting) -> list[ServerCommand]
 
 
 def _lines(config: VllmConfig, setting: EngineSetting) -> Mapping[str, str]:
-  """Shell commands of the owned servers, by name, with placeholders for paths that are created at their start."""
+  """Shell commands of the owned servers, keyed by server name, with placeholders for paths created at their start."""
   lines = {}
   for i, command in enumerate([] if config.addresses else _commands(config, setting)):
     variables = [f'{name}={value}' for name, value in command.variables(pathlib.Path('MODULES')).items()]
