@@ -40,7 +40,7 @@ class PackedStep(NamedTuple):
   grid: Grid
   """This process's part of the arrays."""
   loss_mask: Bool[np.ndarray, 'micro columns time']
-  """This process's part, on the host."""
+  """This process's part of the loss mask, on the host."""
 
   @property
   def used(self) -> np.int32:

@@ -304,7 +304,7 @@ def _measured_kl(config: PolicyGradientConfig, closed: Closed, finite: Bool[np.n
 
 
 def _critic_metrics(values, returns, masks) -> dict[str, tuple[float, float]]:
-  """Metrics of the values before the update against their targets."""
+  """Metrics that compare the values before the update with their targets."""
   v = np.concatenate([np.asarray(x, np.float64)[m] for x, m in zip(values, masks, strict=True)])
   r = np.concatenate([x[m] for x, m in zip(returns, masks, strict=True)])
   if not len(r):

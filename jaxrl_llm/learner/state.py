@@ -59,7 +59,7 @@ class Learned(NamedTuple):
     return lora.join(params, self.base)
 
   def committed(self) -> dict[str, PyTree]:
-    """Returns the arrays to commit, by role."""
+    """Returns the arrays to commit, keyed by role."""
     roles = {'train': self.policy, 'critic': self.critic, 'reference': self.reference}
     return {name: role for name, role in roles.items() if role is not None}
 

@@ -93,7 +93,7 @@ def negative_sequence_mask(
 
   keptₜ = not (Aₜ < 0 and mean over the sequence's valid tokens of (old - new) > threshold)
 
-  Old are the sampler's own logprobs. Where advantages differ by token, each token's own sign decides. True where
+  Here old are the sampler's own logprobs. Where advantages differ by token, each token's own sign decides. True where
   masked.
   """
   means = _means(_difference(logprobs_old, logprobs_new, mask), mask, segment_ids, segments)

@@ -71,8 +71,8 @@ def clipped_surrogate(
   lossₜ = max(-ρₜ Aₜ, -clip(ρₜ, 1 - low, 1 + high) Aₜ);  where Aₜ < 0: min(lossₜ, -c Aₜ)
 
   `log_ratio` is one of the functions above, which bound and mask it; `advantages` are constants: stop their gradients
-  before calling. Reduction is the caller's. Sources: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; dual clip: Ye et
-  al. 2020 (arXiv:1912.09729), eq. 5; asymmetric range: DAPO (arXiv:2503.14476), eq. 10. `clip_ratio_c` None switches
+  before calling. The caller reduces the result. Sources: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; dual clip: Ye
+  et al. 2020 (arXiv:1912.09729), eq. 5; asymmetric range: DAPO (arXiv:2503.14476), eq. 10. `clip_ratio_c` None switches
   the dual clip off.
   """
   ratio = jnp.exp(log_ratio)

@@ -1,7 +1,7 @@
 """Fused attention kernels shipped with JAX: splash attention (TPU) and a Triton kernel (GPU).
 
 Invariant: both are causal by index and compare segments, so they require tokens that attend to one another and are in
-order; see `attention`. A kernel is imported where it is used, because that takes most of a second.
+order; see `attention`. A kernel is imported where it is used, because the import takes most of a second.
 """
 
 from __future__ import annotations

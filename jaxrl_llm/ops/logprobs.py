@@ -76,8 +76,9 @@ def token_logprobs(
   """Computes the tokens' logprobs under softmax(hidden @ kernel.T / temperature), and that distribution's entropy.
 
   Logits are materialised for `token_chunk` positions of every row at a time and recomputed in the backward pass; with
-  `wanted`, only as many chunks are computed as the wanted positions fill. With all positions in one chunk, preferable
-  if it fits, a compiler that sees both passes computes them only once. If `kernel` is sharded over its vocabulary, so
+  `wanted`, only as many chunks are computed as the wanted positions fill. With all positions in one chunk, which is
+  preferable if memory allows, a compiler that sees both passes computes the logits only once. If `kernel` is sharded
+  over its vocabulary, so
   are the logits: only maxima, sums and the targets' logits are reduced.
 
   Statistics are at least float32 whatever the dtype of `hidden`. `hidden` and `kernel` have gradients, the temperature

@@ -37,7 +37,7 @@ class Connection:
   def transaction(self) -> Iterator[None]:
     """Joins the calls inside into one transaction: one fsync, all or nothing.
 
-    Holds the store's lock: do not await inside, and let the exception of a call inside end the block.
+    Holds the store's lock: do not await inside, and let an exception raised inside end the block.
     """
     with self.lock:
       if self._depth:

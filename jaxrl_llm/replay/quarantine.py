@@ -31,7 +31,7 @@ def files(directory: str | os.PathLike, kind: str) -> dict[str, int]:
     return {}
   sizes = {}
   for path in sorted(folder.iterdir()):
-    with contextlib.suppress(FileNotFoundError):  # A writing run renames each finished file.
+    with contextlib.suppress(FileNotFoundError):  # A run that writes to the store may just have renamed it.
       sizes[path.name] = _size(path)
   return sizes
 

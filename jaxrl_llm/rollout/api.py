@@ -154,7 +154,7 @@ class Engine(Generator, Protocol):
   async def load(self, weights: Weights) -> None:
     """Copies the weights: the caller may change, donate or delete its arrays as soon as this returns.
 
-    Iterates `weights.leaves` on the process's device thread: the arrays may come from collectives.
+    Iterates `weights.leaves` on the process's device thread, because producing the arrays may need collectives.
     """
     ...
 

@@ -362,7 +362,7 @@ class Crew:
         silent = await self._leases.give_up_silent()
         for explorer in self._processes:
           if any(name.startswith(f'{explorer.identity}/') for name in silent):
-            explorer.terminate()  # Restarted once it has ended.
+            explorer.terminate()  # It is restarted once it has ended.
           if not explorer.is_running():
             for name in self._leases.explorers:
               if name.startswith(f'{explorer.identity}/'):

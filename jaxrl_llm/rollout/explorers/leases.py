@@ -106,9 +106,9 @@ class Leases:
     self._waiting: collections.deque[LentGroup] = collections.deque()
     self._lent: dict[str, LentGroup] = {}
     self._evicted: dict[str, str] = {}
-    """Reason for each eviction by explorer name, oldest first."""
+    """Reason for each eviction, keyed by explorer name, oldest first."""
     self._heard: dict[str, float] = {}
-    """Time of the last message by explorer name."""
+    """Time of each explorer's last message, keyed by explorer name."""
     self._work = asyncio.Condition()
 
   @property

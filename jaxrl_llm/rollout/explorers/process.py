@@ -41,7 +41,7 @@ class ExplorerProcess:
 
   def start(self) -> None:
     self._started.append(time.monotonic())
-    # The same module search path, which includes modules next to the configuration.
+    # Passes on the module search path, which includes modules next to the configuration.
     self._child.start(self._command, {**os.environ, 'PYTHONPATH': os.pathsep.join(path for path in sys.path if path)})
 
   def start_again(self) -> None:

@@ -48,7 +48,7 @@ class VllmClient:
     where = f'engine {self.name}'
     self._client = Client(address, key=key, ca_file=ca_file, where=where, max_bytes=_MAX_ANSWER_BYTES)
     self._labels: dict[str, Version] = {}
-    """Versions published through this client, by label; tokens under any other label are rejected."""
+    """Versions published through this client, keyed by label; tokens under any other label are rejected."""
     self.adapter: Publication | None = None
     """Adapter that completions use; None: the base model."""
     self._adapters: list[str] = []

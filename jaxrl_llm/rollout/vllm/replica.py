@@ -72,7 +72,7 @@ class Replica:
     """Shape, dtype and slice of each tensor, one mapping per worker of the server."""
     self._on_cpu = False
     self._sampling = 0
-    """Requests that the server is sampling."""
+    """Number of requests that the server is sampling."""
     self._drained = asyncio.Event()
     """Set while `_sampling` is 0."""
     self._drained.set()
@@ -127,7 +127,7 @@ class Replica:
             await self._drained.wait()  # wait drained: deadlines of the requests in flight
             self.paused_s = time.monotonic() - before
           await self._check_probe(probe, tolerance, deadline_s)
-      except Refused as error:  # The weights were already written.
+      except Refused as error:  # The weights were already written: the state is unknown.
         raise Lost(str(error)) from None
       self.proven.add(publication.version)
       self.version, self.label = publication.version, publication.label

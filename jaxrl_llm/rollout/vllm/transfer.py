@@ -90,7 +90,7 @@ class FileTransfer:
       raise
     try:
       await client.finish_update()
-    except Refused as error:  # The weights were already written.
+    except Refused as error:  # The weights were already written: the state is unknown.
       raise Lost(str(error)) from None
     if publication.adapter is not None:
       await client.load_adapter(publication, deadline_s=deadline_s)
