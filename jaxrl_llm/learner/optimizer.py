@@ -93,7 +93,7 @@ def apply_update(
   """Returns parameters and state after one update, or unchanged if `take` is false; call it in a jitted function.
 
   Offloaded moments are moved to the devices one parameter at a time, each after the previous one has moved back, so a
-  device never holds more than one parameter's; none moves before `take` is known, while activations need the memory.
+  device never holds those of two parameters. None moves before `take` is known: until then activations need the memory.
 
   Args:
     grads: clipped gradients.

@@ -84,9 +84,9 @@ class CorrectionOptions:
   rollout_is: Literal['none', 'token', 'sequence', 'icepop'] = 'token'
   """Truncated importance weights of the proximal policy against the sampler; 'icepop' zeroes instead of truncating."""
   rollout_is_threshold: float = 2.0
-  """Maximum weight."""
+  """Maximum importance weight."""
   rollout_is_lower: float | None = None
-  """Minimum weight; None: 0 ('icepop': 0.5)."""
+  """Minimum importance weight; None: 0 ('icepop': 0.5)."""
   rollout_rs_low: float | None = None
   """Masks sequences whose geometric mean ratio is outside [low, high]; None: no masking."""
   rollout_rs_high: float | None = None

@@ -17,7 +17,7 @@ def chord_token_weight(
 ) -> Float[Array, 'chunks time']:
   """CHORD's weight of an expert token's loss (arXiv:2508.11408): φₜ = pₜ (1 - pₜ), a constant.
 
-  At most 1/4, at p = 1/2: it vanishes for tokens that the policy has learnt already and for those far from it.
+  It is at most 1/4, at p = 1/2, and vanishes for tokens that the policy predicts already and for very unlikely ones.
 
   Args:
     mask: tokens that count; elsewhere the weight is 0. None: all, which must then be finite.

@@ -125,7 +125,7 @@ class Explorer:
         self._events.message(Edge.DROP, group=group, reason='given up')
 
   def advance(self, step: int, served: int) -> None:
-    """Records that `step` batches of the run are complete and that the engines serve `served` of this stage's."""
+    """Records that `step` batches of the run are complete; the engines' weights include `served` of this stage's."""
     self._writer, self._handed_out = self._store.at(step), set()
     self._sampler.advance(served)
     self._gate.advance(served)
