@@ -205,12 +205,12 @@ def _summary(rows: list[Row], stages: list[Row]) -> list[Row]:
     values = [row[key] for row in rows if is_number(row.get(key))]
     if values:
       first, last = statistics.fmean(values[:10]), statistics.fmean(values[-10:])
-      detail = f'from {first:.3g} (means of {min(10, len(values))} steps)'
+      detail = f'from {first:.3g} (means over {min(10, len(values))} steps)'
       tiles.append({'label': label, 'value': f'{last:.3g}', 'detail': detail})
   seconds = [row['timing_s/step'] for row in rows if is_number(row.get('timing_s/step'))]
   tokens = [row['perf/total_num_tokens'] for row in rows if is_number(row.get('perf/total_num_tokens'))]
   detail = f'{statistics.median(seconds):.3g} s per step (median)' if seconds else ''
-  tiles.append({'label': 'Time in steps', 'value': _duration(sum(seconds)) if seconds else '–', 'detail': detail})
+  tiles.append({'label': 'Total step time', 'value': _duration(sum(seconds)) if seconds else '–', 'detail': detail})
   detail = f'{sum(tokens):,.0f} tokens in the batches' if tokens else ''
   tiles.append({'label': 'Steps', 'value': f'{sum(s["steps"] for s in stages):,}', 'detail': detail})
   return tiles

@@ -613,7 +613,7 @@ def test_trainer_against_sampler_over_steps_and_by_token(browser, differing):
   assert texts(browser, '#mismatch .chart h3') == titles
   for path in browser.find_elements(By.CSS_SELECTOR, '#mismatch path.raw'):
     assert len(re.findall('[ML]', path.get_attribute('d'))) == 12
-  assert texts(browser, '#mismatch p')[0].endswith('Warned about above k3_kl 0.02.')
+  assert texts(browser, '#mismatch p')[0].endswith('Warnings are logged above k3_kl 0.02.')
   source = [r for step in range(21, 33) for r in writers.read_jsonl(differing / f'rollouts/grpo/{step:06d}.jsonl')[0]]
   shown = token_table(browser)
   assert len(shown) == 12

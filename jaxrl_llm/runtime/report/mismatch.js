@@ -34,13 +34,13 @@ function byToken(data) {
     }));
     seen.textContent = `${whole(Math.min(TOKENS_SHOWN, often.length))} of ${plural(often.length, 'token')}, by mean |trainer − sampler|`;
   };
-  const least = element('select', { 'aria-label': 'Least count', onchange: (event) => show(Number(event.target.value)) },
+  const least = element('select', { 'aria-label': 'Minimum count', onchange: (event) => show(Number(event.target.value)) },
     ...[1, 10, 100, 1000].filter((n) => n === 1 || found.some((entry) => entry.count >= n)).map((n) => element('option', { value: n }, whole(n))));
   const colour = element('button', { type: 'button', onclick: () => {
     const samples = document.getElementById('samples');
     samples.querySelector('button[data-value=difference]').click();
     samples.scrollIntoView();
-  } }, 'Colour the rollouts by it');
+  } }, 'Colour rollouts by difference');
   const head = ['Sampled', 'Mean |difference|', 'Largest'].map((name) => element('th', { class: 'number' }, name));
   show(1);
   const node = element('div', { class: 'card by-token' }, element('div', { class: 'bar' }, element('h3', {}, 'By token'), seen, element('span', { class: 'space' }),
@@ -54,7 +54,7 @@ function budgets() {
   const { warn_k3_kl: kl, warn_max_difference: largest } = DATA.config?.rollout?.mismatch ?? {};
   const parts = [['k3_kl', kl], ['largest |difference|', largest]].filter(([, budget]) => typeof budget === 'number')
     .map(([name, budget]) => `${name} ${number(budget)}`);
-  return parts.length ? ` Warned about above ${parts.join(', ')}.` : '';
+  return parts.length ? ` Warnings are logged above ${parts.join(', ')}.` : '';
 }
 
 function mismatch() {

@@ -23,7 +23,7 @@ function chartOf(title, keys, options) {
 
 function responseLength() {
   const [low, high] = ['min', 'max'].map((kind) => DATA.series[`response_length/${kind}`]);
-  const options = low && high ? { band: { low, high }, caption: 'Mean response length in tokens; the band reaches from the shortest to the longest.' } : {};
+  const options = low && high ? { band: { low, high }, caption: 'Mean response length in tokens; the band spans the shortest to the longest.' } : {};
   return chartOf('Response length', ['response_length/mean'], { ...options, zero: true });
 }
 
@@ -60,9 +60,9 @@ function curves() {
     responseLength(),
     chartOf('Gradient norm', ['actor/grad_norm'], { zero: true }),
     chartOf('Policy loss', ['actor/pg_loss'], {}),
-    chartOf('Pairs won', pairs, { range: [0, 1], caption: 'Share of pairs whose chosen answer wins: in training, and held out.' }),
+    chartOf('Pairs won', pairs, { range: [0, 1], caption: 'Share of pairs whose chosen answer wins, in training and held out.' }),
     chartOf('Margin of pairs', ['rewards/margins'], {}),
-    chartOf("Critic's explained variance", ['critic/vf_explained_var'], { caption: '1 is a perfect critic, 0 a constant.' }),
+    chartOf("Critic's explained variance", ['critic/vf_explained_var'], { caption: '1 is a perfect critic, 0 no better than a constant.' }),
     chartOf('Value loss', ['critic/vf_loss'], { zero: true }),
     chartOf('Supervised loss', ['actor/sft_loss'], { zero: true }),
     chartOf('Groups without signal', ['frac_reward_zero_std'], { range: [0, 1] }),
@@ -73,7 +73,7 @@ function curves() {
     oninput: (event) => { SMOOTHING.weight = Number(event.target.value); CHARTS.forEach((chart) => chart.draw()); } });
   return section('Curves', 'curves',
     element('div', { class: 'bar' }, element('label', {}, 'Smoothing', slider),
-      element('span', { class: 'muted small' }, 'Hover for values; smoothed in bold, raw behind it.')),
+      element('span', { class: 'muted small' }, 'Hover for values. Bold lines are smoothed, faint ones raw.')),
     element('div', { class: 'charts' }, ...charts), anyMetric());
 }
 
@@ -149,7 +149,7 @@ function answers(suite) {
 function rollouts() {
   if (!DATA.rollouts.rows.length) return null;
   const viewer = new Rollouts(DATA.rollouts);
-  return section('Rollouts', 'samples', element('p', { class: 'muted small' }, `${DATA.rollouts.shown} Click a row for its scores, point at a token for its numbers.`), viewer.node);
+  return section('Rollouts', 'samples', element('p', { class: 'muted small' }, `${DATA.rollouts.shown} Click a row for its scores; hover over a token for its numbers.`), viewer.node);
 }
 
 // JSON as text nodes, keys and values told apart.

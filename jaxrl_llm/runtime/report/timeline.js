@@ -23,11 +23,11 @@ class Timeline {
     this.place = element('span', { class: 'muted small' });
     this.turns = [['‹ Earlier', -1], ['Later ›', 1]].map(([text, by]) => element('button', { type: 'button', onclick: () => this.turn(by) }, text));
     const counts = [...new Set([1, 3, data.steps.length].filter((n) => n <= data.steps.length))].map((n) => [String(n), n === data.steps.length ? `all ${n}` : String(n)]);
-    const pick = choice(counts, String(this.view.count), (count) => { this.view.count = Number(count); this.turn(0); }, 'How many steps');
+    const pick = choice(counts, String(this.view.count), (count) => { this.view.count = Number(count); this.turn(0); }, 'Number of steps');
     const shown = Object.keys(data.edges).filter((edge) => data.spans.some((span) => span.e === edge));
     const legend = element('div', { class: 'legend' }, ...shown.map((edge) => element('span', { class: 'entry', title: data.edges[edge].text },
       drawn('svg', { class: 'swatch' }, drawn('rect', { class: this.colour({ e: edge }), width: 11, height: 11, rx: 3 })), edge.replace('_', ' '))));
-    this.node = element('div', { class: 'card chart timeline' }, element('div', { class: 'bar' }, element('label', {}, 'Steps at once', pick),
+    this.node = element('div', { class: 'card chart timeline' }, element('div', { class: 'bar' }, element('label', {}, 'Steps shown', pick),
       this.place, element('span', { class: 'space' }), ...this.turns), legend, this.svg);
     this.svg.addEventListener('pointermove', (event) => this.hover(event));
     this.svg.addEventListener('pointerdown', (event) => this.hover(event));
@@ -57,7 +57,7 @@ class Timeline {
     const atEnd = view.last === data.steps.length;
     const until = atEnd ? data.end : steps.at(-1).t + steps.at(-1).d;
     this.turns[1].disabled = atEnd;
-    const cut = data.hidden ? `, the first ${whole(data.spans.length)} messages of them` : '';
+    const cut = data.hidden ? `, the first ${whole(data.spans.length)} messages only` : '';
     this.place.textContent = `${steps.length > 1 ? `steps ${whole(steps[0].n)} to ${whole(steps.at(-1).n)}` : `step ${whole(steps[0].n)}`}: ${seconds(until - from)}${cut}`;
     const left = 128;
     this.px = (t) => left + ((t - from) / (until - from || 1)) * (width - left - 12);
@@ -134,9 +134,9 @@ function timeline() {
   if (!DATA.timeline) return null;
   const series = Object.entries(DATA.idle).map(([role, points], i) => ({ key: `idle/${role}`, name: role, colour: i + 1, ...points }));
   const chart = new Chart({ title: 'Idle share', series, stages: DATA.stages, range: [0, 1], wide: true,
-    caption: 'Share of each step in which the trainer had no batch and wrote no checkpoint, and in which no rollout and no suite was under way.' }, SMOOTHING);
+    caption: 'Share of each step in which the trainer had no batch and wrote no checkpoint, and share in which no rollout or suite was running.' }, SMOOTHING);
   CHARTS.push(chart);
   return section('Timeline', 'timeline', element('p', { class: 'muted small' },
-    'The messages of the last steps, from events.jsonl. A bar reaches from a request to its reply, a tick is a message without one; point at one for its ids. A step begins where the batch before had been trained on.'),
+    'The messages of the last steps, from events.jsonl. A bar spans a request and its reply; a tick is a message without a reply. Hover over one for its ids. A step begins when training on the previous batch has ended.'),
   new Timeline(DATA.timeline).node, element('div', { class: 'charts' }, chart.node));
 }
