@@ -40,7 +40,7 @@ def named_pair(name: str, what: str, catalogue: Mapping[str, tuple[type, Any]]) 
   """Returns the (options dataclass, function of it) pair that `name` selects: a catalogue key, or
   'module:attribute'."""
   if ':' not in name and name not in catalogue:
-    raise UserError(f"{what} {name!r}: unknown; {nearest(name, catalogue)}; one of your own is 'module:attribute'")
+    raise UserError(f"{what} {name!r}: unknown; {nearest(name, catalogue)}; a custom one is 'module:attribute'")
   pair = own_part(name, what) if ':' in name else catalogue[name]
   if not (isinstance(pair, tuple) and len(pair) == 2 and dataclasses.is_dataclass(pair[0]) and callable(pair[1])):
     raise UserError(f'{what} {name!r}: wanted a pair of an options dataclass and a function of it, got {pair!r}')

@@ -100,8 +100,8 @@ class RecordedGroups:
     for row, sample in zip(rows, samples, strict=True):
       if sample.task_id not in self._tasks:
         raise UserError(
-          f'recorded sample {sample.uid}: its task {sample.task_id} is in no taskset of the stage any more; put the '
-          f'source of taskset {sample.taskset} back as it was'
+          f'recorded sample {sample.uid}: its task {sample.task_id} is no longer in a taskset of the stage; restore '
+          f'the source of taskset {sample.taskset}'
         )
       parts = self._members[row.index][1]
       known[row.uid] = Scored(

@@ -109,9 +109,11 @@ async def checked_run(
       if is_first:
         yield sample, text
       else:
-        logging.log_first_n(logging.WARNING, 'rollout.workflow: sample %s came again; the first counts', 5, sample.uid)
+        logging.log_first_n(
+          logging.WARNING, 'rollout.workflow: sample %s was yielded twice; the first one counts', 5, sample.uid
+        )
   if problem := roster.incomplete():
-    raise RunError(f'rollout.workflow: group {group}: {problem}; it has to yield each index below {samples} once')
+    raise RunError(f'rollout.workflow: group {group}: {problem}; it must yield each index below {samples} once')
 
 
 class SingleTurn:

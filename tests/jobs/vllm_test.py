@@ -127,7 +127,7 @@ def test_a_bad_file_is_refused_before_anything_is_written(pair, params, tmp_path
           return publication
 
         fleet._folder.write = spoiled
-        with pytest.raises(RunError, match=r'0\.1 was not published, 0\.0 goes on'):
+        with pytest.raises(RunError, match=r'0\.1 was not published, 0\.0 stays'):
           await fleet.load(weights(TIED, 2, B))
         fleet._folder.write = write
         assert [await serving.loaded(server) for server in pair] == before, f'{kind}: nothing half-written'
@@ -341,8 +341,8 @@ def test_servers_of_another_model_or_too_short_are_refused(pair, tmp_path):
       serving.model_of('qwen2', tied=True, vocab=VOCAB - 1), r'embed_tokens.weight is \(29, 64\).*another vocabulary'
     )
   )
-  asyncio.run(main(serving.model_of('qwen2', tied=False), 'serves another model than the policy.*lm_head.weight'))
-  asyncio.run(main(TIED, 'float32, published is bfloat16.*rollout.vllm.dtype', dtype='bfloat16'))
+  asyncio.run(main(serving.model_of('qwen2', tied=False), 'serves a model other than the policy.*lm_head.weight'))
+  asyncio.run(main(TIED, 'float32, published as bfloat16.*rollout.vllm.dtype', dtype='bfloat16'))
 
 
 def test_a_fleet_of_real_servers_keeps_the_contract(pair, tmp_path):

@@ -82,7 +82,7 @@ def test_metrics_of_a_surrogate_are_means_over_its_tokens(folder, monkeypatch):
 @pytest.mark.parametrize(
   ('options', 'said'),
   [
-    ({'policy_loss': 'gpso'}, "policy_loss 'gpso': unknown; did you mean 'gspo'?; one of your own is 'module:attr"),
+    ({'policy_loss': 'gpso'}, "policy_loss 'gpso': unknown; did you mean 'gspo'?; a custom one is 'module:attr"),
     ({'policy_loss': 'fixtures.own_sapo:SAPPO'}, "policy_loss 'fixtures.own_sapo:SAPPO': module fixtures.own_sapo has"),
     ({'policy_loss': 'fixtures.own_sapo:sapo'}, 'wanted a pair of an options dataclass and a function of it, got'),
     (

@@ -47,7 +47,7 @@ def build_scorer(scorer: ScorerConfig, where: str = 'rewards.scorers') -> AnySco
   """Builds a scorer from the catalogue or a user's own, given as a function from the options to a scorer."""
   name = scorer.implementation
   if ':' not in name and name not in SCORERS:
-    raise UserError(f"{where}: no scorer {name!r}; {nearest(name, SCORERS)}; one of your own is 'module:attribute'")
+    raise UserError(f"{where}: no scorer {name!r}; {nearest(name, SCORERS)}; a custom one is 'module:attribute'")
   options = options_within(scorer) if name == 'code' else scorer.options
   return (own_part(name, 'scorer') if ':' in name else SCORERS[name])(**options)
 

@@ -26,7 +26,7 @@ def build_workflow(config: WorkflowConfig, hub: Hub, tokenizer: Tokenizer, max_t
   kind = config.kind
   if ':' not in kind and kind not in WORKFLOWS:
     raise UserError(
-      f"rollout.workflow: no workflow {kind!r}; {nearest(kind, WORKFLOWS)}; one of your own is 'module:attribute'"
+      f"rollout.workflow: no workflow {kind!r}; {nearest(kind, WORKFLOWS)}; a custom one is 'module:attribute'"
     )
   make = own_part(kind, 'workflow') if ':' in kind else WORKFLOWS[kind]
   try:

@@ -344,7 +344,7 @@ class Explorer:
     self._counts['dropped/groups'] += 1
     if self._counts['dropped/groups'] > self._config.max_dropped_groups:
       raise RunError(
-        f'stage {self._config.stage}: of {self._counts["dropped/groups"]} groups nothing could be learned while one '
+        f'stage {self._config.stage}: {self._counts["dropped/groups"]} groups had nothing to learn from while one '
         f'batch was collected, max_dropped_groups is {self._config.max_dropped_groups}; the last: {why}'
       )
     self._gate.drop()
@@ -356,7 +356,7 @@ class Explorer:
       return f'scorer {first.scorer} {first.status}: {dict(first.evidence)}; look at the tasks and at the scorer'
     rewards = [m.reward.worth for m in members]
     return (
-      f'rewards {rewards}, of which selection {self._config.selection.kind!r} takes none; the tasks are too easy or '
+      f'rewards {rewards}, of which selection {self._config.selection.kind!r} accepts none; the tasks are too easy or '
       'too hard for this policy, or the group is too small'
     )
 

@@ -48,7 +48,7 @@ class MasterHub:
   async def ask(self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float = 0.0) -> str:
     if model not in self._auxiliary:
       known = ', '.join(sorted(self._auxiliary)) or 'none'
-      raise RunError(f'workflow: asks auxiliary model {model!r}; rollout.auxiliary has {known}: add it there')
+      raise RunError(f'workflow: calls auxiliary model {model!r}; rollout.auxiliary has {known}; add it there')
     with self._asked(Edge.AUXILIARY_MODEL, model=model) as reply:
       said = await self._auxiliary[model].ask(messages, max_tokens=max_tokens, temperature=temperature)
       reply['characters'] = len(said)

@@ -246,7 +246,7 @@ def _cosine(a: Mapping[Any, int], b: Mapping[Any, int]) -> float:
 def with_reward(member: Scored, value: float) -> Scored:
   """Returns the member with that reward; the reward's parts and correctness stay as scored."""
   if not math.isfinite(value):
-    raise UserError(f'processors: the reward of {member.sample.uid} became {value}; look at their weights')
+    raise UserError(f'processors: the reward of {member.sample.uid} became {value}; check their weights')
   return dataclasses.replace(member, reward=dataclasses.replace(member.reward, value=value))
 
 
@@ -255,7 +255,7 @@ def known_then(key: str, where: str) -> None:
   if key.split('/')[0] in LATER:
     raise UserError(
       f'processors: {where}={key!r} is computed by the trainer, after the batch is closed: a group that it drops could '
-      'not be replaced any more; use a score, or an option of the algorithm'
+      'no longer be replaced; use a score, or an option of the algorithm'
     )
 
 
@@ -286,5 +286,5 @@ def check_processors(configs: Sequence[ProcessorConfig], where: str) -> None:
       known_then(kind, 'kind')
     if ':' not in kind and kind not in PROCESSORS:
       raise UserError(
-        f"{where}: no processor {kind!r}; {nearest(kind, PROCESSORS)}; one of your own is 'module:attribute'"
+        f"{where}: no processor {kind!r}; {nearest(kind, PROCESSORS)}; a custom one is 'module:attribute'"
       )

@@ -36,8 +36,8 @@ def recall(
     task = tasks(sample.task_id)
     if task is None:
       raise UserError(
-        f'sample {sample.uid}: its task {sample.task_id} is in no taskset of the run any more; put the source of '
-        f'taskset {sample.taskset} back as it was'
+        f'sample {sample.uid}: its task {sample.task_id} is no longer in a taskset of the run; restore the source of '
+        f'taskset {sample.taskset}'
       )
     given = tuple(scores[sample.uid])
     members[sample.uid] = Scored(

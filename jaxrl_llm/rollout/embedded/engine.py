@@ -51,7 +51,7 @@ class EmbeddedConfig:
   def unsupported(self, sampling: Sampling) -> str | None:
     """Returns why an engine with this configuration cannot use these parameters; None if it can."""
     if sampling.filtered and not self.filters:
-      return 'top_p or top_k wants rollout.embedded.filters, which is off'
+      return 'top_p or top_k needs rollout.embedded.filters, which is off'
     return None
 
 
@@ -153,7 +153,7 @@ class EmbeddedEngine:
       try:
         await self._run(lambda: self._programs.load(dict(weights.leaves)))
       except asyncio.CancelledError:
-        self._fail(RunError(f'engine {self.name}: a load was given up half-way, so its weights have no known version'))
+        self._fail(RunError(f'engine {self.name}: a load was aborted half-way, so its weights have no known version'))
         raise
       self._version = version
       self._scheduler.reweigh(version)
@@ -163,14 +163,14 @@ class EmbeddedEngine:
     async with self._turns:
       self._check_alive()
       if self._version is None:
-        raise RuntimeError(f'engine {self.name}: load comes before relabel')
+        raise RuntimeError(f'engine {self.name}: call load before relabel')
       self._version = version
       self._scheduler.relabel(version)
 
   async def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
     self._check_alive()
     if self._version is None or self._driver is None:
-      raise RuntimeError(f'engine {self.name}: start and load come before generate')
+      raise RuntimeError(f'engine {self.name}: call start and load before generate')
     job = Job(request, self._check(request))
     self._scheduler.add(job)
     self._wake.set()

@@ -154,7 +154,7 @@ class Programs:
       if name not in wanted or shapes.get(name) != wanted[name].shape
     ]
     if wrong:
-      raise ValueError(f'weights are not those of this model ({len(wrong)} arrays differ): {"; ".join(wrong[:4])}')
+      raise ValueError(f'weights do not match this model ({len(wrong)} arrays differ): {"; ".join(wrong[:4])}')
     # np.array always copies, even from a CPU device array, so device_put may alias the result.
     copies = {name: jax.device_put(np.array(leaf, wanted[name].dtype), self._place) for name, leaf in given.items()}
     self._params = jax.block_until_ready(unflatten(copies))

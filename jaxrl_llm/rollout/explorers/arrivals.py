@@ -60,7 +60,7 @@ def read_sender(body: Any) -> str:
     raise ValueError(f'message is {type(body).__name__}, wanted a map')
   name, secret = _field(body, 'name', str), _field(body, 'secret', str)
   if not (0 < len(name) <= _MAX_NAME and name.isprintable()):
-    raise ValueError(f'name has {len(name)} characters, wanted 1 … {_MAX_NAME} that can be printed')
+    raise ValueError(f'name has {len(name)} characters, wanted 1 … {_MAX_NAME}, all printable')
   if not _MIN_SECRET <= len(secret) <= _MAX_SECRET:
     raise ValueError(f'secret has {len(secret)} characters, wanted {_MIN_SECRET} … {_MAX_SECRET}')
   return wire.identity(name, secret)
@@ -216,12 +216,12 @@ def _check_origin(sample: Sample, group: LentGroup) -> None:
     raise ValueError(f'trajectory_id is {sample.trajectory_id!r}, wanted {group.name}/…')
   known = [(shown['kind'], shown['digest']) for shown in task['media']]
   if any((shown['kind'], shown['digest']) not in known for shown in sample.media):
-    raise ValueError("media are not the task's")
+    raise ValueError("media differ from the task's")
 
 
 def _check_segments(sample: Sample, group: LentGroup) -> None:
   if not sample.segments:
-    raise ValueError('segments are missing, so no version of the weights drew it')
+    raise ValueError('segments are missing, wanted the versions of the weights that generated it')
   covered, last = np.zeros(len(sample.tokens), bool), 0
   for segment in sample.segments:
     if not last <= segment.start <= segment.end <= len(sample.tokens):
@@ -231,7 +231,7 @@ def _check_segments(sample: Sample, group: LentGroup) -> None:
       )
     if (segment.version, segment.engine) not in group.announced:
       raise ValueError(
-        f'version {segment.version} of engine {segment.engine!r} drew nothing for this lease, wanted one of '
+        f'version {segment.version} of engine {segment.engine!r} generated nothing for this lease, wanted one of '
         f'{sorted((str(version), engine) for version, engine in group.announced)}'
       )
     covered[segment.start : segment.end] = True
@@ -261,7 +261,7 @@ def _all(values: Any, name: str, kind: type[T]) -> list[T]:
 def _check_text(row: Mapping[str, Any], name: str) -> None:
   text = _field(row, name, str)
   if len(text) > _MAX_UID or not text.isprintable():
-    raise ValueError(f'{name} has {len(text)} characters, wanted at most {_MAX_UID} that can be printed')
+    raise ValueError(f'{name} has {len(text)} characters, wanted at most {_MAX_UID}, all printable')
 
 
 def _check_integer(row: Mapping[str, Any], name: str, least: int, most: int) -> None:

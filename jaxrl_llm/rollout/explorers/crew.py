@@ -86,7 +86,7 @@ class ExplorersConfig:
       )
     if not self.processes and self.listen is None:
       raise UserError(
-        'rollout.explorers.processes: 0, and nobody else can come; raise it, or set rollout.explorers.listen'
+        'rollout.explorers.processes: 0, and no other explorer can connect; raise it, or set rollout.explorers.listen'
       )
     if not (self.silent_s >= 3 * wire.ALIVE_S and self.nobody_s > 0):
       raise UserError(
@@ -152,7 +152,7 @@ class Crew:
     listener = listening(self._application(), name='crew', front=self._config.listen, routes=ROUTES)
     self.address, self.front = await self._opened.enter_async_context(listener)
     if self.front is not None:
-      logging.info('explorers: others may come to %s', self.front)
+      logging.info('explorers: others can connect to %s', self.front)
     for number in range(self._config.processes):
       explorer = ExplorerProcess(f'explorer-{number}', self.address, self._logs, self._command)
       self._processes.append(explorer)
@@ -164,7 +164,7 @@ class Crew:
       self._first_explorer(),
       name='first_explorer',
       owner='the run',
-      waits_for='an explorer to come (start one with jaxrl serve --role=explorer, or raise '
+      waits_for='an explorer to connect (start one with jaxrl serve --role=explorer, or raise '
       'rollout.explorers.processes; the deadline is rollout.explorers.nobody_s)',
       deadline_s=self._config.nobody_s,
     )
@@ -249,7 +249,7 @@ class Crew:
     return checked
 
   async def _hello(self, sender: str, body: dict[str, Any]) -> Any:
-    logging.info('explorers: %s has come', sender)
+    logging.info('explorers: %s has connected', sender)
     return self._welcome
 
   async def _take(self, sender: str, body: dict[str, Any]) -> Any:
@@ -382,7 +382,7 @@ class Crew:
       raise self._failure
     if not self._leases.explorers and time.monotonic() - self._nobody_since > self._config.nobody_s:
       raise RunError(
-        f'explorers: none has been there for {self._config.nobody_s:g} s (rollout.explorers.nobody_s); start one with '
+        f'explorers: none connected for {self._config.nobody_s:g} s (rollout.explorers.nobody_s); start one with '
         'jaxrl serve --role=explorer, or raise rollout.explorers.processes'
       )
 

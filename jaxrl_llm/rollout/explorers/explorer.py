@@ -141,7 +141,7 @@ class Link:
     except RemoteError as error:
       if error.refuses_key:
         raise UserError(
-          f'master: refuses the token ({error.status}); --key_file has to hold that of its listen'
+          f'master: refuses the token ({error.status}); --key_file must hold the token of its rollout.explorers.listen'
         ) from None
       if error.status == 410:
         raise Rejected(error.reason) from None
@@ -257,7 +257,7 @@ async def _patiently(call: Callable[[], Any]) -> Any:
       raise
     except MasterLost as lost:
       if loop.time() > deadline:
-        raise RunError(f'the master has been away for {_PATIENCE_S:g} s: {lost}') from None
+        raise RunError(f'the master has not answered for {_PATIENCE_S:g} s: {lost}') from None
     await asyncio.sleep(_AGAIN_S)
 
 

@@ -34,7 +34,7 @@ class Gone(Exception):
   """The lease was lost, or its group has ended."""
 
   def __init__(self, lease: str):
-    super().__init__(f'lease {ascii(lease[:8])[1:-1]} is not held any more')
+    super().__init__(f'lease {ascii(lease[:8])[1:-1]} is no longer held')
 
 
 class Misbehaved(Exception):
@@ -196,7 +196,7 @@ class Leases:
     self.hear(name)
     since = time.monotonic() - self._silent_s  # A lease just granted may not have reached it yet.
     held = [group for group in self._lent.values() if group.holder == name and group.lent < since]
-    await self._lend_again([group for group in held if group.lease not in leases], f'{name} lost it')
+    await self._lend_again([group for group in held if group.lease not in leases], f'{name} lost its lease')
     return [lease for lease in leases if lease not in self._lent or self._lent[lease].holder != name]
 
   async def give_up(self, name: str, why: str) -> None:
@@ -238,8 +238,8 @@ class Leases:
         if group.losses >= _MAX_LOSSES:
           taskset = group.order['task']['taskset']
           error = RunError(
-            f'explorers: a group of taskset {taskset} was lost {group.losses} times, at last because {why}; a workflow '
-            "may neither end its process, nor block it for rollout.explorers.silent_s, nor break the run's limits"
+            f'explorers: a group of taskset {taskset} was lost {group.losses} times, most recently because {why}; a '
+            'workflow may not end its process, block it for rollout.explorers.silent_s, or break the limits of the run'
           )
           group.fail(error)
       self._work.notify_all()

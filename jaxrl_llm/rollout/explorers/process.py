@@ -48,7 +48,7 @@ class ExplorerProcess:
     """Restarts the explorer. Raises RunError if it has ended several times in a short time."""
     if len(self._started) > _MAX_FAILURES and time.monotonic() - self._started[-_MAX_FAILURES] < _AGAIN_WITHIN_S:
       raise RunError(
-        f'explorers: {self.name} ended {_MAX_FAILURES + 1} times within {_AGAIN_WITHIN_S:g} s; its last line, of '
+        f'explorers: {self.name} ended {_MAX_FAILURES + 1} times within {_AGAIN_WITHIN_S:g} s; the last line of '
         f'{self._log}: {self.last_line()}'
       )
     self.start()
@@ -63,7 +63,7 @@ class ExplorerProcess:
   def last_line(self) -> str:
     """Returns the last line that it has printed since its start."""
     lines = self._child.lines()
-    return lines[-1][-_LAST_LINE:] if lines else 'it said nothing'
+    return lines[-1][-_LAST_LINE:] if lines else 'no output'
 
   async def stop(self) -> None:
     """Ends the explorer. Raises WaitExpired if the guard is stuck."""

@@ -109,7 +109,9 @@ class VllmClient:
         ) from None
       raise UserError(f'engine {self.name}: {self.address} is not a vLLM server ({error})') from None
     except (KeyError, TypeError, ValueError):
-      raise UserError(f'engine {self.name}: {self.address} is not a vLLM server: its /v1/models is none') from None
+      raise UserError(
+        f'engine {self.name}: {self.address} is not a vLLM server: its /v1/models has another form'
+      ) from None
     except StopIteration:
       raise UserError(
         f'engine {self.name}: {self.address} serves no model called {MODEL!r}; start it with jaxrl serve'
@@ -220,12 +222,12 @@ class VllmClient:
     """Suspends generation; running requests are kept until `resume`."""
     await self.call('POST', '/pause', params={'mode': 'keep'})
     if not (await self.call('GET', '/is_paused')).get('is_paused'):
-      raise Lost(f'{self.name}: /pause: accepted, and not paused')
+      raise Lost(f'{self.name}: /pause: accepted, but not paused')
 
   async def resume(self) -> None:
     await self.call('POST', '/resume')
     if (await self.call('GET', '/is_paused')).get('is_paused'):
-      raise Lost(f'{self.name}: /resume: accepted, and still paused')
+      raise Lost(f'{self.name}: /resume: accepted, but still paused')
 
   async def set_version(self, publication: Publication) -> None:
     self._labels[publication.label] = publication.version
@@ -283,16 +285,16 @@ def _completion(choice: Mapping[str, Any], request: Request, engine: str, labels
   tokens: Int32[np.ndarray, 'time'] = np.array(choice['token_ids'], np.int32)
   content = choice['logprobs']['content']
   if [row['token_id'] for row in content] != tokens.tolist():
-    raise ValueError(f'{len(content)} logprobs are not those of its {len(tokens)} tokens')
+    raise ValueError(f'{len(content)} logprobs do not match its {len(tokens)} tokens')
   logprobs = np.array([row['logprob'] for row in content], np.float32)
   if not np.isfinite(logprobs).all() or (logprobs < _UNDRAWABLE).any():
-    raise ValueError('a token of probability 0 was drawn: the sampler and its logprobs are at odds')
+    raise ValueError('a token of probability 0 was drawn: the sampler and its logprobs disagree')
   reason = choice['finish_reason']
   if reason not in _FINISHES:
     raise ValueError(f'ended with {reason!r} after {len(tokens)} tokens')
   finish = _FINISHES[reason]
   if finish == Finish.STOP and (not len(tokens) or int(tokens[-1]) not in request.stop_ids):
-    raise ValueError(f'stopped after {len(tokens)} tokens, none of its stop ids {request.stop_ids} last')
+    raise ValueError(f'stopped after {len(tokens)} tokens, and the last is not one of its stop ids {request.stop_ids}')
   if finish == Finish.LENGTH and len(tokens) != request.max_tokens:
     raise ValueError(f'ended after {len(tokens)} of {request.max_tokens} tokens; is its max_model_len too small?')
   spans = choice['weight_versions']

@@ -182,10 +182,10 @@ class Fleet:
         for replica in held:
           self._serve(replica)
         self._deal()
-        raise RunError(f'version {weights.version} was not published, {self._version or "none"} goes on: {refusals[0]}')
+        raise RunError(f'version {weights.version} was not published, {self._version or "none"} stays: {refusals[0]}')
       for replica in held:
         replica.forget()  # Forces a restart: other servers accepted the files, so this server is at fault.
-        self._repair(replica, 'refused what other servers took')
+        self._repair(replica, 'refused weights that other servers accepted')
       await self._until_serving(publication.version)
       self._earlier = before
       await self._let_go()
@@ -200,7 +200,7 @@ class Fleet:
     async with self._loading:
       self._check_alive()
       if self._current is None:
-        raise RuntimeError(f'engine {self.name}: load comes before relabel')
+        raise RuntimeError(f'engine {self.name}: call load before relabel')
       self._names[self._current.publication.version] = version
       self._version = version
 
@@ -289,7 +289,7 @@ class Fleet:
     replica.state = ReplicaState.DOWN
     replica.failures += 1
     self._last_trouble = f'engine {replica.name}: {reason}'
-    logging.warning('engine %s: out of dispatch: %s', replica.name, reason)
+    logging.warning('engine %s: taken out of service: %s', replica.name, reason)
     task = asyncio.create_task(self._bring_back_or_end(replica), name=f'engine {replica.name}: repair')
     self._repairs[replica] = task
     task.add_done_callback(lambda done: self._repaired(replica, done))
@@ -331,7 +331,7 @@ class Fleet:
           raise
         self._last_trouble = f'engine {replica.name}: {error}'
         logging.warning('engine %s: attempt %d to bring it back failed: %s', replica.name, attempts, error)
-    logging.info('engine %s: back, with version %s', replica.name, replica.version)
+    logging.info('engine %s: back in service, with version %s', replica.name, replica.version)
     self._serve(replica)
 
   async def _is_as_before(self, replica: Replica) -> bool:
@@ -385,7 +385,7 @@ class Fleet:
   async def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
     self._check_alive()
     if self._version is None:
-      raise RuntimeError(f'engine {self.name}: start and load come before generate')
+      raise RuntimeError(f'engine {self.name}: call start and load before generate')
     self._check(request)
     results: asyncio.Queue[tuple[int, Completion] | Exception] = asyncio.Queue()
     samples = [asyncio.create_task(self._sample(request, i, results)) for i in range(request.samples)]
@@ -436,7 +436,7 @@ class Fleet:
           self.counts['tokens'] += len(completion.tokens)
           return self._named(completion)
         self.counts['void'] += 1
-        error = Lost(f'{replica.name}: tokens of a version that it was not proven to hold')
+        error = Lost(f'{replica.name}: returned tokens of a version that it was not proven to hold')
       except Lost as lost:
         error = lost
         if replica.state == ReplicaState.SERVING and replica.life == life:

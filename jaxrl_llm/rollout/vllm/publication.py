@@ -164,7 +164,7 @@ class AdapterFolder(PublicationFolder):
     if self._base is None:
       self._base = super().write(version, base_leaves())
     elif (other := next(base_leaves(), None)) is not None:
-      raise UserError(f'{other[0]}: no parameter of an adapter, of which alone versions are published; {_ANOTHER}')
+      raise UserError(f'{other[0]}: not a parameter of an adapter, and only adapters are published; {_ANOTHER}')
     directory, unfinished = self.root / f'adapter-{version}', self.root / 'unfinished-adapter'
     with writing(self.root):
       export_adapter(unfinished, unflatten(adapters), self._spec, self._lora, base=None)
@@ -224,11 +224,11 @@ class _Layout:
     """Returns whether a leaf stacks the layers; raises UserError if it is not the model's."""
     targets = self._by_leaf.get(name)
     if targets is None:
-      raise UserError(f'{name}: no parameter of the {self._spec.family} model that is published; {_ANOTHER}')
+      raise UserError(f'{name}: not a parameter of the published {self._spec.family} model; {_ANOTHER}')
     stacked = targets[0].layer is not None and name == targets[0].path
     wanted = (len(targets), *targets[0].shape) if stacked else targets[0].shape
     if leaf.shape != wanted:
-      raise UserError(f'{name}: parameters have {leaf.shape}, the model that is published wants {wanted}; {_ANOTHER}')
+      raise UserError(f'{name}: parameters have shape {leaf.shape}, the published model has {wanted}; {_ANOTHER}')
     return stacked
 
 

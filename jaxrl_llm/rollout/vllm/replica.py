@@ -102,7 +102,7 @@ class Replica:
   async def recognise(self) -> None:
     """Raises Lost if the server is no longer the process updated to `version`: the new process was not checked."""
     if self.version is not None and (label := await self.client.served_label()) != self.label:
-      raise Lost(f'engine {self.name}: serves {label!r} and not {self.label}; it was started again by somebody else')
+      raise Lost(f'engine {self.name}: serves {label!r} and not {self.label}; it was restarted from outside the run')
 
   async def take(self, publication: Publication, probe: Probe | None, *, tolerance: float, deadline_s: float) -> None:
     """Updates the server to a publication, as the contract in the architecture document specifies.
@@ -164,13 +164,13 @@ class Replica:
 
   def _check_digests(self, digests: list[dict[str, str]], publication: Publication) -> None:
     if len(digests) != len(self.slices):
-      raise Unproven(f'engine {self.name}: {len(digests)} workers answered, {len(self.slices)} were looked at')
+      raise Unproven(f'engine {self.name}: {len(digests)} workers answered, wanted the {len(self.slices)} of the start')
     for worker, (loaded, slices) in enumerate(zip(digests, self.slices)):
       wanted = _expected(publication, slices)
       differing = sorted(name for name in wanted.keys() | loaded.keys() if wanted.get(name) != loaded.get(name))
       if differing:
         raise Unproven(
-          f'engine {self.name}, worker {worker}: {len(differing)} of {len(wanted)} loaded tensors are not those '
+          f'engine {self.name}, worker {worker}: {len(differing)} of {len(wanted)} loaded tensors differ from those '
           f'published as {publication.version}: {", ".join(differing[:4])}'
         )
 
@@ -181,7 +181,7 @@ class Replica:
       if not worst <= tolerance:
         raise Unproven(
           f"engine {self.name}: its logprobs of the probe differ from the trainer's by up to {worst:.3g}, "
-          f'tolerated are {tolerance:g} (rollout.vllm.probe_tolerance)'
+          f'wanted at most {tolerance:g} (rollout.vllm.probe_tolerance)'
         )
 
   async def is_alive(self, *, deadline_s: float) -> bool:
@@ -229,7 +229,7 @@ class Replica:
     try:
       workers = await self.client.weights()
     except RemoteError as error:
-      raise UserError(f'{where}: has no worker extension of ours ({error}); start it with jaxrl serve') from None
+      raise UserError(f'{where}: lacks jaxrl_llm as worker extension ({error}); start it with jaxrl serve') from None
     self.slices = [worker['tensors'] for worker in workers]
     self._on_cpu = any(worker['device'] == 'cpu' for worker in workers)
     for tensors in self.slices:
@@ -241,7 +241,9 @@ class Replica:
           'distribution); start it with jaxrl serve'
         )
       if worker.get('speculative') and not speculative:
-        raise UserError(f'{where}: speculates; say so in rollout.vllm.args.speculative_config, for {SPECULATION}')
+        raise UserError(
+          f'{where}: speculates; declare that in rollout.vllm.args.speculative_config, because {SPECULATION}'
+        )
       if worker.get('adapter_rank', 0) < adapter_rank:
         raise UserError(
           f'{where}: takes no adapters of rank {adapter_rank} while it runs; start it with jaxrl serve … -- '
@@ -251,7 +253,7 @@ class Replica:
       await self.transfer.connect(self.client)
     except RemoteError as error:
       raise UserError(
-        f'{where}: cannot be sent weights over {self.transfer.backend!r} ({error}); start it with the same '
+        f'{where}: cannot receive weights over {self.transfer.backend!r} ({error}); start it with the same '
         'rollout.vllm.transfer, or set another'
       ) from None
     try:
@@ -259,7 +261,7 @@ class Replica:
       await self.client.resume()
       await self.client.warm_up(sampled=not speculative, deadline_s=deadline_s)
     except RemoteError as error:
-      raise UserError(f'{where}: does not sample ({error}); look into its log, and start it again') from None
+      raise UserError(f'{where}: cannot generate ({error}); read its log, and restart it') from None
 
 
 PROCESSED = 'processed_logprobs'
@@ -269,7 +271,7 @@ PROCESSED = 'processed_logprobs'
 def _check_model(where: str, tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], dtype: str) -> None:
   names = sorted(tensors.keys() ^ shapes.keys())
   if names:
-    raise UserError(f'{where}: serves another model than the policy: only one of the two has {", ".join(names[:4])}')
+    raise UserError(f'{where}: serves a model other than the policy: only one of the two has {", ".join(names[:4])}')
   for name, wanted in shapes.items():
     shape, cut = tuple(tensors[name]['shape']), tensors[name]['slice']
     whole = [axis for axis in range(len(wanted)) if not cut or axis != cut[0]]
@@ -278,7 +280,7 @@ def _check_model(where: str, tensors: Mapping[str, Any], shapes: Mapping[str, tu
       raise UserError(f"{where}: {name} is {shape}, the policy's is {wanted}{hint}; serve the policy's config.json")
     if tensors[name]['dtype'] != dtype:
       raise UserError(
-        f'{where}: {name} is {tensors[name]["dtype"]}, published is {dtype}; start it with --dtype={dtype}, or set '
+        f'{where}: {name} is {tensors[name]["dtype"]}, published as {dtype}; start it with --dtype={dtype}, or set '
         'rollout.vllm.dtype'
       )
 

@@ -121,7 +121,7 @@ class VllmConfig:
       )
     if self.transfer == 'nccl' and self.sender_device in ','.join(self.devices).split(','):
       raise UserError(
-        f'rollout.vllm.sender_device: {self.sender_device} is a GPU of rollout.vllm.devices too, and NCCL takes no two '
+        f'rollout.vllm.sender_device: {self.sender_device} is a GPU of rollout.vllm.devices too, and NCCL refuses two '
         'processes of a group on one GPU; name another'
       )
     for name in self.args:
@@ -140,7 +140,7 @@ class VllmConfig:
     if temperature > 2 or 0 < temperature < 0.01:
       return f'temperature {temperature:g}; vLLM samples at 0 (greedy) or from 0.01 to 2'
     if self.speculative and temperature > 0:
-      return f'temperature {temperature:g}, beside rollout.vllm.args.speculative_config; {SPECULATION}'
+      return f'temperature {temperature:g}, with rollout.vllm.args.speculative_config set; {SPECULATION}'
     return None
 
 
@@ -149,7 +149,9 @@ def check_environment(environment: str) -> pathlib.Path:
   python = pathlib.Path(environment).absolute() / 'bin' / 'python'
   remedy = 'create it with `jaxrl install --environment=vllm`, or name one that has vLLM in rollout.vllm.environment'
   if not python.exists():
-    raise UserError(f'rollout.vllm.environment: {environment}: no environment here ({python} is missing); {remedy}')
+    raise UserError(
+      f'rollout.vllm.environment: {environment}: not a virtual environment ({python} is missing); {remedy}'
+    )
   if not _distributions(python, 'vllm*'):
     raise UserError(f'rollout.vllm.environment: {environment}: has no vLLM; {remedy}')
   if not _distributions(python, 'xxhash'):
@@ -222,7 +224,7 @@ def parse_options(words: Sequence[str]) -> dict[str, Any]:
       name = name.replace('-', '_')
       parsed[name] = [value] if value else []
     elif name is None:
-      raise UserError(f"vLLM's options: {word!r} belongs to none; wanted --name value")
+      raise UserError(f"vLLM's options: {word!r} is not the value of an option; wanted --name value")
     else:
       parsed[name].append(word)
   return {name: True if not values else values[0] if len(values) == 1 else values for name, values in parsed.items()}
@@ -406,14 +408,14 @@ class OwnedServer:
         while not await client.is_healthy(deadline_s=5.0):
           if not self.is_running():
             raise RunError(
-              f'engine {self.name}: vLLM ended at start with exit code {self._child.exit_code}; its last lines, of '
+              f'engine {self.name}: vLLM ended at start with exit code {self._child.exit_code}; the last lines of '
               f'{self.log}: {self.last_lines()}'
             )
           await asyncio.sleep(0.2)
     except TimeoutError:
       raise RunError(
-        f'engine {self.name}: vLLM did not serve within {deadline_s:g} s (rollout.vllm.start_deadline_s); its last '
-        f'lines, of {self.log}: {self.last_lines()}'
+        f'engine {self.name}: vLLM did not serve within {deadline_s:g} s (rollout.vllm.start_deadline_s); the last '
+        f'lines of {self.log}: {self.last_lines()}'
       ) from None
     finally:
       await client.close()
@@ -444,4 +446,4 @@ class OwnedServer:
     self._folder.mkdir(mode=0o700, exist_ok=True)
     status = os.lstat(self._folder)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-      raise RunError(f'engine {self.name}: {self._folder} is not a folder of this user alone; remove it, start again')
+      raise RunError(f'engine {self.name}: {self._folder} is not private to this user; remove it and start again')

@@ -252,7 +252,7 @@ async def _perform(client: VllmClient, message: Mapping[str, Any], deadline_s: f
     elif name == 'finish_weight_update':
       await client.finish_update(deadline_s=deadline_s)
     else:
-      raise Lost(f'{client.name}: its sender wants {name!r} called, which is none of the four calls')
+      raise Lost(f'{client.name}: its sender asks for the call {name!r}, which is not one of the four')
   except Refused as error:
     raise Lost(str(error)) from None
 

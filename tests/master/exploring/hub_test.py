@@ -80,7 +80,7 @@ def test_another_model_is_asked_as_it_is_called_where_it_is_served(tmp_path):
 
 def test_a_model_that_nobody_configured_is_refused_before_anything_is_asked(tmp_path):
   setting = Setting(tmp_path)
-  with pytest.raises(RunError, match=r"asks auxiliary model 'oracle'; rollout.auxiliary has helper: add it there"):
+  with pytest.raises(RunError, match=r"calls auxiliary model 'oracle'; rollout.auxiliary has helper; add it there"):
     setting.run(lambda hub: hub.ask('oracle', MESSAGES, max_tokens=9))
   assert not setting.service.seen and not setting.rows
 

@@ -172,7 +172,7 @@ STAGE = dict(name='rl', algorithm=AlgorithmConfig(name='grpo'), steps=4)
     ([ProcessorConfig(name='reward_sdt')], ('reward_sdt', 'reward_std')),
     ([ProcessorConfig(name='a', kind='aligned')] * 2, ("2 are called 'a'",)),
     ([ProcessorConfig(name='not_selected', kind='aligned')], ("'not_selected' is taken",)),
-    ([ProcessorConfig(name='kl')], ("'kl'", 'after the batch is closed', 'could not be replaced')),
+    ([ProcessorConfig(name='kl')], ("'kl'", 'after the batch is closed', 'could no longer be replaced')),
   ],
 )
 def test_what_cannot_be_processed_is_refused_in_one_line(processors, words):
@@ -268,7 +268,7 @@ def test_what_a_stage_cannot_process_is_said_before_anything_is_loaded():
     build(processors=(ProcessorConfig(name='own', kind='math:pi'),))
   past = PastConfig(groups=8, max_uses=2)
   assert len(build(past=past, minibatches=4)) == 2
-  with pytest.raises(UserError, match='group_size 8 into 16 minibatches'):
+  with pytest.raises(UserError, match='group_size 8 does not divide into 16 minibatches'):
     build(past=past, minibatches=16)
   with pytest.raises(UserError, match='3 tries of 2000 s are 6000 s, and the wait for a batch ends after'):
     build(limits=TaskLimits(timeout_s=2000.0))

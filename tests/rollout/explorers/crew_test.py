@@ -67,7 +67,7 @@ def test_groups_of_an_explorer_that_falls_silent_go_to_another_and_no_sample_com
       await hand_in()
       setting.come('b')
       found = await wanted
-      with pytest.raises(Lost, match='is not held any more'):
+      with pytest.raises(Lost, match='is no longer held'):
         await hand_in()
       await quiet.close()
       assert found == theirs, 'the text is that of the tokens, whatever was sent'
@@ -271,7 +271,9 @@ def test_a_group_that_is_lost_again_and_again_ends_the_run_with_the_reason(tmp_p
       for _ in range(5):
         assert await deadly.call(wire.TAKE)
         await deadly.call(wire.LEAVE)
-      with pytest.raises(RunError, match=r'a group of taskset train was lost 5 times, at last because deadly/\w+ left'):
+      with pytest.raises(
+        RunError, match=r'a group of taskset train was lost 5 times, most recently because deadly/\w+ left'
+      ):
         await wanted
       await deadly.close()
 
@@ -355,7 +357,7 @@ def test_a_lease_that_was_lost_is_worth_nothing(tmp_path):
     async with Setting(tmp_path).running('a') as setting:
       link = Link(setting.crew.address, key=None, ca_file=None, name='late')
       for path in (wire.SAMPLE, wire.SCORE, wire.ASK, wire.FAILED, wire.GENERATE):
-        with pytest.raises(Lost, match='lease 99 is not held'):
+        with pytest.raises(Lost, match='lease 99 is no longer held'):
           await link.call(path, lease='99', sample=b'', error='')
       assert await link.call(wire.ALIVE, leases=['99']) == ['99']
       await link.close()
@@ -379,7 +381,7 @@ BAD_SAMPLES = {
   'index': (lambda one: altered(one, sample_index=3), 'has index 3, wanted one of 3'),
   'version': (
     lambda one: encode(dataclasses.replace(one, segments=OLDER(one))),
-    r"version 0\.9 of engine 'fake' drew noth",
+    r"version 0\.9 of engine 'fake' generated noth",
   ),
   'no bytes': (lambda one: 'text', 'sample is str, wanted bytes'),
 }
@@ -551,7 +553,7 @@ def test_texts_are_decoded_from_the_tokens_outside_the_event_loop(tmp_path):
 def test_a_run_to_which_no_explorer_comes_ends_with_a_line(tmp_path):
   async def check():
     setting = Setting(tmp_path, nobody_s=4 * crew._CHECK_S)
-    with pytest.raises(WaitExpired, match='wait first_explorer: the run waited 1 s for an explorer to come'):
+    with pytest.raises(WaitExpired, match='wait first_explorer: the run waited 1 s for an explorer to connect'):
       async with setting.running():
         pass
 
@@ -562,7 +564,7 @@ def test_a_run_that_all_explorers_have_left_ends_with_a_line(tmp_path):
   async def check():
     async with Setting(tmp_path, nobody_s=1.0).running('a') as setting:
       await setting.dismiss('a')
-      with pytest.raises(RunError, match='none has been there for 1 s'):
+      with pytest.raises(RunError, match='none connected for 1 s'):
         await setting.samples(setting.crew, make_tasks(1)[0])
 
   simulated(check())
@@ -586,14 +588,14 @@ def test_an_explorer_ends_when_the_master_stays_away(tmp_path, monkeypatch):
 
   async def check():
     link = Link(f'unix:{tmp_path}/nobody.sock', key=None, ca_file=None, name='a')
-    with pytest.raises(RunError, match='the master has been away for'):
+    with pytest.raises(RunError, match='the master has not answered for'):
       await explore(link, lambda *parts: None)
 
   simulated(check())
 
 
 def test_configurations_that_nobody_could_work_for_are_refused():
-  with pytest.raises(UserError, match='processes: 0, and nobody else can come'):
+  with pytest.raises(UserError, match='processes: 0, and no other explorer can connect'):
     ExplorersConfig(processes=0)
   with pytest.raises(UserError, match='groups 0'):
     ExplorersConfig(groups=0)

@@ -145,7 +145,7 @@ def test_a_lost_lease_is_worth_nothing_and_what_it_asked_is_cancelled():
     assert not one.calls and two.calls == {kept}
     assert await leases.take('b') is one
     for use in (leases.held, lambda lease, name: leases.called(lease, name).__enter__()):
-      with pytest.raises(Gone, match=f'lease {old[:8]} is not held'):
+      with pytest.raises(Gone, match=f'lease {old[:8]} is no longer held'):
         use(old, 'a')
     assert leases.counts == {'lost': 1, 'late': 2}
     kept.cancel()
@@ -234,7 +234,7 @@ def test_a_group_that_is_lost_too_often_fails_with_the_reason():
     await leases.give_up('a', 'ended')
     error = one.handed_in.get_nowait()
     assert isinstance(error, RunError)
-    assert 'taskset sums was lost 5 times, at last because a ended;' in str(error) and '\n' not in str(error)
+    assert 'taskset sums was lost 5 times, most recently because a ended;' in str(error) and '\n' not in str(error)
 
   asyncio.run(check())
 
@@ -298,7 +298,7 @@ def test_a_group_that_all_who_are_there_have_spoiled_goes_out_until_it_is_lost_t
       leases.hear(f'host-{1 - number % 2}/idle')
       assert await asyncio.wait_for(leases.take(f'host-{number % 2}/{number}'), 5) is one
       await leases.evict(f'host-{number % 2}/{number}', 'it lies')
-    assert 'was lost 5 times, at last because host-0/4 was evicted: it lies;' in str(one.handed_in.get_nowait())
+    assert 'was lost 5 times, most recently because host-0/4 was evicted: it lies;' in str(one.handed_in.get_nowait())
 
   asyncio.run(check())
 
@@ -336,4 +336,4 @@ def test_each_sample_is_handed_in_once_and_only_what_was_asked_for():
 @pytest.mark.parametrize('lease', ['99', '\r\nforged: line', '\x1b[2J', '\u2028' * 9, ''])
 def test_a_lease_that_nobody_holds_is_told_on_one_line(lease):
   line = str(Gone(lease))
-  assert line.isprintable() and line.startswith('lease ') and line.endswith(' is not held any more')
+  assert line.isprintable() and line.startswith('lease ') and line.endswith(' is no longer held')

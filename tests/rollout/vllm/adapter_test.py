@@ -74,7 +74,7 @@ def test_a_base_is_published_once_and_stays_while_an_adapter_stands_on_it(folder
     np.testing.assert_array_equal(arrays[name], np.full_like(arrays[name], publication.version.step))
     assert sum(array.nbytes for array in arrays.values()) == publication.nbytes < first.base.nbytes / 2
   read_checked(first.base.files, first.base.directory)
-  with pytest.raises(UserError, match='no parameter of an adapter'):
+  with pytest.raises(UserError, match='not a parameter of an adapter'):
     folder.write(Version(0, 3), leaves(params, 3, base=True))
 
 

@@ -560,7 +560,7 @@ def test_a_bad_file_is_refused_by_all_and_the_version_before_goes_on(tmp_path):
       await until(lambda: all(place.server.paused for place in made))
       waiting = asyncio.create_task(wave(fleet))
       error = await loading
-      assert is_the_end(error, 'version 0.2 was not published, 0.1 goes on') and 'as read, announced was' in str(error)
+      assert is_the_end(error, 'version 0.2 was not published, 0.1 stays') and 'as read, announced was' in str(error)
       assert versions([*await waiting, *await wave(fleet, begin=10)]) == {A} and fleet.version == A
       assert [await place.digests() for place in made] == before
       await fleet.load(weights(C))
@@ -575,7 +575,7 @@ def test_a_bad_file_and_a_death_at_once_leave_the_version_before(tmp_path):
     async with places(tmp_path, 2) as made, fleet_over(made, tmp_path) as fleet:
       spoil_next(fleet)
       made[0].faults.fault, made[0].faults.path = Fault.DIE, UPDATE
-      assert is_the_end(await outcome(fleet.load(weights(B))), '0.2 was not published, 0.1 goes on')
+      assert is_the_end(await outcome(fleet.load(weights(B))), '0.2 was not published, 0.1 stays')
       assert versions(await wave(fleet)) == {A}
       await made[0].restart()
       await back(fleet, made[0], A)
@@ -1034,7 +1034,7 @@ def test_another_web_server(tmp_path, status, text, words):
       {},
       f"embed_tokens.weight is (28, 64), the policy's is ({VOCAB}, 64) (another vocabulary)",
     ),
-    (serving.model_of('qwen3', tied=True), {}, 'serves another model than the policy: only one of the two has'),
+    (serving.model_of('qwen3', tied=True), {}, 'serves a model other than the policy: only one of the two has'),
     (serving.model_of('qwen2', tied=False), {}, 'only one of the two has lm_head.weight'),
     (MODEL, {'max_model_len': 399}, 'max_model_len is 399, the run needs 400'),
   ],
@@ -1053,14 +1053,14 @@ def test_a_server_of_another_dtype(tmp_path):
     async with places(tmp_path, 1) as made:
       await attach(tmp_path, made[0].address, dtype='bfloat16')()
 
-  assert 'is float32, published is bfloat16; start it with --dtype=bfloat16' in refusal(main)
+  assert 'is float32, published as bfloat16; start it with --dtype=bfloat16' in refusal(main)
 
 
 @pytest.mark.parametrize(
   ('told', 'words'),
   [
     ({'logprobs_mode': 'raw_logprobs'}, 'gives raw_logprobs, wanted processed_logprobs'),
-    ({'speculative': True}, 'speculates; say so in rollout.vllm.args.speculative_config'),
+    ({'speculative': True}, 'speculates; declare that in rollout.vllm.args.speculative_config'),
     ({'logprobs_mode': 'processed_logprobs', 'speculative': False}, None),
   ],
 )
@@ -1083,7 +1083,7 @@ def test_a_server_that_does_not_sample(tmp_path):
       made[0].faults.fault = Fault.INTERNAL_ERROR
       await attach(tmp_path, made[0].address)()
 
-  assert 'does not sample (vllm-0: /inference/v1/generate: HTTP 500' in refusal(main)
+  assert 'cannot generate (vllm-0: /inference/v1/generate: HTTP 500' in refusal(main)
 
 
 def test_requests_that_no_server_would_take(tmp_path):

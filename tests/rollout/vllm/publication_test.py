@@ -131,27 +131,27 @@ def missing(leaves):
 
 
 def unknown(leaves):
-  return {**leaves, 'norm/bias': leaves['norm/scale']}, 'norm/bias: no parameter of the qwen3 model'
+  return {**leaves, 'norm/bias': leaves['norm/scale']}, 'norm/bias: not a parameter of the published qwen3 model'
 
 
 def head_of_a_tied_model(leaves):
-  return {**leaves, 'head/kernel': leaves['embed/kernel']}, 'head/kernel: no parameter'
+  return {**leaves, 'head/kernel': leaves['embed/kernel']}, 'head/kernel: not a parameter'
 
 
 def another_vocabulary(leaves):
-  return {**leaves, 'embed/kernel': leaves['embed/kernel'][:-1]}, r'embed/kernel: .* \(10, 16\), .* wants \(11, 16\)'
+  return {**leaves, 'embed/kernel': leaves['embed/kernel'][:-1]}, r'embed/kernel: .* \(10, 16\), .* has \(11, 16\)'
 
 
 def transposed(leaves):
   name = next(name for name in leaves if name.endswith('mlp/up/kernel'))
-  return {**leaves, name: leaves[name].swapaxes(-1, -2)}, r'mlp/up/kernel: .* \(.*16, 24\), .* wants \(.*24, 16\)'
+  return {**leaves, name: leaves[name].swapaxes(-1, -2)}, r'mlp/up/kernel: .* \(.*16, 24\), .* has \(.*24, 16\)'
 
 
 def of_layers(change):
   name = 'layers/mlp_norm/scale'
 
   def changed(leaves):
-    return {**leaves, name: change(leaves[name])}, f'{name}: .* wants'
+    return {**leaves, name: change(leaves[name])}, f'{name}: .* has '
 
   return changed
 
