@@ -181,7 +181,7 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
 def _not_exact(machine: dict[str, Any]) -> str:
   """Returns a note on why a resumed run may differ in some bits; empty on an unchanged machine."""
   differences = changes(machine)
-  return f'; not bit for bit, for this machine is not the one it was committed on: {differences}' if differences else ''
+  return f'; not bit for bit: the machine differs from the one that committed it: {differences}' if differences else ''
 
 
 def _handle_signals(coordinator: Coordinator, request_stop, begun: asyncio.Event) -> None:
@@ -194,7 +194,7 @@ def _handle_signals(coordinator: Coordinator, request_stop, begun: asyncio.Event
 
   def on_signal(signum: int) -> None:
     if seen:
-      sys.stderr.write('second signal: leaving without a commit\n')
+      sys.stderr.write('second signal: exiting without a commit\n')
       sys.stderr.flush()
       # Not sys.exit: threads may be in the middle of device work.
       signal.signal(signum, signal.SIG_DFL)
@@ -205,7 +205,9 @@ def _handle_signals(coordinator: Coordinator, request_stop, begun: asyncio.Event
       # Not sys.exit: threads are in the middle of loading or compiling, which is safe to interrupt.
       os._exit(128 + signum)
     seen.append(signum)
-    sys.stderr.write(f'{signal.Signals(signum).name}: committing what is done, then leaving (again: at once)\n')
+    sys.stderr.write(
+      f'{signal.Signals(signum).name}: committing the finished steps, then exiting (again: exits at once)\n'
+    )
     coordinator.report_signal(signum)
     if coordinator.leads:
       request_stop(signum)
@@ -242,7 +244,7 @@ def _stopped(outcome: Outcome, path: pathlib.Path, *, leads: bool) -> int:
   name, step = signal.Signals(outcome.stop).name, outcome.state.step
   if leads:
     where = f'after step {step}, committed in {path}' if step else 'before the first step'
-    sys.stderr.write(f'stopped by {name} {where}; start the same command again to go on from there\n')
+    sys.stderr.write(f'stopped by {name} {where}; start the same command again to resume\n')
   return 128 + outcome.stop
 
 

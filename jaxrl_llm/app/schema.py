@@ -220,11 +220,10 @@ class Rollouts:
     if self.selection.kind == 'pairs' and self.group_size < 2:
       raise UserError(f'{where}group_size: 1 sample makes no pair; wanted at least 2')
     if self.experts is not None and self.selection.kind not in ('all', 'mixed'):
-      raise UserError(f'{where}selection: {self.selection.kind!r} has no place beside experts; wanted all or mixed')
+      raise UserError(f'{where}selection: {self.selection.kind!r} cannot be combined with experts; wanted all or mixed')
     if self.rollout_only and (self.past is not None or self.experts is not None):
       raise UserError(
-        f'{where}rollout_only: trains on nothing, so that no earlier groups or experts join the rollouts; remove it, '
-        'or those'
+        f'{where}rollout_only: trains on nothing, so that earlier groups and experts are of no use; remove it, or those'
       )
     if self.past is not None:
       most = self.groups_per_batch * (self.past.max_uses - 1)
@@ -413,13 +412,13 @@ class RolloutConfig:
     if longest < self.max_prompt_length - 1:
       raise UserError(
         f'rollout.embedded.prefill_buckets: the largest is {longest}, prompts of max_prompt_length='
-        f'{self.max_prompt_length} tokens want one of at least {self.max_prompt_length - 1}'
+        f'{self.max_prompt_length} tokens need one of at least {self.max_prompt_length - 1}'
       )
     if ':' not in self.engine:  # A user's own engine is imported only when a run needs it.
       named_pair(self.engine, 'engine', ENGINES)
       if self.engine_options:
         raise UserError(
-          f'rollout.engine_options: apply only to an engine of your own, and rollout.engine is {self.engine!r}; set '
+          f'rollout.engine_options: apply only to a custom engine, and rollout.engine is {self.engine!r}; set '
           f'rollout.{self.engine} instead, and leave engine_options empty'
         )
 
@@ -499,12 +498,12 @@ class Config:
     if not self.stages:
       raise UserError('stages: empty, wanted at least one')
     if self.rollout.vllm.lora == 'adapter' and self.policy.lora is None:
-      raise UserError("rollout.vllm.lora: 'adapter', and the policy has none; set policy.lora, or remove it")
+      raise UserError("rollout.vllm.lora: 'adapter', and the policy has no adapters; set policy.lora, or remove it")
     for before, stage in itertools.pairwise(self.stages):
       if not before.trains and stage.keep_optimizer:
         raise UserError(
-          f'stages.{stage.name}.keep_optimizer: {before.name} before it only rolls out and has none; put that stage '
-          'elsewhere, or remove keep_optimizer'
+          f'stages.{stage.name}.keep_optimizer: {before.name} before it only rolls out, without an optimizer; put that '
+          'stage elsewhere, or remove keep_optimizer'
         )
     for stage in self.stages:
       if isinstance(stage.source, Rollouts):

@@ -157,7 +157,7 @@ class Checkpoints:
       file, wanted = path / name, committed.get(name)
       if wanted is None or not file.is_file() or (file.stat().st_size, _digest(file)) != wanted:
         raise UserError(
-          f'checkpoint {file}: differs from what was committed (wanted size and digest {wanted}); '
+          f'checkpoint {file}: differs from the committed file (wanted size and digest {wanted}); '
           f'remove {path} to resume from an earlier commit'
         )
 
@@ -231,7 +231,7 @@ def _digest(path: pathlib.Path) -> str:
 def _reason(error: Exception) -> str:
   """Extracts the operating system's error text from a storage library's message, where possible."""
   if isinstance(error, TimeoutError):
-    return f'not every process had written its part after {_DEADLINE_S} s; see what the others say'
+    return f'not every process had written its part after {_DEADLINE_S} s; see the logs of the others'
   if isinstance(error, OSError) and error.strerror:
     return error.strerror
   text = str(error)

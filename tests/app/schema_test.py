@@ -83,7 +83,10 @@ RECORDED = Recorded(run='r', tasksets=('t',), groups_per_batch=4, group_size=6)
     (lambda: stage(rollouts(rollout_only=True, experts=experts())), 'stages.s.source.rollout_only'),
     (lambda: stage(rollouts(rollout_only=True, past=PastConfig(groups=1, max_uses=2))), 'stages.s.source.rollout_only'),
     (lambda: stage(Rollouts(tasksets=('t',), group_size=1, selection=PAIRED)), 'group_size: 1 sample makes no pair'),
-    (lambda: stage(rollouts(selection=PAIRED, experts=experts())), "stages.s.source.selection: 'pairs' has no place"),
+    (
+      lambda: stage(rollouts(selection=PAIRED, experts=experts())),
+      "stages.s.source.selection: 'pairs' cannot be combined",
+    ),
     (lambda: Demonstrations(tasksets=('t',), templates=()), '0 templates and 1 weights'),
     (lambda: experts(0.0), 'experts.ratio: 0.0'),
     (lambda: experts(1.0), 'experts.ratio: 1.0'),

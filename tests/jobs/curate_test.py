@@ -74,7 +74,7 @@ def test_what_cannot_be_curated_is_one_line_and_writes_nothing(run, tmp_path):
   out = f'--out={tmp_path}/kept.jsonl'
   for flags, told in (
     (('--taskset=evla', out), "no such taskset; configured are ['eval', 'train']"),
-    (('--taskset=eval', f'--out={tmp_path}/no/kept.jsonl'), 'no directory that can be written to'),
+    (('--taskset=eval', f'--out={tmp_path}/no/kept.jsonl'), 'not a writable directory'),
     (('--taskset=eval', out, '--low=0.9', '--high=0.1'), 'wanted 0 <= low <= high <= 1'),
     (('--taskset=eval', out, '--guess_instruction=a', '--config.rollout.max_prompt_length=6'), 'character table lacks'),
   ):

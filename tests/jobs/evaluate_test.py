@@ -68,10 +68,10 @@ def test_what_cannot_be_measured_is_one_line(run, tmp_path):
   config['rollout'] |= {'engine': 'vllm', 'vllm': config['rollout']['vllm'] | {'addresses': ['http://127.0.0.1:9']}}
   (damaged / 'config.json').write_text(json.dumps(config))
   (line,) = evaluate(damaged, '--config.rollout.vllm.max_in_flight=8', expect=2).splitlines()
-  assert "the run's own servers would be given old weights" in line
+  assert "the run's own servers would receive old weights" in line
   shutil.copy(run / 'config.json', damaged)
   newest = max((damaged / 'checkpoints').iterdir(), key=lambda path: int(path.name))
   array = next(path for path in sorted((newest / 'arrays').rglob('*')) if path.is_file() and path.stat().st_size > 100)
   array.write_bytes(array.read_bytes()[:-1])
   (line,) = evaluate(damaged, f'--steps={newest.name}', expect=2).splitlines()
-  assert 'differs from what was committed' in line
+  assert 'differs from the committed file' in line

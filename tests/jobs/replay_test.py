@@ -106,7 +106,7 @@ def test_what_cannot_be_made_again_is_one_line(run, replay, tmp_path):
   with sqlite3.connect(copy / 'replay/index.sqlite') as db:
     db.execute('DELETE FROM plans WHERE step = 18')
   (line,) = replay(copy, expect=2)
-  assert 'the plan of step 19, which lies on the way from the commit at step 18, is not recorded' in line
+  assert 'the plan of step 19, which the replay from the commit at step 18 needs, is not recorded' in line
 
 
 def test_a_run_that_has_lost_its_index_is_not_resumed_and_loses_nothing_more(run, tmp_path):
@@ -115,6 +115,8 @@ def test_a_run_that_has_lost_its_index_is_not_resumed_and_loses_nothing_more(run
   found = lambda: {name: content for name, content in job.files(copy).items() if name != 'lock'}
   before = found()
   error = job.train(copy, expect=2).stderr.splitlines()[-1]
-  assert error.startswith('error: ') and 'cannot go on from its commit at step 20' in error
-  assert re.search(r'names what is missing: \S+/replay/index\.sqlite \(store [0-9a-f]{16}\); restore it', error)
+  assert error.startswith('error: ') and 'cannot resume from its commit at step 20' in error
+  assert re.search(
+    r'whose files are missing or changed: \S+/replay/index\.sqlite \(store [0-9a-f]{16}\); restore them', error
+  )
   assert found() == before

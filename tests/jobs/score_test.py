@@ -126,7 +126,7 @@ def test_a_scorer_that_dies_is_in_the_counts(folder):
     ((), {}, '--scorer is missing; usage: '),
     (('--scorer=answer',), {'rows': 'row.jsonl'}, 'row.jsonl: no such file; did you mean rows.jsonl?'),
     (('--scorer=answer',), {'rows': 'own_rewards.py'}, 'of no known form'),
-    (('--scorer=answer',), {'out': 'no/out.jsonl'}, 'no is no directory that can be written to'),
+    (('--scorer=answer',), {'out': 'no/out.jsonl'}, 'no is not a writable directory'),
     (('--scorer=answer',), {'out': 'rows.jsonl'}, 'is the file of the rows'),
     (('--scorer=answer',), {'rows': 'bad.jsonl'}, 'bad.jsonl:2: completion is 7, wanted text'),
   ],

@@ -161,12 +161,12 @@ def test_over_http_prompt_and_answer_are_rendered_as_for_training_and_scored(exp
           (b'{', 'wanted JSON with prompt'),
           (b'[]', 'wanted JSON with prompt'),
           (b'[' * 100_000, 'wanted JSON with prompt'),
-          (b'{"prompt": "a", "completion": "\\ud800"}', 'text that UTF-8 cannot write'),
+          (b'{"prompt": "a", "completion": "\\ud800"}', 'text that UTF-8 cannot encode'),
           (b'{"prompt": "a", "completion": 3}', 'no completion'),
           (b'{"prompt": [], "completion": "a"}', 'empty prompt'),
           (json.dumps({'prompt': 'a', 'completion': 'b' * 60}).encode(), 'the reward model takes up to 40'),
           # Not even tokenized.
-          (json.dumps({'prompt': 'a', 'completion': 'b' * 10_240}).encode(), '10241 characters are more than the 40'),
+          (json.dumps({'prompt': 'a', 'completion': 'b' * 10_240}).encode(), '10241 characters exceed the 40'),
         ):
           status, text = await post(body)
           assert status == 400 and told in text and '\n' not in text, text

@@ -25,11 +25,11 @@ from jaxrl_llm.replay.tables import QUARANTINE
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
 flags.DEFINE_bool(
-  'audit', False, 'Check against the files that every sample is accounted for exactly once.', flag_values=FLAGS
+  'audit', False, 'Check the files: every sample must be accounted for exactly once.', flag_values=FLAGS
 )
 flags.DEFINE_string('state', None, 'List samples in this state.', flag_values=FLAGS)
 flags.DEFINE_string('task', None, 'List samples of the task with this id.', flag_values=FLAGS)
-flags.DEFINE_integer('limit', 20, 'Most samples to list.', lower_bound=1, flag_values=FLAGS)
+flags.DEFINE_integer('limit', 20, 'Maximum number of samples to list.', lower_bound=1, flag_values=FLAGS)
 flags.DEFINE_bool('clear_quarantine', False, 'Remove the unclaimed files in replay/quarantine.', flag_values=FLAGS)
 flags.DEFINE_string('uid', None, 'Print the history of the sample with this uid.', flag_values=FLAGS)
 

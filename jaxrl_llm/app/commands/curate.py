@@ -68,7 +68,7 @@ def _main(argv: Sequence[str]) -> int:
   for passed in counts:
     print(f'taskset {FLAGS.taskset}, step {step}, {passed}')
   if not rows:
-    raise UserError(f'--taskset={FLAGS.taskset}: no task is left, so nothing was written; widen --low and --high')
+    raise UserError(f'--taskset={FLAGS.taskset}: no task remains, so nothing was written; widen --low and --high')
   write_rows(out, rows)
   print(f'{len(rows)} tasks written; read them with taskset {FLAGS.taskset}, source={out} and options={{}}')
   return 0
@@ -79,6 +79,8 @@ def _check_out(out: pathlib.Path, sources: Sequence[str]) -> None:
   if out.suffix != '.jsonl':
     raise UserError(f'--out={out}: wanted a name ending .jsonl, which tasksets read')
   if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
-    raise UserError(f'--out={out}: {out.parent} is no directory that can be written to; make it, or choose another')
+    raise UserError(f'--out={out}: {out.parent} is not a writable directory; create it, or choose another')
   if out.resolve() in [pathlib.Path(source).resolve() for source in sources]:
-    raise UserError(f'--out={out}: is the source of a taskset of the run, which stays as it is; choose another name')
+    raise UserError(
+      f'--out={out}: is the source of a taskset of the run, which is never overwritten; choose another name'
+    )

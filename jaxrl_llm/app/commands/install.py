@@ -1,4 +1,4 @@
-"""Creates an environment for packages that the trainer's own must not hold.
+"""Creates a separate environment for packages that must not be in the trainer's own.
 
   jaxrl install --environment=vllm    # vLLM servers; about 3 GB
   jaxrl install --environment=aot     # compilers for TPUs and GPUs that are not here (train --topology); about 1.5 GB

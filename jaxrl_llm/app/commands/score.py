@@ -151,11 +151,11 @@ def _value(text: str) -> Any:
 def _check_out(out: pathlib.Path, rows: pathlib.Path) -> None:
   """Raises UserError, before scoring, if `out` cannot be written or is the rows file."""
   if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
-    raise UserError(f'--out={out}: {out.parent} is no directory that can be written to; make it, or choose another')
+    raise UserError(f'--out={out}: {out.parent} is not a writable directory; create it, or choose another')
   if out.exists() and not out.is_file():
-    raise UserError(f'--out={out}: is no plain file; choose another name')
+    raise UserError(f'--out={out}: is not a regular file; choose another name')
   if out.resolve() == rows.resolve():
-    raise UserError(f'--out={out}: is the file of the rows, which stays as it is; choose another name')
+    raise UserError(f'--out={out}: is the file of the rows, which is never overwritten; choose another name')
 
 
 class _Progress:

@@ -22,7 +22,12 @@ _DEFINITIONS = (
   (flags.DEFINE_string, 'source', None, 'Taskset source, as in TasksetConfig.source.'),
   (flags.DEFINE_string, 'target', None, 'Directory to write.'),
   (flags.DEFINE_string, 'options', '{}', 'Parameters of the source, a JSON object.'),
-  (flags.DEFINE_integer, 'size', None, 'Items drawn from a procedural source, or most rows read from others.'),
+  (
+    flags.DEFINE_integer,
+    'size',
+    None,
+    'Items drawn from a procedural source, or maximum rows read from another source.',
+  ),
   (flags.DEFINE_integer, 'seed', 0, 'Seed of a procedural source.'),
   (flags.DEFINE_string, 'prompt', None, "Template of the prompt; default: the source's."),
   (flags.DEFINE_string, 'truth', None, "Template of the reference answer; default: the source's."),

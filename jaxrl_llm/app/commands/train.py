@@ -41,7 +41,7 @@ flags.DEFINE_string(
   'topology', None, 'With --dry_run: compile for these devices, such as v5e:4x4 or h100:8, which may be absent.',
   flag_values=FLAGS,
 )  # fmt: skip
-flags.DEFINE_bool('list', False, 'Print what a configuration can name, and exit.', flag_values=FLAGS)
+flags.DEFINE_bool('list', False, 'Print all names that a configuration can use, and exit.', flag_values=FLAGS)
 flags.DEFINE_integer('verbosity', 0, 'absl log level: -1 warning, 0 info, 1 debug.', flag_values=FLAGS)
 
 AOT_ENVIRONMENT = '.venv-aot'
@@ -98,7 +98,7 @@ def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
   """If this Python lacks the compiler for the chip, re-executes the command with the Python that has it."""
   chip, _ = parse_topology(topology)
   if not dry_run:
-    raise UserError('--topology: compiles and trains nothing, so it wants --dry_run beside it')
+    raise UserError('--topology: compiles and trains nothing, so it needs --dry_run')
   jax.config.update('jax_platforms', 'cpu')
   if has_compiler(chip):
     return
@@ -109,7 +109,7 @@ def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
   python = next((path for path in pythons if path.exists()), None)
   if python is None:
     raise UserError(
-      f'--topology={topology}: needs the compilers of {AOT_ENVIRONMENT}, which is not there; create it with '
+      f'--topology={topology}: needs the compilers of {AOT_ENVIRONMENT}, which does not exist; create it with '
       "'jaxrl install --environment=aot'"
     )
   # By default libtpu queries the machine for its place in a slice and admits one process at a time.

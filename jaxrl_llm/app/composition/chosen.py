@@ -50,8 +50,8 @@ def _resumed(scorer: ScorerConfig, kept: Mapping[str, Any]) -> ScorerConfig:
   given = {name: value for name, value in scorer.options.items() if value is not None}
   if missing := sorted({'mode', 'extraction'} - {*kept, *given}):
     raise UserError(
-      f'rewards.scorers.{scorer.name}.options: {" and ".join(missing)} of the run are unknown: it began with a version '
-      "whose defaults were mode 'exact' and extraction 'whole'; resume it with that version, or begin another run"
+      f'rewards.scorers.{scorer.name}.options: {" and ".join(missing)} of the run are unknown: a version with defaults '
+      "mode 'exact' and extraction 'whole' started it; resume it with that version, or start another run"
     )
   return dataclasses.replace(scorer, options={**scorer.options, **kept, **given})
 

@@ -81,7 +81,7 @@ def model_directory(source: str) -> pathlib.Path:
   if (directory / 'hf' / 'config.json').exists():
     return directory / 'hf'
   if (directory / METRICS_FILE).exists():
-    raise UserError(f'{source}: a run that has not finished, so it has no export (hf/); finish it first')
+    raise UserError(f'{source}: an unfinished run, which has no export (hf/); finish it first')
   return directory
 
 
@@ -123,7 +123,7 @@ def prepare(config: Config, workdir: pathlib.Path, load: Callable[[str], Taskset
     tokens = tokenizer.render_prompt(task.prompt)
     if max(tokens, default=0) >= spec.vocab_size:
       raise UserError(
-        f'taskset {task.taskset}: a prompt has token {max(tokens)}, and the model has {spec.vocab_size} tokens; take '
+        f'taskset {task.taskset}: a prompt has token {max(tokens)}, and the model has {spec.vocab_size} tokens; use '
         'the tokenizer of the model'
       )
     return len(tokens)
@@ -319,11 +319,11 @@ def _take_over(
           continue
         group = recall(store, uids, tasks=tasks.get, text=text, rewards=rewards)
         if any(choice.pair or choice.imitated for choice in group):
-          raise UserError(f'stages.{stage.name}.source: {source.run} stored pairs or answers to imitate; wanted groups')
+          raise UserError(f'stages.{stage.name}.source: {source.run} stored pairs or imitated answers; wanted groups')
         sample = group[0].scored.sample
         if tokenizer.render_prompt(tasks[entry.task_id].prompt) != sample.tokens[: sample.prompt_len].tolist():
           raise UserError(
-            f'stages.{stage.name}.source: {source.run} wrote the prompt of {entry.task_id} in other tokens; give its '
+            f'stages.{stage.name}.source: {source.run} encoded the prompt of {entry.task_id} differently; use its '
             'tokenizer and template (policy.init_from, or the same tasksets and policy.tokenizer)'
           )
         if max(len(choice.scored.sample.tokens) for choice in group) > longest:
@@ -339,7 +339,7 @@ def _take_over(
   if len(taken) < source.groups_per_batch:
     raise UserError(
       f'stages.{stage.name}.source: {len(taken)} groups of {source.run} do not fill a batch of '
-      f'{source.groups_per_batch} (left out: {dict(counts)}); give the tasksets that it rolled out, or lower '
+      f'{source.groups_per_batch} (left out: {dict(counts)}); name the tasksets that it rolled out, or lower '
       'groups_per_batch'
     )
   least = sum(sorted(map(len, taken))[: source.groups_per_batch])
@@ -357,7 +357,7 @@ def _recorded_config(stage: str, run: pathlib.Path) -> tuple[str | None, Any]:
     config = parse_json((run / 'config.json').read_text())
     checkpoint, rewards = config['policy']['init_from'], config['rewards']
     if not isinstance(checkpoint, str | None):
-      raise ValueError('policy.init_from is no text')
+      raise ValueError('policy.init_from is not a string')
     return checkpoint, rewards
   except (OSError, ValueError, KeyError, TypeError) as error:
     reason = f'lacks {error}' if isinstance(error, KeyError) else error
@@ -368,7 +368,7 @@ def _check_same_tokenizer(stage: str, run: pathlib.Path, directory: pathlib.Path
   """Raises UserError if the recorded run's vocabulary differs: its token ids would mean other text."""
   if Tokenizer.from_directory(directory).vocabulary != tokenizer.vocabulary:
     raise UserError(
-      f'stages.{stage}.source: {run} had another vocabulary ({directory}); begin from its checkpoint, or give the '
+      f'stages.{stage}.source: {run} had another vocabulary ({directory}); start from its checkpoint, or use the '
       'same tasksets and policy.tokenizer'
     )
 
@@ -398,11 +398,11 @@ def _preferences(source: PreferenceSource, config: Config, tasksets: Mapping[str
     raise UserError(f'preferences.{source.name}.source: no taskset {name!r}; configured are {sorted(tasksets)}')
   if next(taskset for taskset in config.tasksets if taskset.name == name).processors:
     raise UserError(
-      f'preferences.{source.name}.source: taskset {name} has processors, and they do not drop pairs; make the pairs of '
-      'a taskset without'
+      f'preferences.{source.name}.source: taskset {name} has processors, and they do not drop pairs; take pairs of '
+      'a taskset without processors'
     )
   if source.chosen is None or not source.wrong:
-    raise UserError(f'preferences.{source.name}: pairs of a taskset want the templates chosen and wrong')
+    raise UserError(f'preferences.{source.name}: pairs of a taskset need the templates chosen and wrong')
   for field in dataclasses.fields(source):
     default = field.default if field.default is not dataclasses.MISSING else {}
     if field.name not in _OF_TASKS and getattr(source, field.name) != default:

@@ -130,12 +130,12 @@ def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> No
   selection = source.selection.kind if isinstance(source, Rollouts) else 'all'
   expert_rows = source.expert_rows if isinstance(source, Rollouts) else 0
   if name in PAIRWISE and not pairs:
-    raise UserError(f"{where}.source: {name} learns from pairs; give it Pairs, or Rollouts with selection.kind='pairs'")
+    raise UserError(f"{where}.source: {name} learns from pairs; set Pairs, or Rollouts with selection.kind='pairs'")
   if pairs and name in ALGORITHMS and name not in PAIRWISE:
-    raise UserError(f'{where}: {name} makes nothing of pairs; use one of {", ".join(sorted(PAIRWISE))}')
+    raise UserError(f'{where}: {name} does not learn from pairs; use one of {", ".join(sorted(PAIRWISE))}')
   if name == 'sft' and groups and selection != 'shortest_correct':
     raise UserError(
-      f"{where}.source: sft learns from demonstrations; give it Demonstrations, or imitate the policy's own best by "
+      f"{where}.source: sft learns from demonstrations; set Demonstrations, or imitate the policy's own best by "
       "Rollouts with selection.kind='shortest_correct'"
     )
   if selection == 'shortest_correct' and name in ALGORITHMS and name != 'sft':
@@ -146,9 +146,9 @@ def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> No
       + ('with experts' if name == 'mix' else 'or Recorded')
     )
   if (name == 'mix') != bool(expert_rows) and name in ALGORITHMS:
-    raise UserError(f'{where}.source.experts: mix learns from expert rows beside its rollouts, and only mix does')
+    raise UserError(f'{where}.source.experts: mix needs expert rows besides its rollouts, and only mix uses them')
   if algorithm.head == 'scalar' and groups:
-    raise UserError(f'{where}.source: {name} trains a model of one score, which generates nothing; give it Pairs')
+    raise UserError(f'{where}.source: {name} trains a model of one score, which generates nothing; set Pairs')
   _check_reference(stage, config, algorithm)
   if algorithm.critic_loss is None and stage.critic != CriticConfig():
     raise UserError(f'{where}.critic: {name} has no critic; remove it, or use ppo')
@@ -175,14 +175,14 @@ def _check_rollouts(stage: StageConfig, source: Rollouts, config: Config) -> Non
   for field, units in least.items():
     if units is not None and units < stage.minibatches:
       raise UserError(
-        f'{where}.minibatches: {stage.minibatches} want a part of each kind of rows, and source.{field} gives {units}; '
+        f'{where}.minibatches: {stage.minibatches} need rows of each kind, and source.{field} gives {units}; '
         'lower minibatches or raise it'
       )
   _check_processors(stage.name, source, config)
   if source.past is not None and source.group_size % (stage.minibatches * source.unit):
     raise UserError(
-      f'{where}.minibatches: with earlier groups a batch has as many groups as there are, so that each has to be dealt '
-      f'evenly; group_size {source.group_size} into {stage.minibatches} minibatches cannot'
+      f'{where}.minibatches: with earlier groups the number of groups in a batch varies, so that each must divide '
+      f'evenly; group_size {source.group_size} does not divide into {stage.minibatches} minibatches'
     )
 
 
@@ -216,10 +216,10 @@ def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -
       'add to the weights; use reference.every, or policy.lora=null'
     )
   if rule.every == 1 and isinstance(stage.source, Pairs):
-    raise UserError(f'{where}: pairs are judged against a reference that stands still; reference.every=1 has none')
+    raise UserError(f'{where}: pairs are compared with a fixed reference; reference.every=1 has none')
   if rule.every == 1 and stage.minibatches * stage.epochs == 1:
     text = (
-      f'{where}: with reference.every=1 and one update a batch the policy is its own reference: nothing holds it; set '
+      f'{where}: with reference.every=1 and one update a batch the policy is its own reference, without effect; set '
       'minibatches or epochs above 1, or another reference'
     )
     if stage.algorithm.name != 'opmd':
@@ -232,13 +232,13 @@ def model_spec(config: Config, spec: ModelSpec) -> ModelSpec:
   setting = Setting(max_response_length=config.rollout.max_response_length)
   heads = {stage.name: build_algorithm(stage.algorithm, setting).head for stage in config.stages}
   if len(set(heads.values())) > 1:
-    raise UserError(f'stages: {heads} train models of different outputs; make them runs of their own')
+    raise UserError(f'stages: {heads} train models of different outputs; train them in separate runs')
   (head,) = set(heads.values())
   if head == 'scalar' and config.evaluation:
     raise UserError('evaluation: a reward model generates nothing; measure it on held-out pairs (source.held_out)')
   if head == 'lm' and spec.head != 'lm':
     raise UserError(
-      f'policy.init_from: a model with one output ({spec.head}), which generates nothing; give a language model'
+      f'policy.init_from: a model with one output ({spec.head}), which generates nothing; name a language model'
     )
   return with_head(spec, head)
 

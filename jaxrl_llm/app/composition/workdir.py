@@ -75,7 +75,7 @@ class Workdir:
     file = self.path / 'config.json'
     if not file.exists() and has_commits(self.path):
       raise UserError(
-        f'{file}: missing, so that no start can tell whether it goes on with the configuration of the commits in '
+        f'{file}: missing, so that no start can check its configuration against that of the commits in '
         f'{self.path / "checkpoints"}; restore it, or choose another --workdir'
       )
     if file.exists():
@@ -120,8 +120,8 @@ class Workdir:
     gone += missing(self.path / 'replay', step=commit['step'], store=commit.get('store'))
     if gone:
       raise UserError(
-        f'{self.path}: the run cannot go on from its commit at step {commit["step"]}, which names what is missing: '
-        f'{"; ".join(gone)}; restore it from a copy, or begin another run in another --workdir'
+        f'{self.path}: the run cannot resume from its commit at step {commit["step"]}, whose files are missing or '
+        f'changed: {"; ".join(gone)}; restore them from a copy, or start another run in another --workdir'
       )
 
   def next_attempt(self, *, least: int = 0) -> int:

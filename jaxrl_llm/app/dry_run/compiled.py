@@ -79,4 +79,4 @@ def compiled_line(program: Program, mesh: Mesh, chip: str | None) -> tuple[str, 
 def _excess(message: str) -> str:
   """Returns the memory figures in a compiler's error message, or the message's first line if there are none."""
   match = _TOO_MUCH.search(message)
-  return f'wants {match[1]} of {match[2]}, {match[3]} too much' if match else message.splitlines()[0]
+  return f'needs {match[1]} of {match[2]}, {match[3]} too much' if match else message.splitlines()[0]

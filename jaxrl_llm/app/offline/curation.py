@@ -99,7 +99,7 @@ def _check_guesses(tasks: Sequence[Task], render, limit: int, config: CurateConf
     raise UserError(
       f'--guess_instruction: makes prompts of up to {longest} tokens, and rollout.max_prompt_length is {limit}; raise '
       "it with --config.rollout.max_prompt_length, shorten the instruction (--guess_instruction='' adds none), or "
-      'guess nothing with --guess_tries=0'
+      'turn guesses off with --guess_tries=0'
     )
 
 

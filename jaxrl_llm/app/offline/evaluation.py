@@ -26,7 +26,7 @@ def chosen_steps(run: pathlib.Path, config: Config, wanted: Sequence[int] | None
   """
   kept = Checkpoints(run / 'checkpoints', config.checkpoint, leads=True).steps()
   if wanted is None and not kept:
-    raise UserError(f'--workdir={run}: nothing was committed there yet; --steps=0 measures what it began with')
+    raise UserError(f'--workdir={run}: no commit yet; --steps=0 measures the initial policy')
   missing = sorted(set(wanted or ()) - {0, *kept})
   if missing:
     raise UserError(f'--steps: no commit at step {missing[0]} in {run}; kept are {", ".join(map(str, kept)) or "none"}')
@@ -36,7 +36,7 @@ def chosen_steps(run: pathlib.Path, config: Config, wanted: Sequence[int] | None
 async def evaluate(config: Config, run: pathlib.Path, steps: Sequence[int]) -> AsyncIterator[dict[str, Any]]:
   """Yields `step`, `suite`, `metrics` and `rows` (as in `evals/`) for each step and suite. Only reads the run."""
   if not config.evaluation:
-    raise UserError('evaluation: the configuration of the run has no suite, so there is nothing that could be measured')
+    raise UserError('evaluation: the configuration of the run has no suite, so there is nothing to measure')
   async with reopen(config, run) as past, serving(past) as served:
     evaluator = Evaluator(
       workflow=served.workflow,
@@ -50,7 +50,7 @@ async def evaluate(config: Config, run: pathlib.Path, steps: Sequence[int]) -> A
       except (UserError, OSError):
         if step == 0 or step in past.checkpoints.steps():
           raise
-        logging.warning('step %d: the run that is going on has removed its commit meanwhile', step)
+        logging.warning('step %d: the live run has removed its commit in the meantime', step)
         continue
       for suite, tasks in past.prepared.suites:
         metrics, rows = await evaluator.run(suite, tasks)

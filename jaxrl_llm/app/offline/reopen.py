@@ -55,7 +55,7 @@ def config_of_run(run: pathlib.Path) -> Config:
 def check_alone() -> None:
   """Raises UserError if this process belongs to a multi-process job."""
   if int(os.environ.get('JAX_NUM_PROCESSES', '1')) > 1:
-    raise UserError('JAX_NUM_PROCESSES: coming back to a run takes one process; start the command alone')
+    raise UserError('JAX_NUM_PROCESSES: reopening a run takes one process; start the command alone')
 
 
 def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str, str]) -> Config:

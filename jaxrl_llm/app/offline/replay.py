@@ -86,7 +86,7 @@ def course(config: Config, run: pathlib.Path, step: int | None) -> Course:
   file = run / METRICS_FILE
   rows = {row[STEP]: row for row in (read_jsonl(file)[0] if file.exists() else []) if _OF_A_STEP in row}
   if not rows:
-    raise UserError(f'--workdir={run}: no step is recorded there yet, so there is none to make again')
+    raise UserError(f'--workdir={run}: no step is recorded yet, so there is none to replay')
   if step is None:
     step = max(rows)
   if step not in rows:
@@ -99,8 +99,8 @@ def course(config: Config, run: pathlib.Path, step: int | None) -> Course:
   for near in {commit, after} - {0}:
     if changed := changes(checkpoints.host(near)['machine']):
       raise UserError(
-        f'--step={step}: not bit for bit here, for this machine is not the one that committed step {near}: {changed}; '
-        'replay it where all of that is as it was'
+        f'--step={step}: not bit for bit here: the machine differs from that of the commit at step {near}: {changed}; '
+        'replay it on a machine where all of these agree'
       )
   return Course(commit=commit, step=step, rows=rows)
 
@@ -151,7 +151,7 @@ def _plans(store: ReplayStore, run: pathlib.Path, way: Course) -> dict[int, Step
     if step not in recorded:
       origin = f'the commit at step {way.commit}' if way.commit else 'the beginning'
       raise UserError(
-        f'--step={way.step}: the plan of step {step + 1}, which lies on the way from {origin}, is not recorded in '
+        f'--step={way.step}: the plan of step {step + 1}, which the replay from {origin} needs, is not recorded in '
         f'{run / "replay" / INDEX}; choose a step that a later commit leads to'
       )
   return {step: StepPlan.from_json(recorded[step]) for step in range(way.commit, way.step)}

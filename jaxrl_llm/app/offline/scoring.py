@@ -117,7 +117,7 @@ class Summary:
     if scorer.implementation == 'answer' and set(self.statuses) == {Status.OK.value}:
       why = diagnose(attempts, self.evidence, scorer.options)
     else:
-      why = 'statuses and evidence of each score are in the file of scores'
+      why = 'the file of scores has the status and evidence of each score'
     return f'warning: nothing passes: {why}'
 
 

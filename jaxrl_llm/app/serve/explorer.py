@@ -50,7 +50,7 @@ def run(argv: Sequence[str], document: str | None = None) -> int:
 def _run(argv: Sequence[str], document: str | None) -> int:
   parse_flags(argv, FLAGS, document, takes_config=False)
   if FLAGS.master is None:
-    raise UserError('--master is missing; wanted the address that the run printed')
+    raise UserError('--master is missing; wanted the address that the run prints')
   logging.set_verbosity(logging.INFO)
   try:
     asyncio.run(_explore())

@@ -29,7 +29,7 @@ def read_front(values: flags.FlagValues) -> FrontConfig | None:
   if not values.host:
     return None
   if not values.token_file:
-    raise UserError('--token_file is missing: with --host a front asks everybody for its token')
+    raise UserError('--token_file is missing: with --host a front requires a token of every client')
   names = ('host', 'port', 'token_file', 'tls_cert', 'tls_key', 'allow_plaintext')
   return FrontConfig(**{name: values[name].value for name in names})
 
@@ -37,7 +37,7 @@ def read_front(values: flags.FlagValues) -> FrontConfig | None:
 def check_addresses_file(file: str | None) -> None:
   """Raises UserError if the directory of `file` does not exist."""
   if file and not pathlib.Path(file).absolute().parent.is_dir():
-    raise UserError(f'{file}: --addresses_file lies in no directory; make it, or name another place')
+    raise UserError(f'{file}: the directory of --addresses_file does not exist; create it, or name another')
 
 
 def write_addresses(file: str | None, addresses: Sequence[str]) -> None:

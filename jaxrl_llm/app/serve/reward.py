@@ -86,7 +86,7 @@ def application(batcher: Batcher, tokenizer: Tokenizer, *, max_length: int) -> w
     prompt, completion = _read(data)
     characters = sum(len(message['content']) for message in prompt) + len(completion)
     if characters > max_length * _CHARACTERS:
-      raise UserError(f'{characters} characters are more than the {max_length} tokens that the reward model takes')
+      raise UserError(f'{characters} characters exceed the {max_length} tokens that the reward model accepts')
     return tokenizer.render_answer(prompt, completion)
 
   async def score(request: web.Request) -> web.Response:
@@ -122,7 +122,7 @@ def _read(data: bytes) -> tuple[tuple[dict[str, str], ...], str]:
   try:
     ''.join([*(message['content'] for message in turns), completion]).encode()
   except UnicodeEncodeError as error:
-    raise UserError(f'got text that UTF-8 cannot write ({error.reason}), which no tokenizer takes') from None
+    raise UserError(f'got text that UTF-8 cannot encode ({error.reason}), which no tokenizer takes') from None
   return turns, completion
 
 
@@ -166,7 +166,7 @@ def _run(argv: Sequence[str], document: str | None) -> int:
   def say(address: str) -> None:
     options = {'addresses': [address if address.startswith('unix:') else f'{address}/']}
     print(f'{FLAGS.model} scores on {jax.device_count()} devices at {address}', flush=True)
-    print(f"a scorer of it: kind 'http', options {json.dumps(options)}", flush=True)
+    print(f"use it as a scorer: kind 'http', options {json.dumps(options)}", flush=True)
     write_addresses(FLAGS.addresses_file, options['addresses'])
 
   asyncio.run(serve(model, tokenizer, front, say))

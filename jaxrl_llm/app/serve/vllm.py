@@ -133,9 +133,9 @@ def _run(options: Sequence[str]) -> int:
     raise UserError("--model is missing: wanted a directory with the policy's config.json")
   model = pathlib.Path(_MODEL.value).absolute()
   if not (model / 'config.json').exists():
-    raise UserError(f'{_MODEL.value}: --model has no config.json; wanted a model directory')
+    raise UserError(f'--model={_MODEL.value}: has no config.json; wanted a model directory')
   if _HOST.value and not _TOKEN.value:
-    raise UserError('--token_file is missing: with --host a front asks everybody for its token')
+    raise UserError('--token_file is missing: with --host a front requires a token of every client')
   config = VllmConfig(
     environment=_ENVIRONMENT.value,
     servers=_SERVERS.value,
@@ -147,7 +147,7 @@ def _run(options: Sequence[str]) -> int:
   check_addresses_file(_FILE.value)
   worker = pathlib.Path(_WORKER.value) if _WORKER.value else WORKER
   if not worker.is_file():
-    raise UserError(f'{worker}: --worker_file is no file')
+    raise UserError(f'--worker_file={worker}: is not a file')
   module = worker.stem if _WORKER.value else WORKER_MODULE
   commands = server_commands(
     config,

@@ -105,7 +105,7 @@ class SandboxServer:
     with self._making:
       if limits not in self._kinds:
         if len(self._kinds) == _KINDS:
-          raise UserError(f'this host keeps sandboxes of {_KINDS} different limits already; use one of them')
+          raise UserError(f'this host already has sandboxes with {_KINDS} different limits; use one of them')
         self._kinds[limits] = Sandboxes(limits, isolation=self._isolation, waiting=self._at_once)
       return self._kinds[limits]
 

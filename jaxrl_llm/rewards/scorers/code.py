@@ -152,7 +152,7 @@ def read_tests(fields: Mapping[str, Json]) -> Work | None:
   name = None if entry_point is None else re.split(r'[.(]', entry_point)[0]
   if isinstance(tests, str):
     if entry_point is None:
-      raise ValueError('tests are a text, and there is no entry_point; wanted the name that check(candidate) gets')
+      raise ValueError('tests are a string, and entry_point is missing; wanted the name that check(candidate) receives')
     return Work(program='', tests=(f'{tests}\n\ncheck({entry_point})\n',), entry_point=name)
   if isinstance(tests, Sequence):
     if all(isinstance(test, str) for test in tests):
@@ -160,7 +160,7 @@ def read_tests(fields: Mapping[str, Json]) -> Work | None:
     if all(isinstance(test, Mapping) and {'stdin', 'stdout'} <= test.keys() for test in tests):
       cases = tuple(Case(stdin=str(test['stdin']), stdout=str(test['stdout'])) for test in tests)
       return Work(program='', cases=cases)
-  raise ValueError('tests are neither statements, nor a text that defines check, nor objects with stdin and stdout')
+  raise ValueError('tests are neither statements, nor a string that defines check, nor objects with stdin and stdout')
 
 
 def read_work(attempt: Attempt) -> Work | Verdict:

@@ -69,10 +69,10 @@ def test_a_schedule_counts_the_updates_that_are_taken():
   [
     (changed('ppo.py', steps=120), 'critic_warmup=120 of 120 steps'),
     (changed('quickstart.py', critic=CriticConfig(init_from='x')), 'grpo has no critic'),
-    (changed('quickstart.py', {'selection': SelectionConfig(kind='pairs')}), 'makes nothing of pairs'),
+    (changed('quickstart.py', {'selection': SelectionConfig(kind='pairs')}), 'does not learn from pairs'),
     (changed('quickstart.py', {'selection': SelectionConfig(kind='shortest_correct')}), 'use sft'),
     (changed('quickstart.py', algorithm=AlgorithmConfig(name='dpo')), 'dpo learns from pairs'),
-    (changed('quickstart.py', algorithm=AlgorithmConfig(name='mix')), 'mix learns from expert rows'),
+    (changed('quickstart.py', algorithm=AlgorithmConfig(name='mix')), 'mix needs expert rows'),
     (changed('quickstart.py', algorithm=AlgorithmConfig(name='reward_model')), 'learns from pairs'),
     (changed('quickstart.py', algorithm=AlgorithmConfig(name='grpo', options=REFERENCE)), 'its own reference'),
     (
@@ -81,12 +81,12 @@ def test_a_schedule_counts_the_updates_that_are_taken():
     ),
     (changed('mix.py', minibatches=64), 'experts.ratio gives 32'),
     (changed('dpo.py:online', minibatches=32), 'groups_per_batch gives 16'),
-    (changed('dpo.py', algorithm=AlgorithmConfig(name='grpo')), 'grpo makes nothing of pairs'),
-    (changed('mix.py:sft', algorithm=AlgorithmConfig(name='grpo')), 'grpo learns from rollouts; give it'),
-    (changed('quickstart.py', algorithm=AlgorithmConfig(name='sft')), 'sft learns from demonstrations; give it'),
+    (changed('dpo.py', algorithm=AlgorithmConfig(name='grpo')), 'grpo does not learn from pairs'),
+    (changed('mix.py:sft', algorithm=AlgorithmConfig(name='grpo')), 'grpo learns from rollouts; set'),
+    (changed('quickstart.py', algorithm=AlgorithmConfig(name='sft')), 'sft learns from demonstrations; set'),
     (
       changed('dpo.py', algorithm=AlgorithmConfig(name='dpo', options={'reference': {'every': 1}})),
-      'a reference that stands still',
+      'a fixed reference',
     ),
     (
       dataclasses.replace(

@@ -199,11 +199,11 @@ def test_a_commit_is_resumed_where_all_that_it_names_is_there_also_one_that_name
 @pytest.mark.parametrize(
   ('file', 'told'),
   [
-    ('attempt', 'missing: attempt;'),
-    ('metrics.jsonl', 'missing: metrics.jsonl;'),
-    ('replay/index.sqlite', 'missing: {}/replay/index.sqlite (store {store});'),
-    ('data/sft.arrayrecord', 'missing: data/sft.arrayrecord of 4 bytes;'),
-    ('tokenizer/tokenizer.json', 'missing: tokenizer/tokenizer.json of 4 bytes;'),
+    ('attempt', 'changed: attempt;'),
+    ('metrics.jsonl', 'changed: metrics.jsonl;'),
+    ('replay/index.sqlite', 'changed: {}/replay/index.sqlite (store {store});'),
+    ('data/sft.arrayrecord', 'changed: data/sft.arrayrecord of 4 bytes;'),
+    ('tokenizer/tokenizer.json', 'changed: tokenizer/tokenizer.json of 4 bytes;'),
   ],
 )
 def test_a_commit_is_refused_where_a_thing_that_it_names_is_gone_and_nothing_is_written(resumable, file, told):

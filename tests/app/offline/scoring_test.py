@@ -253,7 +253,7 @@ def answers_of(tmp_path, completions, truths, **options):
       ['7', '5'],
       {'extraction': 'boxed'},
       'mean value 0 of 2, 0 unscorable; no answer: 2',
-      '2 of 2 rows have no answer where it is looked for (boxed); 2 of 2 have one with --options.extraction=hashes',
+      '2 of 2 rows have no answer where the scorer looks (boxed); 2 of 2 have one with --options.extraction=hashes',
     ),
     (
       ['I say 7.', 'I say 5.'],
@@ -268,7 +268,7 @@ def answers_of(tmp_path, completions, truths, **options):
       ['seven', 'five'],
       {'mode': 'numeric'},
       '; the truth is not numeric: 2',
-      'in 2 of 2 rows, such as "seven"; leave --options.mode out',
+      'in 2 of 2 rows, such as "seven"; without --options.mode',
     ),
     (
       ['7.0', '5.0'],

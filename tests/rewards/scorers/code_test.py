@@ -144,7 +144,7 @@ def test_tests_are_read_in_each_of_their_forms():
   ('fields', 'reason'),
   [
     ({}, 'the task has no tests'),
-    ({'tests': 'def check(c): pass'}, 'tests are a text, and there is no entry_point'),
+    ({'tests': 'def check(c): pass'}, 'tests are a string, and entry_point is missing'),
     ({'tests': 'def check(c): pass', 'entry_point': 'f); import os; (f'}, 'entry_point is'),
     ({'tests': 'def check(c): pass', 'entry_point': 'Solution(1).f'}, 'entry_point is'),
     ({'tests': [1]}, 'tests are neither statements'),
@@ -314,7 +314,7 @@ def test_a_sandbox_host_refuses_what_it_cannot_run(monkeypatch):
   assert served(use, memory_mib=8192)[0].value == 0.0
   monkeypatch.setattr(server_module, '_KINDS', 1)
   (refused,) = served(use, cpu_s=7)
-  assert 'HTTP 400: this host keeps sandboxes of 1 different limits already' in str(refused)
+  assert 'HTTP 400: this host already has sandboxes with 1 different limits' in str(refused)
 
 
 def test_a_sandbox_host_answers_a_body_that_is_no_order():
@@ -440,7 +440,7 @@ def test_serve_refuses_in_one_line():
   for flags, line in (
     (
       ['--role=sandbox', '--host=127.0.0.1'],
-      '--token_file is missing: with --host a front asks everybody for its token',
+      '--token_file is missing: with --host a front requires a token of every client',
     ),
     (['--role=sandbox', '--', '--max-num-seqs', '1'], '--max-num-seqs: unexpected argument'),
     ([], "--model is missing: wanted a directory with the policy's config.json"),

@@ -32,11 +32,11 @@ def diagnose(attempts: Sequence[Attempt], evidence: Sequence[Mapping[str, Any]],
   if reason == NO_TRUTH:
     return f'{share} have no truth; it is read from reward_model.ground_truth or answer'
   if reason.startswith('the truth is not'):
-    return f'{reason} in {share}, such as {truth}; leave --options.mode out, and one is chosen from the truths'
+    return f'{reason} in {share}, such as {truth}; without --options.mode, one is chosen from the truths'
   if reason == NO_ANSWER:
-    return f'{share} have no answer where it is looked for ({_described(read)}); {_elsewhere(attempts, read)}'
+    return f'{share} have no answer where the scorer looks ({_described(read)}); {_elsewhere(attempts, read)}'
   if reason:
-    return f'{reason} in {share}; a completion is to give one answer'
+    return f'{reason} in {share}; a completion must give one answer'
   got = json.dumps(str(evidence[place].get('answer'))[:60], ensure_ascii=False)
   mode = choose(attempt.task.truth for attempt in attempts).options['mode']
   other = '' if read.mode in (None, mode) else f'; for these truths, --options.mode={mode} would be chosen'
