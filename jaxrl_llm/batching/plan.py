@@ -142,7 +142,7 @@ def plan_shape(
   """
   if chunks < unit:
     raise UserError(
-      f'learner.chunks_per_rank: {chunks} chunks of a micro-batch cannot hold {unit} sequences that belong together; '
+      f'learner.chunks_per_rank: {chunks} chunks per micro-batch cannot hold {unit} sequences that belong together; '
       f'wanted at least {unit}'
     )
   units = -(-rows // unit // ranks)

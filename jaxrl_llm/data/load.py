@@ -66,7 +66,7 @@ class _PlannedRows:
     (sample,) = self._reader.read([(row.source, row.index)])
     if sample.uid != row.uid or len(sample.tokens) != row.length:
       raise RunError(
-        f'{row.source} record {row.index}: holds {sample.uid} ({len(sample.tokens)} tokens), the plan wants {row.uid} '
+        f'{row.source} record {row.index}: holds {sample.uid} ({len(sample.tokens)} tokens), planned was {row.uid} '
         f'({row.length} tokens); the run directory is damaged, audit it or resume from an earlier commit'
       )
     return sample
@@ -140,7 +140,7 @@ def _pair_numbers(plan: StepPlan, numbers: Sequence[int], packing: Packing) -> l
 
 def _check_finite(name: str, array: Float[np.ndarray, 'micro columns _']) -> None:
   if not np.isfinite(array).all():
-    raise RunError(f'batch: {name} is not finite; a scorer or an engine let it through')
+    raise RunError(f'batch: {name} is not finite; a scorer or an engine returned it')
 
 
 class Grid(NamedTuple):

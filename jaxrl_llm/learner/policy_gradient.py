@@ -92,7 +92,7 @@ def annotate(config: PolicyGradientConfig, setting: Setting, closed: Closed) -> 
   """Shapes rewards and estimates advantages; unscorable rows are excluded from the loss."""
   rows = closed.rows
   if config.adv_estimator in ('reinforce_plus_plus', 'gae'):
-    reason = f'adv_estimator {config.adv_estimator!r} takes each row for an episode'
+    reason = f'adv_estimator {config.adv_estimator!r} treats each row as an episode'
     refuse_steps(rows, f'{reason}; use grpo, rloo or reinforce_plus_plus_baseline')
   scored = np.array([row.reward is not None for row in rows], bool)
   rewards = shaped_rewards(config, setting, closed)
@@ -138,7 +138,7 @@ def _finite_rows(closed: Closed) -> Bool[np.ndarray, 'rows']:
         finite[i] = False
         place = f'{name} of row {row.uid} is {values[bad[0]]} at token {bad[0]}'
         line = f'batch {closed.step} of the stage: {place}, not finite at {len(bad)} of the {read.sum()} tokens read'
-        logging.warning('%s; the row leaves the loss', line)
+        logging.warning('%s; the row is left out of the loss', line)
   if line and not finite.any():
     raise RunError(
       f'{line}, and no row of the batch is finite; resume from an earlier commit, with a lower learning rate for the '
@@ -185,7 +185,7 @@ def shaped_rewards(config: ShapingOptions, setting: Setting, closed: Closed) -> 
   """Adds the length terms to rewards; None stays None."""
   rows = closed.rows
   if config.overlong_buffer_len or config.length_reward_weight:
-    reason = 'overlong_buffer_len and length_reward_weight go by the length of a row'
+    reason = 'overlong_buffer_len and length_reward_weight depend on the length of a row'
     refuse_steps(rows, f'{reason}; set both to 0')
   extra = np.zeros(len(rows))
   lengths = [row.length - row.prompt_len for row in rows]

@@ -270,7 +270,7 @@ def check(config: PolicyGradientConfig, setting: Setting) -> None:
   if config.adv_estimator == 'gae' and not isinstance(config, PpoConfig):
     raise UserError(f"{where}: adv_estimator 'gae' needs a critic; use algorithm ppo")
   if config.adv_estimator != 'gae' and isinstance(config, PpoConfig):
-    raise UserError(f'ppo: adv_estimator {config.adv_estimator!r} makes no use of its critic; use grpo or another')
+    raise UserError(f'ppo: adv_estimator {config.adv_estimator!r} does not use its critic; use grpo or another')
   zero = not has_expected_gradient(config.kl_loss_type, place='loss', unbiased=config.kl_unbiased_gradient)
   if config.kl_loss_coef and zero and not config.allow_zero_gradient_kl:
     raise UserError(
@@ -283,9 +283,9 @@ def check(config: PolicyGradientConfig, setting: Setting) -> None:
       f'{config.adv_estimator!r} has one per sample: use kl_loss_coef'
     )
   if config.kl_target is not None and bool(config.kl_loss_coef) == bool(config.kl_reward_coef):
-    raise UserError(f'{where}: kl_target adapts one coefficient; set kl_loss_coef or kl_reward_coef, one of them')
+    raise UserError(f'{where}: kl_target adapts one coefficient; set one of kl_loss_coef and kl_reward_coef')
   if (config.rollout_rs_low is None) != (config.rollout_rs_high is None):
-    raise UserError(f'{where}: rollout_rs_low and rollout_rs_high are set together, or neither')
+    raise UserError(f'{where}: rollout_rs_low and rollout_rs_high go together; set both, or neither')
   if config.rollout_rs_low is not None and config.rollout_rs_low >= config.rollout_rs_high:
     raise UserError(
       f'{where}: no ratio is between rollout_rs_low {config.rollout_rs_low} and rollout_rs_high '
@@ -303,6 +303,6 @@ def check_shaping(config: ShapingOptions, setting: Setting, where: str) -> None:
   if not 0 <= config.overlong_buffer_len <= setting.max_response_length:
     raise UserError(
       f'{where}.overlong_buffer_len: {config.overlong_buffer_len} of max_response_length={setting.max_response_length} '
-      'tokens; wanted a part of it, or 0 for none'
+      'tokens; wanted fewer, or 0 for none'
     )
   check_ranges(config, where, _SHAPING_RANGES)

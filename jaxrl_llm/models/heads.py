@@ -56,7 +56,7 @@ def replace_head(
     ValueError: the kernel has another shape, or the spec is tied, so that its head is the embedding.
   """
   if is_tied(spec):
-    raise ValueError(f'a {spec.family} spec with tied embeddings has no head of its own to be replaced')
+    raise ValueError(f'a {spec.family} spec with tied embeddings has no separate head to replace')
   wanted = (head_size(spec), spec.hidden_size)
   if kernel.shape != wanted:
     raise ValueError(f'kernel of a {spec.head} head: got {kernel.shape}, wanted {wanted}')

@@ -114,7 +114,7 @@ def attention(
   if implementation == 'blockwise':
     return blockwise(query, key, value, of_queries, of_keys, window=window, softcap=softcap, block=block)
   if of_queries is not of_keys:
-    raise ValueError(f'attention: {implementation} wants queries and keys of the same tokens')
+    raise ValueError(f'attention: {implementation} needs queries and keys of the same tokens')
   if implementation == 'splash':
     return splash(query, key, value, of_queries, window=window, softcap=softcap, interpret=interpret)
   if missing := why_not_pallas_gpu(query.dtype, window=window, softcap=softcap, shards=1):

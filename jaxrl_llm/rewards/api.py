@@ -161,7 +161,7 @@ class RewardsConfig:
     names = [s.name for s in self.scorers]
     for name in names:
       if names.count(name) > 1:
-        raise UserError(f'rewards.scorers: two scorers are called {name!r}: give each its own name (and its kind)')
+        raise UserError(f'rewards.scorers: two scorers are called {name!r}; give each its own name (and its kind)')
     if self.correct_by is not None and self.correct_by not in names:
       raise UserError(f'rewards.correct_by: no scorer {self.correct_by!r}; configured are {sorted(names)}')
     for s in self.scorers:
@@ -188,7 +188,7 @@ def in_force(configs: Sequence[ScorerConfig], domain: str, taskset: str) -> tupl
   if not chosen:
     known = sorted({d for c in configs for d in c.domains})
     raise UserError(
-      f'rewards.scorers: no scorer judges domain {domain!r} in taskset {taskset!r} (domains named: {known}): '
+      f'rewards.scorers: no scorer judges domain {domain!r} in taskset {taskset!r} (domains named: {known}); '
       'add the domain to a scorer, or leave one scorer’s domains and tasksets empty'
     )
   return chosen

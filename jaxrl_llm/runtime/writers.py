@@ -120,7 +120,7 @@ def _check_offset(path: pathlib.Path, offset: int) -> None:
     file.seek(max(0, min(offset, size) - 1))
     ends_line = offset == 0 or file.read(1) == b'\n'
   if offset > size or not ends_line:
-    problem = f'has {size} bytes' if offset > size else 'has no end of line there'
+    problem = f'has {size} bytes' if offset > size else 'has no line end there'
     raise RunError(
       f'{path}: the checkpoint committed its first {offset} bytes, but it {problem}: '
       'the file was changed after the checkpoint; restore it, or start in a new --workdir with --init_from'
@@ -188,7 +188,9 @@ class EvalsWriter:
 
 def _file_name(name: str) -> str:
   if not re.fullmatch(r'\w[\w.@+ -]*', name):
-    raise UserError(f'stage or suite {name!r} names a file: use letters, digits and . _ - + @ only, a letter first')
+    raise UserError(
+      f'stage or suite {name!r} names a file: use letters, digits and . _ - + @ only, starting with a letter'
+    )
   return name
 
 

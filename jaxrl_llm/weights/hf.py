@@ -105,8 +105,8 @@ def _warn_of_misreading(family: Family, tokenizer_dir: Path) -> None:
   name = read_json(path).get('tokenizer_class') if path.exists() else None
   if family.tokenizers and name not in family.tokenizers:
     logging.warning(
-      "%s: of a %s model transformers' AutoTokenizer makes a %s although this is a %s, and may give "
-      'other tokens without a word: load it with PreTrainedTokenizerFast, or train another family',
+      "%s: for a %s model, transformers' AutoTokenizer builds a %s, but this is a %s; it may produce "
+      'other tokens without a warning: load it with PreTrainedTokenizerFast, or train another family',
       tokenizer_dir,
       family.name,
       family.tokenizers[0],
@@ -179,12 +179,12 @@ def resolve(source: str | Path) -> Path:
     raise UserError(f'{name}: is a file, wanted a model directory or a hub id such as Qwen/Qwen3-0.6B')
   # 'runs/quickstart' could be either; if a directory 'runs' exists it is a path.
   if not _HUB_ID.fullmatch(name) or ('/' in name and path.parent.is_dir()):
-    raise UserError(f'{name}: no such directory, and as a path no hub id either (those look like Qwen/Qwen3-0.6B)')
+    raise UserError(f'{name}: no such directory, and not a hub id either (such as Qwen/Qwen3-0.6B)')
   try:
     return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_FILES)))
   except RepositoryNotFoundError:
     raise UserError(
-      f'{name}: neither a directory here nor a model on the hub (or a private one: set HF_TOKEN)'
+      f'{name}: neither a local directory nor a model on the hub (or a private one: set HF_TOKEN)'
     ) from None
   except LocalEntryNotFoundError:
     raise UserError(

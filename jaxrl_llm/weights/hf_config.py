@@ -352,14 +352,14 @@ def _scoring_pad(directory: str | Path, pad_id: int | None, bos_id: int | None, 
   if pad is None:
     raise UserError(
       f'{directory}: pad_id, bos_id and eos_ids are all unset; transformers finds the token that a reward model scores '
-      'by the padding after it: name a padding token'
+      'by the padding after it; set a padding token'
     )
   if pad_id is None:
-    logging.warning('%s: no padding token is known; config.json names token %d: pad sequences with it', directory, pad)
+    logging.warning('%s: no padding token is set; config.json names token %d: pad sequences with it', directory, pad)
   if pad in eos_ids:
     logging.warning(
-      '%s: token %d is both padding and an end of text; of a sequence that ends with it transformers scores the token '
-      'before, our own forward pass the last one',
+      '%s: token %d is both padding and an end of text; in a sequence that ends with it, transformers scores the token '
+      'before, jaxrl_llm the last one',
       directory,
       pad,
     )

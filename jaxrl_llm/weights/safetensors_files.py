@@ -240,4 +240,6 @@ def writing(directory: Path) -> Iterator[None]:
     yield
   except (OSError, SafetensorError) as error:
     reason = ' '.join(str(error).split())
-    raise RunError(f'{directory}: weights cannot be written ({reason}); free or name another place') from None
+    raise RunError(
+      f'{directory}: weights cannot be written ({reason}); free space there, or name another directory'
+    ) from None

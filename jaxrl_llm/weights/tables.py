@@ -179,7 +179,7 @@ class Inventory:
   def _require_zero(self, name: str, value: float) -> None:
     if value != 0:
       raise UserError(
-        f'{self._source}: {name} is {value:g}, wanted 0: heads have no bias here, and all values would be off by it; '
+        f'{self._source}: {name} is {value:g}, wanted 0: heads have no bias here, so it would shift all values; '
         'where only their differences count, set it to 0 in the file'
       )
 

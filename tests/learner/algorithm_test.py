@@ -298,11 +298,11 @@ def test_the_catalogue_names_what_learns_without_rollouts():
   ('config', 'said'),
   [
     (GrpoConfig(adv_estimator='gae'), 'needs a critic; use algorithm ppo'),
-    (PpoConfig(adv_estimator='rloo'), 'makes no use of its critic'),
+    (PpoConfig(adv_estimator='rloo'), 'does not use its critic'),
     (GrpoConfig(kl_reward_coef=0.1), 'use kl_loss_coef'),
-    (GrpoConfig(kl_target=0.1), 'set kl_loss_coef or kl_reward_coef'),
+    (GrpoConfig(kl_target=0.1), 'set one of kl_loss_coef and kl_reward_coef'),
     (PpoConfig(kl_target=0.1, kl_loss_coef=0.1, kl_reward_coef=0.1), 'one of them'),
-    (GrpoConfig(rollout_rs_low=0.9), 'set together, or neither'),
+    (GrpoConfig(rollout_rs_low=0.9), 'go together; set both'),
   ],
 )
 def test_settings_that_contradict_each_other_are_one_line(config, said):
@@ -457,7 +457,7 @@ def test_hand_worked_returns_and_value_loss_of_ppo():
   assert mean(stats['critic/vf_clipfrac']) == 1.0
 
 
-NAMED = 'values of row s/1 is nan at token 2, not finite at 1 of the 2 tokens read; the row leaves the loss'
+NAMED = 'values of row s/1 is nan at token 2, not finite at 1 of the 2 tokens read; the row is left out of the loss'
 
 
 def test_a_row_with_a_value_that_is_not_finite_leaves_the_loss_by_name_and_moves_no_other(caplog):
@@ -614,12 +614,12 @@ STEPS = [
 @pytest.mark.parametrize(
   ('algorithm', 'said'),
   [
-    (grpo(PpoConfig()), "adv_estimator 'gae' takes each row for an episode; use grpo"),
-    (grpo(ReinforcePlusPlusConfig()), "adv_estimator 'reinforce_plus_plus' takes each row for an episode"),
+    (grpo(PpoConfig()), "adv_estimator 'gae' treats each row as an episode; use grpo"),
+    (grpo(ReinforcePlusPlusConfig()), "adv_estimator 'reinforce_plus_plus' treats each row as an episode"),
     (opmd(OpmdConfig(), SETTING), 'opmd averages its baseline over rows'),
     (opmd(OpmdConfig(baseline='log_partition'), SETTING), 'opmd averages its baseline over rows'),
-    (grpo(GrpoConfig(overlong_buffer_len=4)), 'go by the length of a row'),
-    (grpo(GrpoConfig(length_reward_weight=0.5, length_reward_warmup_steps=9)), 'go by the length of a row'),
+    (grpo(GrpoConfig(overlong_buffer_len=4)), 'depend on the length of a row'),
+    (grpo(GrpoConfig(length_reward_weight=0.5, length_reward_warmup_steps=9)), 'depend on the length of a row'),
   ],
 )
 def test_trajectories_of_several_rows_are_refused_where_a_row_is_taken_for_one(algorithm, said):

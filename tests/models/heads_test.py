@@ -74,5 +74,5 @@ def test_kernels_that_do_not_fit_are_refused():
   params = zero_params(TIED)
   with pytest.raises(ValueError, match=r'kernel of a value head: got \(50, 64\), wanted \(1, 64\)'):
     replace_head(params, with_head(TIED, 'value'), params['embed']['kernel'])
-  with pytest.raises(ValueError, match='tied embeddings has no head of its own'):
+  with pytest.raises(ValueError, match='tied embeddings has no separate head'):
     replace_head(params, TIED, params['embed']['kernel'])

@@ -74,7 +74,7 @@ def test_attempts_at_two_tasks_are_no_group():
     others = [attempt(), attempt(prompt='And this?')]
     await one.score_group(others, [(), ()])
 
-  with pytest.raises(ValueError, match='wanted those at one task'):
+  with pytest.raises(ValueError, match='wanted attempts at one task'):
     using(pool({'length': (LENGTH, {})}), use)
 
 

@@ -135,7 +135,7 @@ def test_without_a_commit_only_a_half_line_is_cut(tmp_path):
 def test_a_log_that_lost_committed_bytes_is_refused(tmp_path):
   offset = run(tmp_path, range(3))[2]
   path = tmp_path / 'metrics.jsonl'
-  with pytest.raises(RunError, match=r'metrics\.jsonl.*no end of line there'):
+  with pytest.raises(RunError, match=r'metrics\.jsonl.*no line end there'):
     writers.MetricsWriter(tmp_path, committed=offset - 3)
   path.write_bytes(path.read_bytes()[:-5])
   with pytest.raises(RunError, match=rf'first {offset} bytes, but it has {offset - 5} bytes'):

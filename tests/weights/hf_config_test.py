@@ -441,7 +441,7 @@ def test_a_reward_model_always_has_a_padding_token(tmp_path, tokens, pad, said):
 
 
 def test_a_reward_model_without_any_special_token_is_refused(tmp_path):
-  with pytest.raises(UserError, match='name a padding token'):
+  with pytest.raises(UserError, match='set a padding token'):
     write_config(tmp_path, with_head(tiny('qwen2', 50), 'scalar'), dtype='float32')
   assert not list(tmp_path.iterdir())
   for head in ('lm', 'value'):

@@ -352,7 +352,7 @@ def test_directories_resolve_to_themselves_and_wrong_paths_are_named(tmp_path, m
     assert refusal(hf.resolve, wrong).startswith(f'{wrong}: no such directory')
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'runs').mkdir()
-  assert 'as a path no hub id' in refusal(hf.resolve, 'runs/quickstart')
+  assert 'not a hub id either' in refusal(hf.resolve, 'runs/quickstart')
 
 
 def run_python(*args, **environment):

@@ -73,7 +73,7 @@ class AwaitedScorer:
       elif isinstance(error, asyncio.CancelledError):
         raise
       else:
-        logging.warning('Scorer %s did not close well: %s: %s', self._name, type(error).__name__, error)
+        logging.warning('Scorer %s failed to close: %s: %s', self._name, type(error).__name__, error)
 
   async def close(self) -> None:
     """Closes the scorer; calls in flight raise RunError."""
@@ -85,7 +85,7 @@ class AwaitedScorer:
       _, late = await asyncio.wait({self._open}, timeout=CLOSE_DEADLINE_S)
       for task in late:
         task.cancel()
-        logging.warning('Scorer %s did not close in %g s: it is left as it is', self._name, CLOSE_DEADLINE_S)
+        logging.warning('Scorer %s did not close within %g s: left open', self._name, CLOSE_DEADLINE_S)
 
   @property
   def addressed(self) -> bool:
@@ -95,7 +95,7 @@ class AwaitedScorer:
   def set_addresses(self, addresses: Sequence[str]) -> None:
     """Sets the scorer's addresses. Raises UserError if the scorer refuses one, or if it has no addresses."""
     if not isinstance(self._call, Addressed):
-      raise UserError(f'scorer {self._name!r} has no addresses that could change')
+      raise UserError(f'scorer {self._name!r} has no addresses to change')
     try:
       self._call.set_addresses(addresses)
     except UserError:

@@ -40,13 +40,13 @@ def parse(text: str) -> Live:
   try:
     said = parse_json(text)
   except ValueError as error:
-    raise UserError(f'no JSON ({error})') from None
+    raise UserError(f'not JSON ({error})') from None
   example = '{"workers": 4, "addresses": {"judge": ["http://127.0.0.1:8000"]}}'
   if not isinstance(said, dict) or not set(said) <= {'workers', 'addresses'}:
     raise UserError(f'wanted an object with "workers", "addresses" or both, such as {example}')
   workers, addresses = said.get('workers'), said.get('addresses', {})
   if workers is not None and (type(workers) is not int or workers < 1):
-    raise UserError(f'workers is {workers!r}, wanted a number of processes of at least 1')
+    raise UserError(f'workers is {workers!r}, wanted at least 1 process')
   if not isinstance(addresses, dict) or not all(map(_is_list_of_addresses, addresses.values())):
     raise UserError(f'addresses is {addresses!r}, wanted a list of at least one address for each scorer')
   return Live(workers=workers, addresses={name: tuple(of) for name, of in addresses.items()})
@@ -102,7 +102,7 @@ class LiveFile:
     except Partly as error:
       logging.warning('%s: %s', self._path, error)
     except (UserError, OSError, ValueError) as error:  # ValueError: not text, not a regular file, or too large.
-      logging.warning('%s: %s; nothing is changed', self._path, error)
+      logging.warning('%s: %s; nothing was changed', self._path, error)
 
   def _changed(self) -> str | None:
     try:

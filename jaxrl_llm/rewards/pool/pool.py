@@ -101,7 +101,7 @@ class ScorerPool:
     addressed = sorted(name for name, awaited in self._awaited.items() if awaited.addressed)
     for name in live.addresses:
       if name not in addressed:
-        raise UserError(f'addresses of {name!r}: scorers that have some are {addressed}')
+        raise UserError(f'addresses of {name!r}: wanted one of the scorers with addresses, {addressed}')
     moved: list[str] = []
     try:
       for name, addresses in live.addresses.items():
@@ -114,7 +114,7 @@ class ScorerPool:
     except UserError as error:
       if not moved:
         raise
-      raise Partly(f'{error}; only the addresses of {moved} are changed') from error
+      raise Partly(f'{error}; only the addresses of {moved} were changed') from error
 
   async def score(self, attempt: Attempt) -> tuple[Score, ...]:
     """Scores an attempt: one Score per per-sample scorer in force for its task, in configuration order."""
@@ -135,7 +135,7 @@ class ScorerPool:
     """
     attempts, scores = tuple(attempts), tuple(scores)
     if len({attempt.task.uid for attempt in attempts}) != 1:
-      raise ValueError(f'attempts at {sorted({a.task.uid for a in attempts})}, wanted those at one task')
+      raise ValueError(f'attempts at {sorted({a.task.uid for a in attempts})}, wanted attempts at one task')
     all_of = lambda: [score for of in scores for score in of]
     if not drops_group(all_of(), self.config) and (chosen := self._in_force(attempts[0], per_group=True)):
       by_scorer = await asyncio.gather(*(self._scores(config, attempts, scores) for config in chosen))

@@ -86,7 +86,9 @@ class Workers:
     for name, scorer in self._scorers.items():
       _check_travels(name, scorer)
     if self._withheld:
-      logging.info('Scorer workers do not get %s; rewards.environment names what they keep', ', '.join(self._withheld))
+      logging.info(
+        'Scorer workers do not inherit %s; list in rewards.environment what they need', ', '.join(self._withheld)
+      )
     self._pool = self._new_pool(self.count)
     try:
       heavy = await _started(self._pool)
@@ -133,7 +135,7 @@ class Workers:
           await _started(new)
         except BrokenProcessPool as error:
           await _stopped(new)
-          raise RunError(f'scorer pool: {count} workers do not start ({error}); it keeps {self.count}') from None
+          raise RunError(f'scorer pool: {count} workers do not start ({error}); keeping {self.count}') from None
         old, self._pool = self._pool, new
         ending = asyncio.create_task(_stopped(old, START_DEADLINE_S + 2 * self._longest_s))
         self._old[ending] = old
@@ -186,7 +188,7 @@ class Workers:
       if self._breaks_in_a_row > MAX_BREAKS:
         raise RunError(
           f'scorer pool: broke {self._breaks_in_a_row} times without a score in between (last: {error}); '
-          'are workers killed from outside, or is memory short? Lower rewards.workers'
+          'is something killing workers, or is memory short? Lower rewards.workers'
         )
       logging.warning('Scorer pool broke (%s): starting new workers', error)
       new = self._new_pool(self.count)

@@ -255,7 +255,7 @@ def open_starter(isolation: Isolation, *, tmp_bytes: int, preload: Preload = NOT
         logging.warning('Sandbox: no isolation by %s', reasons[-1])
   refusal = NoIsolation(
     f'sandbox: this machine does not isolate programs ({"; ".join(reasons)}); permit unprivileged user namespaces, '
-    "name sandbox hosts (addresses), or accept that programs can do what this user can with isolation='none'"
+    "name sandbox hosts (addresses), or accept that programs can do whatever this user can with isolation='none'"
   )
   refusal.reasons = '; '.join(reasons)
   raise refusal

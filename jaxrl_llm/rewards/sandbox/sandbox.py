@@ -341,7 +341,7 @@ def _judged(result: dict[str, Any]) -> dict[str, Any]:
   """Returns the supervisor's message. Raises SandboxError if the machine, not the program, is to blame."""
   if result['ended'] == 'starved':
     raise SandboxError(
-      "the program met its wall-clock limit while other processes had the machine's processors; "
+      'the program hit its wall-clock limit while other processes held the CPUs; '
       'run fewer at once, or raise wall_s and the deadline above it'
     )
   return result

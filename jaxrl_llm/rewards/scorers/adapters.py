@@ -225,7 +225,7 @@ class UnknownTokens(Sequence):
     return self._count
 
   def __getitem__(self, index: Any) -> Any:
-    raise TypeError('the ids of tokens are not given to scorers, only their number: len(completion_ids[i])')
+    raise TypeError('scorers receive the number of tokens, not their ids: len(completion_ids[i])')
 
 
 def _columns(attempts: Sequence[Attempt], truth_column: str) -> dict[str, list[Json]]:

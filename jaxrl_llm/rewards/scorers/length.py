@@ -68,7 +68,7 @@ def _correct(scores: tuple[Score, ...], by: str) -> bool | None:
   if by and not said:
     raise UserError(
       f"scorer 'length': no scorer {by!r} judged {scores[0].uid if scores else 'the sample'}; "
-      f'there are {[score.scorer for score in scores]}'
+      f'wanted one of {[score.scorer for score in scores]}'
     )
   return said[0] >= 1.0 if said and said[0] is not None else None
 

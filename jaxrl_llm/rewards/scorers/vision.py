@@ -144,7 +144,7 @@ def score_point(attempt: Attempt, *, options: PointOptions) -> Verdict:
   """Scores 1.0 if the answer's point is in the true region or on its edge, else 0.0."""
   region = parse_region(attempt.task.truth or '')
   if region is None:
-    return Verdict(value=None, evidence={'reason': 'the truth is no box and no polygon with an area'})
+    return Verdict(value=None, evidence={'reason': 'the truth is neither a box nor a polygon with an area'})
   point = parse_point(_answer(attempt, options.extraction, options.tag))
   if point is None:
     return Verdict(value=0.0, evidence={'reason': 'the answer is not one point'})

@@ -163,7 +163,7 @@ def is_no_coroutine(a):
     (exits, 'SystemExit: 0'),
     (cancels_itself, 'CancelledError: '),
     (panics, 'Panic: in Rust'),
-    (raises_mutely, 'Mute, whose text cannot be had (AttributeError)'),
+    (raises_mutely, 'Mute, which cannot be printed (AttributeError)'),
     (infinite, 'ValueError: scorer returned value inf'),
     (infinite_part, "ValueError: scorer returned value 1.0, parts {'share': inf}"),
     (huge, 'ValueError: scorer returned value 1e+308, parts {} and turns (), wanted finite numbers of at most'),
@@ -223,7 +223,7 @@ def test_one_that_does_not_close_is_left_and_said_so(caplog, monkeypatch):
 
   assert simulated(main()) <= 2
   (told,) = [record.getMessage() for record in caplog.records]
-  assert told == 'Scorer stays did not close in 0.05 s: it is left as it is'
+  assert told == 'Scorer stays did not close within 0.05 s: left open'
 
 
 def test_cancelling_a_call_cancels_the_scorers():

@@ -94,7 +94,7 @@ def test_processes_that_do_not_start_leave_those_that_there_are(monkeypatch):
 
   async def use(one):
     monkeypatch.setattr('jaxrl_llm.rewards.pool.processes._first_call', breaks)
-    with pytest.raises(RunError, match=r'3 workers do not start \(no memory\); it keeps 1'):
+    with pytest.raises(RunError, match=r'3 workers do not start \(no memory\); keeping 1'):
       await one.resize(3)
     return one.workers, await one.score(attempt('12'))
 
@@ -179,17 +179,23 @@ def test_the_file_counts_from_the_start(tmp_path):
 @pytest.mark.parametrize(
   ('text', 'line'),
   [
-    ('{"workers": 4', 'no JSON'),
+    ('{"workers": 4', 'not JSON'),
     ('[4]', 'wanted an object'),
-    ('[' * 100_000, 'no JSON'),
+    ('[' * 100_000, 'not JSON'),
     ('{"wrokers": 4}', 'wanted an object with "workers", "addresses" or both'),
     ('{"workers": 0}', 'workers is 0, wanted'),
     ('{"workers": true}', 'workers is True, wanted'),
     ('{"workers": 4, "addresses": ["http://a"]}', 'addresses is'),
     ('{"workers": 4, "addresses": {"judge": []}}', 'addresses is'),
     ('{"workers": 4, "addresses": {"judge": "http://a"}}', 'addresses is'),
-    ('{"workers": 4, "addresses": {"jugde": ["http://a"]}}', "addresses of 'jugde': scorers that have some are"),
-    ('{"workers": 4, "addresses": {"plain": ["http://a"]}}', "addresses of 'plain': scorers that have some are"),
+    (
+      '{"workers": 4, "addresses": {"jugde": ["http://a"]}}',
+      "addresses of 'jugde': wanted one of the scorers with addresses",
+    ),
+    (
+      '{"workers": 4, "addresses": {"plain": ["http://a"]}}',
+      "addresses of 'plain': wanted one of the scorers with addresses",
+    ),
     ('{"workers": 4, "addresses": {"judge": ["bad"]}}', 'has a bad one'),
   ],
 )
@@ -203,7 +209,7 @@ def test_a_file_that_is_none_changes_nothing_and_is_one_line(tmp_path, caplog, t
 
   using(pool(scorers(), live=file), use)
   (told,) = [record.getMessage() for record in caplog.records if record.levelname == 'WARNING']
-  assert told.startswith(f'{file}: ') and told.endswith('; nothing is changed') and line in told and '\n' not in told
+  assert told.startswith(f'{file}: ') and told.endswith('; nothing was changed') and line in told and '\n' not in told
 
 
 def test_what_is_no_file_of_text_or_too_large_changes_nothing_and_is_one_line(tmp_path, caplog):
@@ -227,7 +233,7 @@ def test_what_is_no_file_of_text_or_too_large_changes_nothing_and_is_one_line(tm
   for line, told in zip(
     lines, ('is a FIFO, wanted a regular file', 'Is a directory', "codec can't decode", 'wanted at most')
   ):
-    assert told in line and line.endswith('; nothing is changed') and '\n' not in line
+    assert told in line and line.endswith('; nothing was changed') and '\n' not in line
 
 
 def test_a_file_of_which_a_part_is_refused_says_what_has_changed_all_the_same(tmp_path, caplog):
@@ -240,7 +246,7 @@ def test_a_file_of_which_a_part_is_refused_says_what_has_changed_all_the_same(tm
   judges = {name: (Awaited(a_judge), {}) for name in ('judge', 'other', 'last')}
   assert using(pool(judges, live=file), use) == (1, ['http://a', 'http://first', 'http://first'])
   (told,) = [record.getMessage() for record in caplog.records if record.levelname == 'WARNING']
-  assert "has a bad one; only the addresses of ['judge'] are changed" in told and 'nothing' not in told
+  assert "has a bad one; only the addresses of ['judge'] were changed" in told and 'nothing' not in told
 
 
 def test_a_call_that_ends_with_its_old_process_while_the_loop_is_busy_is_not_made_again(tmp_path, monkeypatch):

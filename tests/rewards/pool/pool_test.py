@@ -146,7 +146,7 @@ def test_what_a_scorer_raises_or_returns_wrongly_is_an_error_with_its_text():
     'raises': "KeyError: 'x'",
     'exits': 'SystemExit: 0',
     'raises_timeout': 'TimeoutError: of its own',
-    'raises_mutely': 'Mute, whose text cannot be had (AttributeError)',
+    'raises_mutely': 'Mute, which cannot be printed (AttributeError)',
     'allocates': 'MemoryError: ',
     'not_a_number': 'ValueError: scorer returned value nan',
     'not_a_verdict': 'TypeError: scorer returned float, wanted Verdict',

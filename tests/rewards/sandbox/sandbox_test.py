@@ -384,7 +384,7 @@ def test_a_program_that_a_busy_machine_keeps_waiting_is_the_scorers_failure(sand
     lambda: sandboxes.run_tests('f = 1', ['assert f == 1']),
     lambda: sandboxes.output('print("done")', ''),
   ):
-    with pytest.raises(SandboxError, match="other processes had the machine's processors"):
+    with pytest.raises(SandboxError, match='other processes held the CPUs'):
       run()
 
 
@@ -1475,7 +1475,7 @@ def test_where_nothing_isolates_it_is_refused_in_one_line(monkeypatch):
   assert str(refused.value) == (
     'sandbox: this machine does not isolate programs (namespaces: unshare: Operation not permitted; '
     'bubblewrap: bwrap is not installed); permit unprivileged user namespaces, name sandbox hosts (addresses), '
-    "or accept that programs can do what this user can with isolation='none'"
+    "or accept that programs can do whatever this user can with isolation='none'"
   )
 
 

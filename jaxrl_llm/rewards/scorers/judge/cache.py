@@ -58,7 +58,7 @@ class Cache:
       self._file.write(json.dumps({'key': key, 'answer': answer}, ensure_ascii=False) + '\n')
       self._file.flush()
     except OSError as error:
-      logging.warning('Judge: cache_file %s cannot be written (%s): going on without it', self._path, error)
+      logging.warning('Judge: cache_file %s cannot be written (%s): continuing without it', self._path, error)
       self._file = None
 
   def _keep(self, key: str, answer: dict[str, Json]) -> None:

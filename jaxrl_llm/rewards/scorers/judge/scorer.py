@@ -72,7 +72,7 @@ class JudgeOptions(RemoteOptions):
     if self.template is not None:
       check_template(self.template, self.mode, where)
     if self.cache_file is not None and not pathlib.Path(self.cache_file).absolute().parent.is_dir():
-      raise UserError(f'{where}: cache_file {self.cache_file} lies in no directory; make it')
+      raise UserError(f'{where}: the directory of cache_file {self.cache_file} does not exist; create it')
 
 
 def _question(task: Task) -> str:
@@ -164,7 +164,7 @@ def _content(answer: Json) -> tuple[str, bool]:
     choice = read_object(answer, 'the answer')['choices'][0]
     return choice['message'].get('content') or '', choice.get('finish_reason') == 'length'
   except (KeyError, IndexError, TypeError, AttributeError):
-    raise Malformed(f'the answer is no chat completion: {json.dumps(answer):.200}') from None
+    raise Malformed(f'the answer is not a chat completion: {json.dumps(answer):.200}') from None
 
 
 def _texts(task: Task, template: str) -> dict[str, str] | None:

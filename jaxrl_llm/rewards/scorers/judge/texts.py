@@ -112,8 +112,14 @@ def check_template(template: str, mode: str, where: str) -> None:
     raise UserError(f'{where}: template does not parse ({error}); literal braces are doubled') from None
   missing, unknown = fields - {'truth', 'question'} - present, present - fields
   if missing or unknown or not plain:
-    flaw = f'lacks {sorted(missing)}' if missing else f'has {sorted(unknown)}' if unknown else 'has a format of its own'
-    raise UserError(f'{where}: template {flaw}; wanted plain fields out of {sorted(fields)} in mode {mode}')
+    flaw = (
+      f'lacks {sorted(missing)}'
+      if missing
+      else f'has {sorted(unknown)}'
+      if unknown
+      else 'has a format specification or conversion'
+    )
+    raise UserError(f'{where}: template {flaw}; wanted plain fields from {sorted(fields)} in mode {mode}')
 
 
 def marker_key(texts: Iterable[str], seed: str, size: int = 8) -> str:

@@ -216,4 +216,4 @@ def score_in_sandbox(
   try:
     return float(json.loads(printed.rstrip().rpartition('\n')[2])), outcome
   except (ValueError, TypeError):
-    raise SandboxError(f'verifier {name!r} ended without a number') from None
+    raise SandboxError(f'verifier {name!r} ended without a score') from None
