@@ -125,7 +125,7 @@ def _join_job() -> None:
   # With this, a peer's death raises in the next collective instead of silently ending this process.
   jax.config.update('jax_enable_recoverability', True)
   process, count = int(os.environ['JAX_PROCESS_ID']), int(os.environ['JAX_NUM_PROCESSES'])
-  waits_for = f'the {count} processes of the job to meet at {address} (JAX_COORDINATOR_ADDRESS)'
+  waits_for = f'the {count} processes of the job to connect at {address} (JAX_COORDINATOR_ADDRESS)'
   # Expires before JAX's own timeout, which aborts with a stack trace of JAX's internals.
   with watched(name='join', owner=f'process {process}', waits_for=waits_for, deadline_s=_JOIN_DEADLINE_S):
     jax.distributed.initialize(

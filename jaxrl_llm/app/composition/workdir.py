@@ -82,7 +82,7 @@ class Workdir:
       try:
         old = read_saved(file)
         if not isinstance(old, dict):
-          raise ValueError('no JSON object')
+          raise ValueError('not a JSON object')
       except ValueError as error:  # not JSON, or not even text
         raise UserError(f'{file}: not the configuration of a run ({error}); choose another --workdir') from error
       with contextlib.suppress(UserError):  # Of an earlier version: fields that it lacked have their defaults.

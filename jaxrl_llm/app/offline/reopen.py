@@ -77,7 +77,7 @@ def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str,
       ' --config.rollout.engine_options={}' if config.rollout.engine_options else ''
     )
     raise UserError(
-      f"{addresses}: the run's own servers would be given old weights; use {embedded}, or name others with "
+      f"{addresses}: the run's own servers would receive old weights; use {embedded}, or name others with "
       f'--config.{addresses}=[…]'
     )
   explorers = config.rollout.explorers

@@ -163,7 +163,7 @@ def _run(options: Sequence[str]) -> int:
   try:
     logs.mkdir(parents=True, exist_ok=True)
   except OSError as error:
-    raise UserError(f'{logs}: --logs cannot be made ({error.strerror}); name another directory') from None
+    raise UserError(f'{logs}: --logs cannot be created ({error.strerror}); name another directory') from None
   servers = [OwnedServer(command, name=f'vllm-{i}', log=logs / f'vllm-{i}.log') for i, command in enumerate(commands)]
   for server in servers:
     print(f'{server.name}: {server.line}', flush=True)

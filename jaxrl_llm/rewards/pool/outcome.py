@@ -70,7 +70,7 @@ def _text(raised: BaseException) -> str:
   try:
     return f'{type(raised).__name__}: {raised}'[:500]
   except Exception as error:  # `__str__` may be the scorer's own code, and raise in turn.
-    return f'{type(raised).__name__}, whose text cannot be had ({type(error).__name__})'
+    return f'{type(raised).__name__}, which cannot be printed ({type(error).__name__})'
 
 
 def timed_out(deadline_s: float) -> CallOutcome:

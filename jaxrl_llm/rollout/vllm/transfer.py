@@ -236,7 +236,7 @@ class SenderTransfer:
     if (code := child.exit_code) is None:
       raise Lost(f'{client.name}: its sender was closed')
     last_lines = ' | '.join(child.lines()[-_LAST_LINES:])[-1000:]
-    raise Lost(f'{client.name}: its sender ended with exit code {code}; of {self._log}: {last_lines}')
+    raise Lost(f'{client.name}: its sender ended with exit code {code}; the last lines of {self._log}: {last_lines}')
 
 
 async def _perform(client: VllmClient, message: Mapping[str, Any], deadline_s: float) -> None:

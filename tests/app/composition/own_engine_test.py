@@ -88,7 +88,7 @@ def test_a_run_samples_only_as_its_engine_can():
   with pytest.raises(UserError, match=r'^stages\.grpo: it only samples greedily$'):
     config_of(engine, '{}').check_sampling()
   config_of(engine, '{"greedy": false}').check_sampling()
-  with pytest.raises(UserError, match=r'^stages\.grpo: temperature 1, beside rollout.vllm.args.speculative_config; '):
+  with pytest.raises(UserError, match=r'^stages\.grpo: temperature 1, with rollout.vllm.args.speculative_config set; '):
     speculative = {'rollout.engine': 'vllm', 'rollout.vllm.args': '{"speculative_config": {"method": "ngram"}}'}
     apply_overrides(load_file(str(ROOT / 'configs' / 'quickstart.py'), Config), speculative)
 

@@ -47,7 +47,7 @@ class Peer:
     while True:
       message = self._channel.receive()
       if not isinstance(message, dict):
-        raise Undecodable('a message is no object')
+        raise Undecodable('a message is not an object')
       if 'do' not in message:
         return message
       self._channel.send(self._answer(message))
