@@ -4,6 +4,7 @@ import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from learning import (
@@ -63,7 +64,8 @@ class Adapted(Case):
   def gradients(self, algorithm):
     packed, constants = self.packed(algorithm)
     function = functools.partial(gradients, self.model, algorithm.loss, token_chunk=CHUNK, on_policy=ON_POLICY)
-    jitted = jax.jit(lambda params, base: function(params, packed.chunks, packed.used, constants, base=base))
+    used = jnp.asarray(packed.used)
+    jitted = jax.jit(lambda params, base: function(params, packed.chunks, used, constants, base=base))
     return lambda trained: jax.device_get(jitted(trained, self.base))
 
 

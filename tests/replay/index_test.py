@@ -76,7 +76,7 @@ def test_second_and_late_results_are_counted_not_accepted(tmp_path):
     (lambda s: s.at(1).score([score_of('g/0')]), 'no bytes yet'),
     (lambda s: s.at(1).seal(['g/1']), 'only what was admitted'),
     (lambda s: s.at(2).trained(['g/2']), 'not sealed'),
-    (lambda s: s.at(1).drop(['g/0'], ''), 'reason is wanted'),
+    (lambda s: s.at(1).drop(['g/0'], ''), 'no reason given'),
     (lambda s: s.recover(0), 'already issued samples'),
     (lambda s: s.at(1).append([make_sample('other/0')]), 'unknown uid other/0'),
   ],

@@ -47,7 +47,7 @@ class Trainer:
 
   async def annotate(self, learned, plan):
     packed = PackedStep(
-      None, None, packing=pack_step(plan, 0, self._shape), rows=plan.optimizer_steps[0], grid=None, loss_mask=None
+      None, packing=pack_step(plan, 0, self._shape), rows=plan.optimizer_steps[0], grid=None, loss_mask=None
     )
     return Batch(plan, plain(plan.rows), [packed])
 

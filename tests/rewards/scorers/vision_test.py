@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 from fixtures.rewards_scorers import attempt
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxrl_llm.core.errors import UserError
@@ -73,6 +73,7 @@ boxes = st.tuples(
 ).map(lambda b: Box(b[0], b[1], b[0] + b[2], b[1] + b[3]))
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(a=boxes, b=boxes, shift=coordinates, scale=st.fractions(1, 9, max_denominator=4))
 def test_iou_is_symmetric_in_0_1_and_1_only_for_the_same(a, b, shift, scale):
   assert iou(a, b) == iou(b, a) and 0 <= iou(a, b) <= 1
