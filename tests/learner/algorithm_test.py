@@ -301,7 +301,7 @@ def test_the_catalogue_names_what_learns_without_rollouts():
     (PpoConfig(adv_estimator='rloo'), 'does not use its critic'),
     (GrpoConfig(kl_reward_coef=0.1), 'use kl_loss_coef'),
     (GrpoConfig(kl_target=0.1), 'set one of kl_loss_coef and kl_reward_coef'),
-    (PpoConfig(kl_target=0.1, kl_loss_coef=0.1, kl_reward_coef=0.1), 'one of them'),
+    (PpoConfig(kl_target=0.1, kl_loss_coef=0.1, kl_reward_coef=0.1), 'set one of kl_loss_coef'),
     (GrpoConfig(rollout_rs_low=0.9), 'go together; set both'),
   ],
 )

@@ -134,5 +134,5 @@ def test_a_bias_of_the_output_must_be_zero(head):
   inventory.finish()
   assert 'score.bias has (2,), wanted (1,)' in inventory_error([*held, ('score.bias', (2,))], spec)
   for value in (0.5, float('nan')):
-    with pytest.raises(UserError, match=rf'^here: score\.bias is {value}, wanted 0: .* off by it'):
+    with pytest.raises(UserError, match=rf'^here: score\.bias is {value}, wanted 0: .* would shift all values'):
       Inventory(spec, 'here').see('score.bias', (1,), lambda value=value: np.array([value], np.float32))

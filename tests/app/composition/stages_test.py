@@ -82,7 +82,7 @@ def test_a_schedule_counts_the_updates_that_are_taken():
     (changed('mix.py', minibatches=64), 'experts.ratio gives 32'),
     (changed('dpo.py:online', minibatches=32), 'groups_per_batch gives 16'),
     (changed('dpo.py', algorithm=AlgorithmConfig(name='grpo')), 'grpo does not learn from pairs'),
-    (changed('mix.py:sft', algorithm=AlgorithmConfig(name='grpo')), 'grpo learns from rollouts; set'),
+    (changed('mix.py:sft', algorithm=AlgorithmConfig(name='grpo')), 'grpo learns from rollouts; give it'),
     (changed('quickstart.py', algorithm=AlgorithmConfig(name='sft')), 'sft learns from demonstrations; set'),
     (
       changed('dpo.py', algorithm=AlgorithmConfig(name='dpo', options={'reference': {'every': 1}})),

@@ -194,7 +194,7 @@ def test_too_many_groups_of_which_nothing_is_chosen_end_the_run_with_one_line(to
     run(exploration.batches(1))
   message = str(caught.value)
   assert '\n' not in message
-  for word in ('stage grpo', 'of 4 groups', 'max_dropped_groups is 3', '[0.25, 0.25]', "'mixed'", 'easy'):
+  for word in ('stage grpo', '4 groups had nothing to learn from', 'max_dropped_groups is 3', '[0.25, 0.25]', "'mixed'", 'easy'):
     assert word in message
   report = audit(store)
   assert report.ok and report.live == ()
@@ -205,7 +205,7 @@ def test_the_last_of_too_many_groups_is_told_as_it_was(tokenizer, store):
   judge = lambda attempt: None if attempt.uid.endswith('/0') else 1.0
   selection = SelectionConfig(kind='mixed')
   exploration = exploring.Exploration(tokenizer, store, judge, selection=selection, max_dropped_groups=0)
-  with pytest.raises(RunError, match=r"rewards \[None, 1\.0\], of which selection 'mixed' takes none"):
+  with pytest.raises(RunError, match=r"rewards \[None, 1\.0\], of which selection 'mixed' accepts none"):
     run(exploration.batches(1))
 
 
@@ -481,7 +481,7 @@ def test_too_many_groups_out_of_time_end_the_run_and_say_so(tokenizer, store):
   limits = TaskLimits(timeout_s=0.05, retries=0)
   exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, limits=limits, max_dropped_groups=2)
   exploration.engine.hold = lambda request: True
-  with pytest.raises(RunError, match=r'of 3 groups .* took too long \(timeout'):
+  with pytest.raises(RunError, match=r'3 groups .* took too long \(timeout'):
     run(exploration.batches(1))
 
 

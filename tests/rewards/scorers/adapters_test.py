@@ -99,7 +99,7 @@ def test_trls_none_and_nan_are_unscorable_and_its_columns_evidence():
 
 def test_of_token_ids_there_is_the_number_and_nothing_else():
   assert trl('length_reward', 'abc') == Verdict(value=3.0, parts={'mean_length': 3.0})
-  with pytest.raises(TypeError, match='only their number'):
+  with pytest.raises(TypeError, match='the number of tokens, not their ids'):
     trl('first_token_reward', 'abc')
 
 

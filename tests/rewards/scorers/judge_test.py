@@ -120,7 +120,7 @@ def test_one_that_never_says_it_is_an_error_with_its_last_words():
 @pytest.mark.parametrize('answer', [{}, {'choices': []}, {'choices': [{'text': 'x'}]}, [], {'error': 'x'}])
 def test_what_is_no_chat_server_is_an_error_at_once(answer):
   service = Service(lambda body: answer)
-  with pytest.raises(RemoteError, match=r'no chat completion|wanted an object'):
+  with pytest.raises(RemoteError, match=r'not a chat completion|wanted an object'):
     judged(service)
   assert len(service.seen) == 1
 

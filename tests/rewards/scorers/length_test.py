@@ -47,7 +47,7 @@ def test_a_named_scorer_says_what_is_correct():
   values = lambda **options: [one.value for one in length_scorer(**options).scorer(attempts, scores)]
   assert values() == [0.5, -0.5]
   assert values(correct_by='answer') == [0.0, -0.5]
-  with pytest.raises(UserError, match="no scorer 'judge' judged u; there are"):
+  with pytest.raises(UserError, match="no scorer 'judge' judged u; wanted one of"):
     values(correct_by='judge')
 
 
