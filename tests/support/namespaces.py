@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from paths import ROOT, SUPPORT
+from paths import ROOT, SUPPORT, TOOLS
 
 SERVING, CALLING = '10.203.77.1', '10.203.77.2'
 """Used only between the two ends of the test's own cable."""
@@ -25,7 +25,7 @@ class Cabled:
 
   @staticmethod
   def environment() -> dict[str, str]:
-    return {**os.environ, 'PYTHONPATH': f'{ROOT}{os.pathsep}{SUPPORT}'}
+    return {**os.environ, 'PYTHONPATH': os.pathsep.join(map(str, (ROOT, SUPPORT, TOOLS)))}
 
 
 def cabled():

@@ -6,5 +6,6 @@ SUPPORT = pathlib.Path(__file__).resolve().parent
 TESTS = SUPPORT.parent
 ROOT = TESTS.parent
 FIXTURES = SUPPORT / 'fixtures'
+TOOLS = TESTS / 'tools'
 PEERS_PYTHON = ROOT / '.venv-peers' / 'bin' / 'python'
 """The interpreter that has TRL, peft and Tunix (launch/install_peers.sh)."""
