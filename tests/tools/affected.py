@@ -23,8 +23,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = ('jaxrl_llm', 'tests', 'launch', 'benchmarks', 'configs', 'docs', '.ci', 'README.md')
 """What is in the graph: a file, and the files of folders."""
 CONFTEST = 'tests/conftest.py'
-HELPERS = ('tests/support/', 'tests/tools/')
-"""Folders whose modules tests import by name (`pythonpath` of pyproject.toml)."""
+HELPERS = ('tests/support/', 'tests/support/fixtures/', 'tests/tools/')
+"""Folders whose modules and data tests refer to by name."""
+FOLDER_NAMES = 'tests/support/paths.py'
+"""Names the folders of the tests, and reads no file in them."""
 EVERYTHING = (CONFTEST, 'pyproject.toml', 'constraints/', 'launch/environment.sh')
 """Files that every test depends on."""
 UNREAD = ('LICENSE', '.gitignore')
@@ -113,7 +115,7 @@ class Graph:
           start = _package(path, level) + ([module] if module else [])
           for name in names:
             needs |= self._modules('.'.join([*start, name.name]), path)
-        case ast.BinOp(op=ast.Div()):
+        case ast.BinOp(op=ast.Div()) if path != FOLDER_NAMES:
           needs |= self._joined(node, path)
         case ast.Constant(value=str(text)):
           needs |= self._named(text, path)
