@@ -35,7 +35,7 @@ _NAMES = (
   ('jaxrl_llm.rollout.workflow', 'WorkflowConfig'),
   ('jaxrl_llm.runtime.checkpoint', 'CheckpointConfig'),
   ('jaxrl_llm.tasks.preferences', 'PreferencesConfig'),
-  ('jaxrl_llm.tasks.taskset', 'TasksetConfig'),
+  ('jaxrl_llm.tasks.taskset', 'TaskProcessorConfig TasksetConfig'),
   ('jaxrl_llm.tasks.tokenizer', 'TokenizerConfig'),
   # Scorers
   ('jaxrl_llm.rewards.api', 'Attempt Awaited PerGroup Reward Scorer Verdict'),

@@ -77,6 +77,7 @@ from jaxrl_llm.rollout.workflow import WorkflowConfig as WorkflowConfig
 from jaxrl_llm.rollout.workflow import completion_text as completion_text
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig as CheckpointConfig
 from jaxrl_llm.tasks.preferences import PreferencesConfig as PreferencesConfig
+from jaxrl_llm.tasks.taskset import TaskProcessorConfig as TaskProcessorConfig
 from jaxrl_llm.tasks.taskset import TasksetConfig as TasksetConfig
 from jaxrl_llm.tasks.tokenizer import Tokenizer as Tokenizer
 from jaxrl_llm.tasks.tokenizer import TokenizerConfig as TokenizerConfig

@@ -30,6 +30,8 @@ _NAME = re.compile(r'[A-Za-z0-9_.-]+')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskProcessorConfig:
+  """A processor of a taskset's tasks, by name."""
+
   name: str
   """Key of `tasks.processors.PROCESSORS` (`jaxrl train --list`)."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
