@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-Leaf = Array | np.ndarray | jax.ShapeDtypeStruct
+Leaf = Array | np.ndarray | jax.ShapeDtypeStruct | jax.stages.ArgInfo
 """An array on the devices or the host, or only its shape when a program is traced or compiled."""
 
 

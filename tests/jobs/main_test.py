@@ -115,7 +115,7 @@ def test_audit_of_the_store_adds_up(finished):
     (['--config.stages.grpo.algorithm.options={"clip_ratio_hihg":0.3}'], 2, ['clip_ratio_hihg', 'clip_ratio_high']),
     (['--config.rewards.scorers.0.name=verifyer'], 2, ['verifyer', 'verifier']),
     (['--init_from=no/such/dir'], 2, ['no/such/dir']),
-    (['--config.learner.mesh.fsdp=3'], 2, ['mesh', '1 devices']),
+    (['--config.learner.mesh.fsdp=3'], 2, ['mesh', 'the number of devices, 1;']),
   ],
   ids=lambda v: v[0] if isinstance(v, list) else '',
 )

@@ -125,7 +125,7 @@ def test_a_scorer_that_dies_is_in_the_counts(folder):
     (('--scorer=answer', '--deadline_s=0'), {}, 'deadline_s is 0.0'),
     ((), {}, '--scorer is missing; usage: '),
     (('--scorer=answer',), {'rows': 'row.jsonl'}, 'row.jsonl: no such file; did you mean rows.jsonl?'),
-    (('--scorer=answer',), {'rows': 'own_rewards.py'}, 'of no known form'),
+    (('--scorer=answer',), {'rows': 'own_rewards.py'}, 'has an unknown form'),
     (('--scorer=answer',), {'out': 'no/out.jsonl'}, 'no is not a writable directory'),
     (('--scorer=answer',), {'out': 'rows.jsonl'}, 'is the file of the rows'),
     (('--scorer=answer',), {'rows': 'bad.jsonl'}, 'bad.jsonl:2: completion is 7, wanted text'),

@@ -231,12 +231,14 @@ class SenderTransfer:
       pass  # The sender has closed its stdin.
     except ValueError as error:
       raise Lost(f'{client.name}: its sender: {error}') from None
-    while child.is_running():  # wait sender: `transfer_deadline_s`, of the order
+    while self._child is child and child.is_running():  # wait sender: `transfer_deadline_s`, of the order
       await asyncio.sleep(_LOOK_S)
-    if (code := child.exit_code) is None:
+    if self._child is not child:
       raise Lost(f'{client.name}: its sender was closed')
     last_lines = ' | '.join(child.lines()[-_LAST_LINES:])[-1000:]
-    raise Lost(f'{client.name}: its sender ended with exit code {code}; the last lines of {self._log}: {last_lines}')
+    raise Lost(
+      f'{client.name}: its sender ended with exit code {child.exit_code}; the last lines of {self._log}: {last_lines}'
+    )
 
 
 async def _perform(client: VllmClient, message: Mapping[str, Any], deadline_s: float) -> None:
