@@ -1,4 +1,4 @@
-"""Interface of algorithms: the passes they read, how they annotate a closed batch, and their loss terms.
+"""Interface of algorithms: the passes they read, how they annotate a batch before its update, and their loss terms.
 
 Batch statistics (baselines, whitening, scheduled coefficients) are computed in `annotate`, on the host, and enter the
 loss as constants; the loss itself sees one micro-batch at a time.
@@ -22,14 +22,15 @@ from jaxrl_llm.ops.logprobs import SequenceScores, TokenLogprobs, TokenValues
 from jaxrl_llm.ops.reduce import Aggregation, Stat, Term, aggregate
 
 Read = Literal['proximal', 'reference', 'values']
-"""Passes over the closed batch before its first update: logprobs of policy or reference, values of the critic."""
+"""Passes over a batch before its first update. 'proximal', 'reference': logprobs of the policy and of the reference;
+'values': values of the critic."""
 TokenColumn = Literal[
   'loss_mask', 'behaviour_logprobs', 'proximal_logprobs', 'reference_logprobs', 'values', 'next_values'
 ]
 """Per-token columns available to `annotate`; `next_values` are the values of the states after each token and require
 'values' in `Algorithm.reads`."""
 Outputs = TokenLogprobs | TokenValues | SequenceScores
-"""Outputs of a model for a micro-batch, by its head: 'lm', 'value' or 'scalar'."""
+"""Outputs of a model for a micro-batch if the model's head is 'lm', 'value' or 'scalar', respectively."""
 Constants = Mapping[str, Any]
 """Batch scalars that the loss reads, keyed by name."""
 Terms = dict[str, Term]
@@ -50,12 +51,13 @@ class ReferenceRule:
   """Update rule of the reference policy, which is initially the policy at the beginning of the stage."""
 
   every: int | None = None
-  """Batches between refreshes, which set the reference to the current policy; None: never.
+  """Number of batches between refreshes, which set the reference to the current policy; None: no refreshes.
 
-  With 1 the reference is the policy before each batch, and no copy of it is kept.
+  With 1 the reference is the policy before each batch, so no separate copy of the reference is kept.
   """
   ema: float | None = None
-  """Decay of an exponential moving average of the policy, updated after each batch; None: no averaging."""
+  """Decay of the moving average: the reference is then an exponential moving average of the policy, updated after each
+  batch. None: no averaging."""
 
   def __post_init__(self):
     if self.every is not None and self.every < 1:
@@ -67,7 +69,7 @@ class ReferenceRule:
 
 
 class Closed(NamedTuple):
-  """A closed batch, the input of `annotate`."""
+  """Input of `annotate`: a closed batch, that is, one whose rows are final but not yet trained on."""
 
   rows: Sequence[Row]
   step: int
@@ -84,13 +86,13 @@ class Annotation(NamedTuple):
   advantages: Sequence[float | Float64[np.ndarray, '...']] | Float64[np.ndarray, 'rows']
   """For each row, one advantage for all its trained tokens or one per token."""
   in_loss: Bool[np.ndarray, 'rows']
-  """Rows that take part in the loss (unscorable ones do not)."""
+  """Whether each row takes part in the loss; unscorable rows do not."""
   metrics: Mapping[str, tuple[float, float]]
   """Batch statistics as (sum, count)."""
   returns: Sequence[Float64[np.ndarray, '...']] | None = None
   """Targets of the critic for each row, one per token."""
   rewards: Sequence[float | None] | None = None
-  """Reward of each row after shaping (`critic/rewards`); None: as scored."""
+  """Reward of each row after shaping, for the metric `critic/rewards`; None: rewards are as scored."""
   constants: Constants = types.MappingProxyType({})
   state: Json = None
 
@@ -104,7 +106,7 @@ class Algorithm(NamedTuple):
   annotate: Callable[[Closed], Annotation]
   loss: Loss
   reads: frozenset[Read] = frozenset()
-  """Passes that the loss or `annotate` reads."""
+  """Passes whose results the loss or `annotate` reads."""
   on_host: frozenset[TokenColumn] = frozenset()
   """Columns that `annotate` reads."""
   constants: frozenset[str] = frozenset()
@@ -136,7 +138,7 @@ def term(
   weight: Any = 1.0,
   scale: float = 1.0,
 ) -> Term:
-  """Aggregates per-token values to a loss term; `scale` is the divisor of seq-mean-token-sum-norm."""
+  """Aggregates per-token values to a loss term; `scale` is the divisor in mode 'seq-mean-token-sum-norm'."""
   numerator, denominator = aggregate(
     values, mask, chunks.segment_ids, segments=chunks.segments, mode=mode, loss_scale_factor=scale
   )

@@ -14,9 +14,9 @@ class Need(NamedTuple):
   """Condition under which an option has an effect."""
 
   met: Callable[[Any], bool]
-  """Whether the options meet it."""
+  """Returns whether the given options meet the condition."""
   text: str
-  """Text of the condition in the message 'has no effect without <text>'."""
+  """The condition in words, which end the message '… has no effect without <text>'."""
 
 
 def without_effect(options: Any, where: str, needs: Mapping[str, Need]) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ def _shown(value: Any) -> str:
 
 
 def surrogate_needs(options: Any) -> dict[str, Need]:
-  """Returns the need of each option that surrogates read: `policy_loss` must name a surrogate that reads it."""
+  """Returns the need of each option that surrogates read: `policy_loss` must name a surrogate that reads the option."""
   fields = lambda kind: kind.__dataclass_fields__.keys() if isinstance(options, kind) else frozenset()
   chosen = fields(named_pair(options.policy_loss, 'policy_loss', SURROGATES)[0])
   readers: dict[str, list[str]] = {}

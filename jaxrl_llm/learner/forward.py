@@ -1,4 +1,4 @@
-"""Forward pass of a packed micro-batch, and score pass over a whole optimizer step."""
+"""Forward pass of a packed micro-batch, and passes without gradient over all micro-batches of an optimizer step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from jaxrl_llm.parallel import rules
 
 
 def chunk_outputs(model: Model, params: Params, chunks: Chunks, *, token_chunk: int) -> Outputs:
-  """Returns the model's outputs for one micro-batch: logprobs at each sample's temperature, values, or scores."""
+  """Returns the outputs of the model's head for one micro-batch: logprobs (at each sample's temperature), values or
+  scores."""
   hidden, kernel = _states(model, params, chunks)
   if model.spec.head == 'value':
     return token_values(hidden, kernel, chunks.segment_ids)
@@ -49,7 +50,7 @@ def _states(
 
 
 def _parts(model: Model, chunks: Chunks) -> dict[str, int]:
-  """Returns the number of shards of rows and time on the mesh; empty without a mesh."""
+  """Returns the numbers of row and time shards on the mesh, as arguments of `token_logprobs`; empty without a mesh."""
   if model.mesh is None:
     return {}
   rows, time = (rules.parts(model.mesh, axis, size) for axis, size in zip(('batch', 'time'), chunks.tokens.shape))
@@ -65,7 +66,8 @@ Score = Callable[[Params, Chunks, Int[Array, '']], Float[Array, 'micro chunks ..
 
 
 def build_score(model: Model, mesh: Mesh, *, token_chunk: int) -> Score:
-  """Builds a jitted forward-only pass: logprobs, values or scores of the first `used` micro-batches, 0 elsewhere."""
+  """Builds a jitted forward-only pass that returns logprobs, values or scores of the first `used` micro-batches, and 0
+  for the others."""
   return _build_pass(lambda params, chunks: chunk_outputs(model, params, chunks, token_chunk=token_chunk)[0], mesh)
 
 
@@ -73,12 +75,13 @@ Value = Callable[[Params, Chunks, Int[Array, '']], StateValues]
 
 
 def build_value(critic: Model, mesh: Mesh) -> Value:
-  """Builds a jitted forward-only pass of a critic: the values of the states before and after each token."""
+  """Builds a jitted forward-only pass of a critic that returns the values of the states before and after each token."""
   return _build_pass(lambda params, chunks: state_values(*_states(critic, params, chunks), chunks.segment_ids), mesh)
 
 
 def _build_pass(outputs: Callable[[Params, Chunks], Any], mesh: Mesh) -> Callable[[Params, Chunks, Any], Any]:
-  """Jits `outputs` over the first `used` micro-batches; results have a leading micro-batch axis, 0 elsewhere."""
+  """Jits `outputs` for each of the first `used` micro-batches. The results have a leading micro-batch axis; they are 0
+  for the other micro-batches."""
 
   def whole(params: Params, batch: Chunks, used: Int[Array, '']) -> Any:
     run_one = lambda i: outputs(params, micro_batch(batch, i))

@@ -1,7 +1,8 @@
 """MIX (Trinity-RFT, arXiv:2505.17826): policy gradient on rollouts and imitation of experts in one optimizer step.
 
-L = (1 - μ) · L_GRPO(usual rows) + μ · L_SFT(expert rows), each with its own denominator over the whole step; KL and
-entropy act on the usual rows. A micro-batch or step with only one kind of rows adds nothing to the other's term.
+L = (1 - μ) · L_GRPO(usual rows) + μ · L_SFT(expert rows), each with its own denominator over the whole step. Usual rows
+are rollouts; only they have the KL and entropy terms. A micro-batch or step with only one kind of rows adds nothing to
+the term of the other kind.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def mix(config: MixConfig, setting: Setting) -> Algorithm:
   usual = policy_gradient(config, setting)
 
   def annotate_both(closed: Closed) -> Annotation:
-    """Annotates usual rows with the policy gradient; expert rows are imitated regardless of reward."""
+    """Annotates the usual rows as the policy gradient does. Expert rows are imitated regardless of reward."""
     expert = np.array([row.is_expert for row in closed.rows], bool)
     chosen = [i for i, is_expert in enumerate(expert) if not is_expert]
     tokens = {name: [column[i] for i in chosen] for name, column in closed.tokens.items()}

@@ -1,7 +1,8 @@
 """Online policy mirror descent over whole sequences, as in Kimi k1.5 (arXiv:2501.12599, section 2.3.2).
 
-The surrogate's gradient is  1/k Σ ( ∇log π(y) (r - baseline) - τ/2 ∇(log π(y)/π_ref(y))² ); the reference is the policy
-at the beginning of each batch, where the optimizer is also reset. No ratio is clipped, and there is no critic.
+The surrogate's gradient is  1/k Σ ( ∇log π(y) (r - baseline) - τ/2 ∇(log π(y)/π_ref(y))² ). By default, the reference
+is the policy at the beginning of each batch, and the optimizer is reset there. No ratio is clipped, and there is no
+critic.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class OpmdConfig(ShapingOptions):
   """Online policy mirror descent (Kimi k1.5, arXiv:2501.12599): whole sequences, reference = policy at batch start."""
 
   tau: float = 0.1
-  """Strength of the regularisation towards the reference; Kimi k1.5 gives no value."""
+  """Strength of the regularisation towards the reference; the paper on Kimi k1.5 gives no value."""
   baseline: Literal['mean', 'log_partition'] = 'mean'
   """Baseline from the group's rewards: their mean, or τ·log(mean(exp(r/τ)))."""
   reference: ReferenceRule = ReferenceRule(every=1)
@@ -69,7 +70,7 @@ def opmd(config: OpmdConfig, setting: Setting) -> Algorithm:
     summed = lambda values: segment_sums(jnp.where(mask, values, 0.0), ids, segments=segments)
     tokens = summed(jnp.ones_like(outputs.logprobs))
     ratio = summed(outputs.logprobs - chunks.reference_logprobs)
-    # Summed in the outputs' dtype, like all sums over time, because the mesh decides their order.
+    # Sum in the outputs' dtype, like all sums over time: the mesh decides the order of summation, and so the rounding.
     advantage = summed(chunks.advantages.astype(tokens.dtype)) / jnp.maximum(tokens, 1.0)
     losses = opmd_loss(ratio, advantage, tau=config.tau)
     there = tokens > 0

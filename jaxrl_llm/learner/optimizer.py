@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool
 from jaxrl_llm.core.types import Params
 
 HOST, DEVICE = 'pinned_host', 'device'
-"""JAX's names of the memory kinds."""
+"""JAX's names for the memory of the host and of a device."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class OptimizerConfig:
   """AdamW with a learning-rate schedule and gradient clipping."""
 
   peak_lr: float
-  """Peak learning rate; has no default."""
+  """Peak learning rate; must be given."""
   schedule: Literal['constant', 'cosine', 'linear'] = 'constant'
   """Shape after the warm-up: constant, or a decay from the peak to `end_lr_fraction` of it at the end of the stage."""
   warmup_steps: int = 0
@@ -63,9 +63,9 @@ def learning_rate(config: OptimizerConfig, updates: int) -> optax.Schedule:
 def build_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTransformation:
   """Builds AdamW (Loshchilov & Hutter, arXiv:1711.05101) for gradients that are already clipped.
 
-  Every transformation treats each parameter independently: `apply_update` relies on it.
+  Every transformation treats each parameter independently: `apply_update` relies on this.
   """
-  # Select by name, not by rank: with scanned layers, norms and biases have two dimensions too.
+  # Select parameters by name, not by rank: with scanned layers, norms and biases have two dimensions too.
   decayed = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in _DECAYED, params)
   return optax.chain(
     optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
@@ -77,7 +77,7 @@ def build_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTran
 def optimizer_shardings(
   optimizer: optax.GradientTransformation, params: Params, shardings, whole, *, offload: bool = False
 ):
-  """Returns the optimizer state's shardings: the parameters' for parameter-shaped leaves, `whole` for the rest.
+  """Returns the optimizer state's shardings: leaves shaped like a parameter have its sharding, all others `whole`.
 
   Args:
     offload: whether the parameter-shaped leaves are in host memory.
@@ -93,7 +93,8 @@ def apply_update(
   """Returns parameters and state after one update, or unchanged if `take` is false; call it in a jitted function.
 
   Offloaded moments are moved to the devices one parameter at a time, each after the previous one has moved back, so a
-  device never holds those of two parameters. None moves before `take` is known: until then activations need the memory.
+  device never holds the moments of two parameters. No moment moves before `take` is known: until then activations need
+  the memory.
 
   Args:
     grads: clipped gradients.
@@ -110,7 +111,7 @@ def apply_update(
   for i, ((path, param), grad) in enumerate(
     zip(jax.tree.leaves_with_path(params), jax.tree.leaves(grads), strict=True)
   ):
-    # Keep the parameter's name, which selects weight decay.
+    # Keep the parameter's name: it decides whether weight decay applies.
     as_tree = lambda leaf, name=path[-1].key: {name: leaf}
     there, _ = jax.lax.optimization_barrier(([copy and copy[i] for copy in copies], before))
     fetched = [

@@ -121,7 +121,7 @@ def annotate(config: PolicyGradientConfig, setting: Setting, closed: Closed) -> 
 
 
 def _finite_rows(closed: Closed) -> Bool[np.ndarray, 'rows']:
-  """Selects rows whose columns are finite wherever they are read; warnings name the rows that are not.
+  """Selects rows whose columns are finite wherever they are read; logs a warning for each other row.
 
   Raises:
     RunError: no row is finite.
@@ -182,7 +182,7 @@ def _last_values(config: PpoConfig, closed: Closed) -> list[float]:
 
 
 def shaped_rewards(config: ShapingOptions, setting: Setting, closed: Closed) -> list[float | None]:
-  """Adds the length terms to rewards; None stays None."""
+  """Adds the length terms to the rows' rewards; unscorable rows keep None."""
   rows = closed.rows
   if config.overlong_buffer_len or config.length_reward_weight:
     reason = 'overlong_buffer_len and length_reward_weight depend on the length of a row'
@@ -206,7 +206,7 @@ def shaped_rewards(config: ShapingOptions, setting: Setting, closed: Closed) -> 
 
 
 def worths(rows: Sequence[Row], rewards: Sequence[float | None]) -> list[float | None]:
-  """Scalar per row from which per-sample advantages are estimated: the reward plus the rewards of its turns."""
+  """Returns each row's worth, from which per-sample advantages are estimated: its reward plus those of its turns."""
   return [worth(reward, row.turn_rewards) for row, reward in zip(rows, rewards, strict=True)]
 
 
@@ -236,7 +236,7 @@ def _compared(
   rewards: Sequence[float | None],
   estimate: Callable[[Sequence[float | None], Sequence[str]], GroupAdvantages],
 ) -> GroupAdvantages:
-  """Applies `estimate` to the rows' worths among the rows that share a baseline."""
+  """Estimates advantages from the rows' worths (`worths`), each among the rows that share its baseline."""
   values, groups = worths(rows, rewards), [row.group for row in rows]
   if any(row.trajectory for row in rows):
     trajectories = [row.trajectory or row.uid for row in rows]
@@ -246,7 +246,7 @@ def _compared(
 
 
 def _mixed(config: PolicyGradientConfig, rows: Sequence[Row]) -> Bool[np.ndarray, 'rows']:
-  """Rows whose baseline averages at least two different worths, before the length terms."""
+  """Selects rows whose baseline averages at least two different worths; length terms do not count."""
   return _compared(config, rows, [row.reward for row in rows], unequal).advantages > 0
 
 
@@ -355,7 +355,8 @@ def policy_terms(
 
 
 def _weights(config, logprobs, proximal, chunks: Chunks, mask, segments: int) -> tuple[Array, Stats]:
-  """Per-token loss weights that correct for off-policy samples; denominators keep all tokens."""
+  """Per-token loss weights that correct for off-policy samples; tokens with weight 0 still count in the loss
+  denominators."""
   behaviour, ids = chunks.behaviour_logprobs, chunks.segment_ids
   weights, stats = jnp.ones_like(logprobs), {}
   if config.rollout_is != 'none' and not config.bypass_old_logprobs:

@@ -30,7 +30,10 @@ class AdvantageOptions:
   adv_ddof: int = 1
   adv_eps: float = 1e-6
   credit: Literal['trajectory', 'step'] = 'trajectory'
-  """Credit for trajectories recorded step by step (grpo, rloo): one advantage for all steps, or a baseline per step."""
+  """grpo, rloo, reinforce_plus_plus_baseline: credit for trajectories recorded step by step.
+
+  trajectory: one advantage for all steps of a trajectory; step: a separate baseline for each step index.
+  """
   mask_unmixed_groups: bool = False
   """Excludes single-sample and equal-reward groups from the loss and its denominators (DAPO's dynamic sampling)."""
   mask_truncated: bool = False
@@ -43,16 +46,16 @@ class AdvantageOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShapingOptions:
-  """Reward shaping before advantage estimation; `critic/score` is before, `critic/rewards` after shaping."""
+  """Reward shaping before advantage estimation. The metric `critic/score` is taken before, `critic/rewards` after."""
 
   overlong_buffer_len: int = 0
   """DAPO: responses longer than max_response_length minus this many tokens are penalised; 0: off."""
   overlong_penalty_factor: float = 1.0
-  """DAPO: penalty at full length."""
+  """DAPO: size of the penalty at max_response_length."""
   length_reward_weight: float = 0.0
-  """Kimi k1.5's length reward, relative to the group; 0: off."""
+  """Weight of Kimi k1.5's length reward, which compares the lengths within a group; 0: off."""
   length_reward_warmup_steps: int = 0
-  """Initial batches without the length reward."""
+  """Number of initial batches without the length reward."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,11 +65,12 @@ class KlOptions:
   kl_loss_coef: float = 0.0
   kl_loss_type: Estimator = 'k3'
   kl_unbiased_gradient: bool = True
-  """k2 and k3 in the loss: multiplies by the importance ratio, which gives the gradient of the reverse KL."""
+  """k2 and k3 in the loss: multiplies the estimate by the importance ratio, so that the KL term has the reverse KL's
+  gradient."""
   allow_zero_gradient_kl: bool = False
   """Allows k1 in the loss, which has zero expected gradient on-policy."""
   kl_reward_coef: float = 0.0
-  """KL penalty on each token's reward; needs token rewards (reinforce_plus_plus, gae)."""
+  """Coefficient of the KL penalty in each token's reward; needs token rewards (reinforce_plus_plus, gae)."""
   kl_reward_type: Estimator = 'k1'
   kl_target: float | None = None
   """Target mean KL per token to which the coefficient (of loss or reward) is adapted; None: fixed coefficient."""
@@ -80,18 +84,23 @@ class CorrectionOptions:
   """Off-policy correction between the trained policy and the one that sampled."""
 
   bypass_old_logprobs: bool = False
-  """Uses the sampler's logprobs as the proximal ones: one pass fewer, and no correction."""
+  """Uses the sampler's logprobs as the proximal ones, which saves a pass but rules out rollout_is and rollout_rs."""
   rollout_is: Literal['none', 'token', 'sequence', 'icepop'] = 'token'
-  """Truncated importance weights of the proximal policy against the sampler; 'icepop' zeroes instead of truncating."""
+  """Importance weights of the proximal policy against the sampler.
+
+  none: no weights; token, sequence: weights per token or per sequence, truncated to the bounds; icepop: weights per
+  token, 0 outside the bounds.
+  """
   rollout_is_threshold: float = 2.0
-  """Maximum importance weight."""
+  """Upper bound of the importance weights."""
   rollout_is_lower: float | None = None
-  """Minimum importance weight; None: 0 ('icepop': 0.5)."""
+  """Lower bound of the importance weights; None: 0, or 0.5 for icepop."""
   rollout_rs_low: float | None = None
-  """Masks sequences whose geometric mean ratio is outside [low, high]; None: no masking."""
+  """Lower bound of a sequence's geometric mean ratio; sequences outside the bounds are masked. None: no masking."""
   rollout_rs_high: float | None = None
   off_policy_seq_mask: float | None = None
-  """Masks sequences with negative advantage and mean(sampler's - current logprob) above this (DeepSeek-V3.2)."""
+  """Masks tokens with a negative advantage if their sequence's mean(sampler's - current logprob) is above this
+  (DeepSeek-V3.2); None: no masking."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +114,7 @@ class PolicyGradientConfig(AdvantageOptions, ShapingOptions, KlOptions, Correcti
   soft gate of the ratio.
   """
   policy_loss_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Options of a surrogate that does not read them from the algorithm's own options."""
+  """Options of the surrogate named in policy_loss; leave empty if it takes the algorithm's own options."""
   loss_agg_mode: Aggregation = 'token-mean'
   loss_scale_factor: float | None = None
   """Divisor of seq-mean-token-sum-norm; None: max_response_length."""
@@ -127,7 +136,7 @@ class DrGrpoConfig(PolicyGradientConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DapoConfig(PolicyGradientConfig):
-  """DAPO (arXiv:2503.14476): clip-higher, token mean, no unmixed groups; overlong_buffer_len enables its penalty."""
+  """DAPO (arXiv:2503.14476): clip-higher, token mean, no unmixed groups; set overlong_buffer_len to add its penalty."""
 
   clip_ratio_high: float = 0.28
   mask_unmixed_groups: bool = True
@@ -146,7 +155,7 @@ class GspoConfig(PolicyGradientConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CispoConfig(PolicyGradientConfig):
-  """CISPO (MiniMax-M1, arXiv:2506.13585): clip ranges are distances from 1; the lower bound has no effect."""
+  """CISPO (MiniMax-M1, arXiv:2506.13585): clip ranges are distances from 1; the default lower bound has no effect."""
 
   policy_loss: str = 'cispo'
   clip_ratio_low: float = 1.0
@@ -190,11 +199,12 @@ class PpoConfig(PolicyGradientConfig):
 
   adv_estimator: AdvEstimator = 'gae'
   cliprange_value: float | None = 0.5
-  """Maximum change of values from those at the batch's close; None: no clipping."""
+  """Clip range of values, as a distance from the values before the batch; None: no clipping."""
   critic_warmup: int = 0
   """Number of initial batches that train only the critic."""
   bootstrap_truncated: bool = False
-  """Bootstraps truncated answers with the critic's value at the cut; False: 0, as after an end token."""
+  """Whether the return of a truncated answer ends with the critic's value at the cut; False: with 0, as after an end
+  token."""
 
 
 _SHAPING_RANGES = {
@@ -230,9 +240,10 @@ def name_of(config: PolicyGradientConfig) -> str:
 
 
 def surrogate_of(config: PolicyGradientConfig) -> Callable[[SurrogateTokens], TokenLoss]:
-  """Returns the surrogate that `policy_loss` names, bound to its options: `config` itself if that includes them.
+  """Returns the surrogate that `policy_loss` names, bound to its options.
 
-  Raises UserError for an unknown surrogate or wrong options.
+  The options are `config` itself if it inherits the surrogate's options class, otherwise `policy_loss_options`. Raises
+  UserError for an unknown surrogate or wrong options.
   """
   kind, loss = named_pair(config.policy_loss, 'policy_loss', SURROGATES)
   where = f'{name_of(config)}.policy_loss_options'

@@ -36,7 +36,7 @@ class DpoConfig:
 
   beta: float = 0.1
   loss_type: Literal['sigmoid', 'ipo'] = 'sigmoid'
-  """ipo uses logprobs averaged over the answer's tokens, sigmoid their sum."""
+  """sigmoid sums logprobs over the answer's tokens; ipo averages them."""
   label_smoothing: float = 0.0
   """sigmoid: probability that a label is wrong (cDPO)."""
   sft_loss_coef: float = 0.0
@@ -46,7 +46,7 @@ class DpoConfig:
 
 def dpo(config: DpoConfig, setting: Setting) -> Algorithm:
   """Builds direct preference optimization (arXiv:2305.18290) or IPO (arXiv:2310.12036)."""
-  # Above 0.5, the loss would prefer the rejected response.
+  # With label_smoothing above 0.5, the loss would prefer the rejected response.
   ranges = {'beta': Range(0.0, exclusive=True), 'label_smoothing': Range(0.0, 0.5), 'sft_loss_coef': Range(0.0)}
   check_ranges(config, 'dpo', ranges)
   if config.loss_type == 'ipo' and config.label_smoothing:
@@ -60,7 +60,7 @@ def dpo(config: DpoConfig, setting: Setting) -> Algorithm:
       sums = segment_sums(jnp.where(mask, logprobs, 0.0), ids, segments=segments)
       return sums / jnp.maximum(tokens, 1.0) if config.loss_type == 'ipo' else sums
 
-    # Subtract before summing: sums of thousands of logprobs lose the digits that their difference needs.
+    # Subtract per token, then sum: sums of thousands of logprobs lose the digits that their difference needs.
     ratio = sequence(outputs.logprobs - chunks.reference_logprobs)
     margin, there = pair_sums(ratio, chunks.pair, chunks.label)
     losses = dpo_loss(
@@ -102,7 +102,7 @@ def reward_model(config: RewardModelConfig, setting: Setting) -> Algorithm:
     losses = bradley_terry_loss(difference, target_margin=config.margin)
     terms = {'actor/rm_loss': _pair_term(losses, there)}
     if config.center_rewards_coefficient:
-      both, _ = pair_sums(outputs.scores * chunks.label, chunks.pair, chunks.label)  # label² is 1: their sum.
+      both, _ = pair_sums(outputs.scores * chunks.label, chunks.pair, chunks.label)  # The sum, as label² is 1.
       terms['actor/center_loss'] = _pair_term(centering_penalty(both), there, config.center_rewards_coefficient)
     stats = _pair_stats(difference, there)
     for name, sign in (('chosen', 1), ('rejected', -1)):

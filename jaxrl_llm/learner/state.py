@@ -22,7 +22,7 @@ from jaxrl_llm.models.heads import replace_head
 from jaxrl_llm.parallel import rules
 
 Leaf = TypeVar('Leaf')
-"""An array or a description of one: its shape, its sharding, or a checkpoint's options."""
+"""An array or a description of one, such as its shape or its sharding."""
 
 
 @flax.struct.dataclass
@@ -46,13 +46,14 @@ class Learned(NamedTuple):
   """State of the policy, or of the reward model if the stage trains one."""
   critic: TrainState[Array] | None = None
   reference: Params | None = None
-  """Reference parameters, like `policy.params`. None if not read or equal to the policy before each batch."""
+  """Reference parameters, like `policy.params`. None if none is read, or if it is the policy before each batch."""
   reference_step: int = 0
   """Completed batches of the run when the reference was last updated."""
   algorithm_state: Json = None
   """State that the algorithm's annotation carries from batch to batch."""
   base: Params | None = None
-  """Base parameters under the adapters, if any, of policy and reference; never trained, donated or committed."""
+  """Base parameters under the adapters of policy and reference: never trained, donated or committed. None: no
+  adapters."""
 
   def whole(self, params: Params) -> Params:
     """Returns the full model parameters, given the trained ones."""
@@ -75,7 +76,7 @@ def trained_shardings(model: Model, mesh: Mesh) -> Any:
 
 
 def init_params(model: Model, mesh: Mesh, *, seed: int) -> Params:
-  """Initialises random parameters, equal on every mesh up to the last bit."""
+  """Initialises random parameters, which are bitwise equal on every mesh."""
   return jax.jit(model.init, out_shardings=param_shardings(model, mesh))(jax.random.key(seed))
 
 
@@ -86,7 +87,8 @@ def init_trained(model: Model, mesh: Mesh, *, seed: int) -> Params:
 
 
 def place_params(model: Model, mesh: Mesh, params: Mapping[str, Any]) -> Params:
-  """Places host arrays of all or some parameters on the mesh; each process holds all and feeds its own devices."""
+  """Places host arrays of all or some parameters on the mesh. Each process passes the whole arrays and feeds its own
+  devices."""
   shardings = flatten(param_shardings(model, mesh))
   place = lambda array, sharding: jax.make_array_from_callback(
     array.shape, sharding, lambda index: np.ascontiguousarray(array[index])
@@ -115,7 +117,7 @@ def init_state(
 def abstract_state(
   model: Model, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
 ) -> TrainState[jax.ShapeDtypeStruct]:
-  """Returns the shapes, dtypes and shardings of a state, to restore a checkpoint to, without allocating it."""
+  """Returns shapes, dtypes and shardings of a state, to which a checkpoint can be restored, without allocating it."""
   shapes, _ = lora.split(jax.eval_shape(model.init, jax.random.key(0)), model.spec, model.options)
   shardings = trained_shardings(model, mesh)
   whole = rules.replicated(mesh)

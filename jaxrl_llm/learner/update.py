@@ -70,8 +70,8 @@ def gradients(
     params: trained parameters, which are differentiated.
     batch: arrays `[micro_batches, chunks, ...]`; micro-batches from `used` on are empty (no loss_mask).
     constants: constants from the batch's annotation for the loss.
-    on_policy: fields with logprobs of the policy that this update changes; they are filled with the update's own
-      logprobs, held constant.
+    on_policy: fields of `batch` that hold logprobs of the policy before this update; they are filled with the logprobs
+      that the update itself computes, held constant.
     base: base parameters under adapters.
   """
 
@@ -121,7 +121,7 @@ def _zeros(like: jax.ShapeDtypeStruct) -> Array:
 def _denominators(loss: Loss, outputs: Any, batch: Chunks, constants: Constants) -> dict[str, Float[Array, '']]:
   """Returns each term's denominator over the whole step, from the loss on zero outputs, without a forward pass.
 
-  It is 1 if no token is trained on, so that such a term is 0, not 0 / 0.
+  A denominator of 0 (no token counts) is replaced by 1, so that the term is 0, not 0 / 0.
   """
 
   def one(chunks: Chunks):
@@ -133,7 +133,8 @@ def _denominators(loss: Loss, outputs: Any, batch: Chunks, constants: Constants)
 
 
 Update = Callable[..., tuple[TrainState, Report]]
-"""(state, batch, used, constants, base=None); `base`, the parameters under adapters, is not donated."""
+"""Called with (state, batch, used, constants, base=None). `state` is donated; `base`, the parameters under adapters, is
+not."""
 
 
 def build_update(
@@ -149,13 +150,13 @@ def build_update(
   on_policy: OnPolicy = (),
   metrics: str = 'actor',
 ) -> Update:
-  """Builds the jitted, donating optimizer step of one trained role in one stage.
+  """Builds the jitted optimizer step of one trained role in one stage; the step donates its state.
 
-  An update is skipped when its gradient is not finite or above `skip_grad_norm` (counted in `state.skipped`), and when
-  it is exactly zero: with nothing to learn, the optimizer's momentum must not move the weights.
+  An update is skipped when its gradient norm is not finite or above `skip_grad_norm` (counted in `state.skipped`), and
+  when it is exactly zero: with nothing to learn, the optimizer's momentum must not move the weights.
 
   Args:
-    state: state that it will be called with; determines the shardings.
+    state: state that the step will be called with; determines the shardings.
     updates: number of updates in the stage (for the schedule).
     on_policy: fields with logprobs of the updated policy, see `gradients`.
     metrics: prefix of the metrics common to all roles (loss, grad_norm, lr).
@@ -196,7 +197,7 @@ Measure = Callable[[Params, Chunks, Int[Array, ''], Constants], dict[str, Stat]]
 
 
 def build_measure(model: Model, loss: Loss, mesh: Mesh, *, token_chunk: int) -> Measure:
-  """Builds a jitted pass for a loss's terms and statistics over the first `used` micro-batches, without gradient."""
+  """Builds a jitted pass without gradient that sums a loss's terms and statistics over the `used` micro-batches."""
 
   def one(params: Params, chunks: Chunks, constants: Constants) -> dict[str, Stat]:
     terms, stats = loss(chunk_outputs(model, params, chunks, token_chunk=token_chunk), chunks, constants)
