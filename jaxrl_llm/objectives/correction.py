@@ -41,11 +41,11 @@ def importance_weights(
   sequence: min(exp(Σ d over the sequence's valid tokens), C), at each of its tokens.
   icepop: exp(dₜ) where lower ≤ exp(dₜ) ≤ C, else 0 (Ring-1T, arXiv:2510.18855).
 
-  The log of a weight is limited to ±20. The weight is 1 where masked.
+  The log of a weight is limited to ±20. The weight is 1 where `mask` is False.
 
   Args:
     threshold: C; IcePop's authors use 5.
-    lower: lower bound; token and sequence clamp to it (OpenRLHF), unless None; for icepop, None means 0.5.
+    lower: lower bound, to which token and sequence clamp (OpenRLHF); None: no lower bound, but 0.5 for icepop.
   """
   difference = _difference(proximal_logprobs, behaviour_logprobs, mask)
   if mode == 'sequence':
@@ -71,8 +71,8 @@ def sequence_mask(
 ) -> Bool[Array, 'chunks time']:
   """Tokens of sequences to keep: low ≤ exp(mean over the valid tokens of (proximal - behaviour)) ≤ high.
 
-  NeMo-RL calls it seq-mask-TIS (0.999 to 1.002), SkyRL geometric mask (0.99 to 1.01); there, kept tokens have their own
-  weights, untruncated. True where masked.
+  NeMo-RL calls it seq-mask-TIS (bounds 0.999 and 1.002), SkyRL geometric mask (0.99 and 1.01). In these libraries, kept
+  tokens have their own weights, untruncated. The result is True where `mask` is False.
   """
   means = _means(_difference(proximal_logprobs, behaviour_logprobs, mask), mask, segment_ids, segments)
   ratio = jnp.exp(by_segment(means, segment_ids))
@@ -93,8 +93,8 @@ def negative_sequence_mask(
 
   keptₜ = not (Aₜ < 0 and mean over the sequence's valid tokens of (old - new) > threshold)
 
-  Here old are the sampler's own logprobs. Where advantages differ by token, each token's own sign decides. True where
-  masked.
+  Here old are the sampler's own logprobs. If advantages differ by token, the sign of each token's own one decides. The
+  result is True where `mask` is False.
   """
   means = _means(_difference(logprobs_old, logprobs_new, mask), mask, segment_ids, segments)
   return ~mask | ~((advantages < 0) & (by_segment(means, segment_ids) > threshold))

@@ -59,7 +59,7 @@ def unbiased_kl(
   Value: ρₜ k2ₜ or ρₜ k3ₜ, the estimate limited as in `kl_estimate`. Gradient of both kinds: ρₜ dₜ ∇logprobsₜ, whose
   mean over samples of the proximal policy is the gradient of KL(policy || reference). Without limits, ρₜ k3ₜ
   (DeepSeek-V3.2, arXiv:2512.02556) and sg(ρₜ) k2ₜ have this gradient; it is written directly, so that a limit of the
-  value changes neither its sign nor its direction. Both are 0 where masked.
+  value changes neither its sign nor its direction. Value and gradient are 0 where `mask` is False.
 
   Args:
     ratio_limit: upper limit of ρₜ, in value and gradient: one token that the proximal policy hardly ever draws would
@@ -85,9 +85,10 @@ def has_expected_gradient(kind: Estimator, *, place: Literal['loss', 'reward'], 
 
   k1 in the loss does not: E[∇(log π - log ref)] = E[∇log π] = 0, so that summed over sequences it adds only noise; and
   if it is divided by sampled lengths, the remaining gradient does not point to the reference either. `unbiased` does
-  not help: `unbiased_kl` refuses k1. k2 in the loss has the reverse KL's gradient E[d ∇log π]. k3 in the loss has E[(1
-    - exp(-d)) ∇log π], the forward KL's: not zero, but biased as a gradient of the
-  reverse KL unless `unbiased` (`unbiased_kl`). In the reward every estimator is a penalty whose value acts through the
-  policy gradient: the means of k1 and k3 are the KL itself, that of k2 is close to it.
+  not help: `unbiased_kl` refuses k1.
+  k2 in the loss has the reverse KL's gradient, E[d ∇log π]. k3 in the loss has the forward KL's gradient,
+  E[(1 - exp(-d)) ∇log π]: it is not zero, but biased as a gradient of the reverse KL unless `unbiased` (`unbiased_kl`).
+  In the reward every estimator is a penalty whose value acts through the policy gradient: the means of k1 and k3 are
+  the KL itself, that of k2 is close to it.
   """
   return not (kind == 'k1' and place == 'loss')

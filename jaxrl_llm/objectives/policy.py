@@ -16,7 +16,7 @@ class ClippedSurrogate(NamedTuple):
   clipped: Bool[Array, 'chunks time']
   """Tokens whose clipped branch is in force (`actor/pg_clipfrac`)."""
   clipped_lower: Bool[Array, 'chunks time']
-  """Tokens with a negative advantage held by the dual clip (`actor/pg_clipfrac_lower`)."""
+  """Tokens with a negative advantage whose loss is held at the dual-clip bound (`actor/pg_clipfrac_lower`)."""
 
 
 def token_log_ratio(
@@ -26,7 +26,7 @@ def token_log_ratio(
   *,
   limit: float = 20.0,
 ) -> Float[Array, 'chunks time']:
-  """PPO's log ratio, clip(logprobsₜ - proximalₜ, ±limit) with verl's limit; 0 where masked.
+  """PPO's log ratio, clip(logprobsₜ - proximalₜ, ±limit) with verl's limit; 0 where `mask` is False.
 
   Where the limit is in force the gradient is 0. `proximal_logprobs` are constants: stop their gradients before calling.
   """
@@ -42,7 +42,7 @@ def sequence_log_ratio(
   segments: int,
   limit: float = 10.0,
 ) -> Float[Array, 'chunks time']:
-  """GSPO's log ratio (arXiv:2507.18071, there GSPO-token), for each token of its sequence; 0 where masked.
+  """GSPO's log ratio (arXiv:2507.18071, there GSPO-token), given to each token of a sequence; 0 where `mask` is False.
 
   sₜ = min(logprobsₜ - sg(logprobsₜ) + sg(mean over the sequence's valid tokens of (logprobs - proximal)), limit)
 
@@ -70,10 +70,10 @@ def clipped_surrogate(
   ρₜ = exp(log_ratioₜ)
   lossₜ = max(-ρₜ Aₜ, -clip(ρₜ, 1 - low, 1 + high) Aₜ);  where Aₜ < 0: min(lossₜ, -c Aₜ)
 
-  `log_ratio` is one of the functions above, which bound and mask it; `advantages` are constants: stop their gradients
-  before calling. The caller reduces the result. Sources: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; dual clip: Ye
-  et al. 2020 (arXiv:1912.09729), eq. 5; asymmetric range: DAPO (arXiv:2503.14476), eq. 10. `clip_ratio_c` None switches
-  the dual clip off.
+  `log_ratio` comes from one of the functions above, which bound and mask it; `advantages` are constants: stop their
+  gradients before calling. The caller reduces the result. `clip_ratio_c` None switches the dual clip off.
+  Sources: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; dual clip: Ye et al. 2020 (arXiv:1912.09729), eq. 5;
+  asymmetric range: DAPO (arXiv:2503.14476), eq. 10.
   """
   ratio = jnp.exp(log_ratio)
   plain = -ratio * advantages
@@ -115,6 +115,6 @@ def opmd_loss(
   loss = -A s + τ/2 s²,  s = sum over the sequence's valid tokens of (logprobs - reference)
 
   Its gradient, -A ∇log π + τ/2 ∇s², is the paper's. With A = r - baseline (the group's mean reward, or the
-  log-partition function) it is (A - τ s)² / (2 τ) less the constant A² / (2 τ). `advantages` are constants.
+  log-partition function) the loss is (A - τ s)² / (2 τ) less the constant A² / (2 τ). `advantages` are constants.
   """
   return -log_ratio_sum * advantages + 0.5 * tau * log_ratio_sum**2

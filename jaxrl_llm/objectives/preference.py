@@ -21,8 +21,8 @@ def pair_sums(
 ) -> PairSums:
   """Joins the two members of each pair, whichever chunks of the micro-batch hold them.
 
-  `pairs` is chunks * segments, a static bound; pair p has index p - 1. The sum chosen + rejected, which
-  `centering_penalty` takes, is the difference of `values * label`.
+  The results have length `pairs` = chunks * segments, a static bound; pair p has index p - 1. For the sum chosen +
+  rejected, which `centering_penalty` takes, pass `values * label`.
 
   Args:
     values: per sequence; may be anything where `pair` is 0.
@@ -55,7 +55,7 @@ def dpo_loss(
   logprobs - reference over the tokens, and give that as the policy's margin with a reference margin of 0.
 
   Raises:
-    ValueError: `label_smoothing` with ipo, which has none.
+    ValueError: `label_smoothing` is set for ipo, which does not use it.
   """
   if kind == 'ipo' and label_smoothing:
     raise ValueError(f'dpo_loss: label_smoothing={label_smoothing} has no meaning for kind=ipo; set it to 0')

@@ -8,14 +8,14 @@ from jaxtyping import Array, Bool, Float
 
 
 def negative_log_likelihood(logprobs: Float[Array, 'chunks time']) -> Float[Array, 'chunks time']:
-  """lossₜ = -log p(tokenₜ | tokens before it). Masking and reduction are the caller's."""
+  """lossₜ = -log p(tokenₜ | tokens before it). The caller masks and reduces the losses."""
   return -logprobs
 
 
 def chord_token_weight(
   logprobs: Float[Array, 'chunks time'], mask: Bool[Array, 'chunks time'] | None = None
 ) -> Float[Array, 'chunks time']:
-  """CHORD's weight of an expert token's loss (arXiv:2508.11408): φₜ = pₜ (1 - pₜ), a constant.
+  """CHORD's weight of an expert token's loss (arXiv:2508.11408): φₜ = pₜ (1 - pₜ), without gradient.
 
   It is at most 1/4, at p = 1/2, and vanishes for tokens that the policy predicts already and for very unlikely ones.
 
@@ -25,5 +25,5 @@ def chord_token_weight(
   if mask is not None:
     logprobs = jnp.where(mask, logprobs, -jnp.inf)
   logprobs = jax.lax.stop_gradient(logprobs)
-  # 1 - exp(x) has no digits left where p is near 1.
+  # expm1, because 1 - exp(logprobs) loses its significant digits to cancellation where the probability is near 1.
   return -jnp.exp(logprobs) * jnp.expm1(logprobs)

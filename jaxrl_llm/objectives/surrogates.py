@@ -126,4 +126,7 @@ SURROGATES: Mapping[str, tuple[type, Surrogate]] = {
   'cispo': (RatioBounds, cispo),
   'sapo': (SapoOptions, sapo),
 }
-"""Options dataclass and function, keyed by name. Algorithm options that inherit the dataclass are used directly."""
+"""Options dataclass and function of each surrogate, keyed by name.
+
+An algorithm whose options inherit the dataclass passes them to the function directly.
+"""

@@ -36,7 +36,8 @@ def value_loss(
   plain = (values - returns) ** 2
   if cliprange_value is None:
     return ValueLoss(0.5 * plain, jnp.zeros_like(plain, bool))
-  # The same as in the formula, without its rounding, which would count tokens within the range as clipped.
+  # Equal to the formula, but without the rounding of its subtraction, which would count tokens within the range as
+  # clipped.
   near = jnp.clip(values, old_values - cliprange_value, old_values + cliprange_value)
   clipped = (near - returns) ** 2
   return ValueLoss(0.5 * jnp.maximum(plain, clipped), clipped > plain)
