@@ -99,11 +99,12 @@ def step_credit(
   """Advantages of rows that are steps of trajectories: a trajectory may have several rows.
 
   'trajectory': a trajectory's reward is that of its last step. All its steps get the same advantage, relative to the
-  other trajectories of its group; a trajectory counts once in the baseline, however many steps it has. The result
-  counts groups.
-  'step': each row has its own reward, and rows with the same group and step index share a baseline. The result counts
-  these baselines. If only one trajectory is long enough to have a certain step, that step gets 0. (GiGPO,
-  arXiv:2505.10978, compares steps that start from equal states; here the step index is a proxy for the state.)
+  other trajectories of its group; a trajectory counts once in the baseline, however many steps it has. In the result,
+  `groups` and `zero_std_groups` count groups.
+  'step': each row has its own reward, and rows with the same group and step index share a baseline. In the result, the
+  two fields count these (group, step index) baselines. If only one trajectory is long enough to have a certain step,
+  that step gets 0. (GiGPO, arXiv:2505.10978, compares steps that start from equal states; here the step index is a
+  proxy for the state.)
 
   In both modes a trajectory whose last step is unscorable is unscorable as a whole. With 'step', any other unscorable
   row affects no other row.

@@ -20,8 +20,8 @@ def overlong_penalty(
 ) -> Float64[np.ndarray, 'samples']:
   """DAPO's soft overlong punishment: min(0, -(length - (max_length - buffer)) / buffer · factor), at least -factor.
 
-  Source: DAPO (arXiv:2503.14476), eq. 13. 0 up to max_length - buffer, then a straight line down to -factor at
-  max_length and beyond.
+  Source: DAPO (arXiv:2503.14476), eq. 13. The result is 0 up to max_length - buffer, then falls in a straight line to
+  -factor at max_length, where it stays.
 
   Args:
     lengths: length of each response, in tokens. The caller chooses whether to count only trained tokens (tool tokens
@@ -142,7 +142,7 @@ class MuSchedule:
         raise UserError(f'mu schedule: {name} {getattr(self, name)}, wanted at least 0')
 
   def at(self, step: int) -> float:
-    """μ of the step that follows `step` completed ones."""
+    """Returns μ for the step that follows `step` completed steps."""
     if self.kind == 'constant':
       return self.mu
     if self.kind == 'linear':

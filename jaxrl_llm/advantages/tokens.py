@@ -90,7 +90,7 @@ def whiten(
     rows: one array per row, of any lengths.
     masks: valid tokens of each row.
     eps: added to the variance.
-    shift_mean: False adds the mean again, so that only the spread is normalized.
+    shift_mean: whether to subtract the mean; False keeps it, so that only the spread is normalized.
   """
   parts = [_compact(row, mask) for row, mask in zip(rows, masks, strict=True)]
   valid = np.concatenate([np.zeros(0), *parts])
