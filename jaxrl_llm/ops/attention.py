@@ -48,7 +48,7 @@ def choose(
 
   Args:
     asked: implementation from the configuration. A fused kernel named here applies to tokens that attend to one
-      another; attention over a cache is chosen as with 'auto'.
+      another; for attention over a cache, the choice is that of 'auto'.
     platform: platform of the devices.
     time: number of queries per row.
     keys: number of keys per row.
@@ -97,8 +97,9 @@ def attention(
 
   Args:
     of_queries: places of the queries' tokens; `visible` defines the rule.
-    of_keys: places of the keys' tokens. The fused kernels require the very object `of_queries` here, which marks them
-      as the same tokens; each row then holds its segments one after the other, with consecutive positions.
+    of_keys: places of the keys' tokens. A fused kernel requires the very object `of_queries` here, as the sign that
+      queries and keys are the same tokens; each row then holds its segments one after the other, with consecutive
+      positions.
     window: number of tokens that a query sees, including its own; None: back to the segment's start.
     softcap: scores s become softcap · tanh(s / softcap).
     implementation: 'masked' materialises all scores; 'blockwise' only one block at a time, forward and backward;
@@ -152,7 +153,8 @@ def masked(
   peak = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), FLOOR))
   weights = jnp.exp(scores - peak).reshape(batch, kv_heads, group * time, keys)
   mixed = jnp.einsum('bkqs,bskh->bkqh', weights.astype(value.dtype), value, preferred_element_type=statistics)
-  # A row with a visible key has a total of at least 1 (its maximum's weight); the floor only affects empty rows.
+  # The total of a query that sees a key is at least 1, the weight of its largest score; the bound 1e-9 only affects
+  # queries that see none.
   mixed = mixed / jnp.maximum(weights.sum(-1, keepdims=True), 1e-9)
   mixed = jnp.moveaxis(mixed.reshape(batch, kv_heads, group, time, head_dim), 3, 1)
   return mixed.reshape(batch, time, heads, head_dim).astype(query.dtype)

@@ -4,13 +4,14 @@ Source: Dao 2023 (arXiv:2307.08691), algorithms 1 and 2, with the online softmax
 (arXiv:1805.02867). Invariant: only one block of scores is materialised, S = Q Kᵀ / √head_dim for a block of queries Q
 and a block of keys K.
 
-Forward, for each Q over the blocks K, V that it may see (from row_max = -∞, row_sum = 0, acc = 0):
+Forward, for each Q over the blocks K, V that it may see (starting with row_max = -∞, row_sum = 0, acc = 0):
 
   row_max' = max(row_max, rowmax(S));  P = exp(S - row_max');  rescale = exp(row_max - row_max')
   row_sum' = rescale · row_sum + rowsum(P);  acc' = rescale · acc + P V
   at the end:  O = acc / row_sum;  lse = row_max + log(row_sum)
 
-Backward, from O, lse and dO, with P recomputed instead of stored:
+Backward, from O, lse (the log of the sum of exponentials) and dO, with P recomputed instead of stored; ∘ is the product
+by element:
 
   delta = rowsum(dO ∘ O)
   P = exp(S - lse);  dP = dO Vᵀ;  dS = P ∘ (dP - delta)
@@ -61,8 +62,9 @@ def blockwise(
 ) -> Float[Array, 'batch time heads head_dim']:
   """Computes `attention`; each block of queries iterates over the blocks of keys from the first to the last it may see.
 
-  If rows hold packed segments in order, these are the blocks of its own segments up to itself: neither later tokens
-  nor other segments cost anything. Rows of the batch are processed sequentially, each with its own range of blocks.
+  If rows hold packed segments in order, a block of queries visits only the blocks of keys of its own segments, up to
+  itself: neither later tokens nor other segments cost anything. Rows of the batch are processed sequentially, each with
+  its own range of blocks.
   """
   return _attend(query, key, value, of_queries, of_keys, _Rule(window, softcap, block))
 
@@ -113,13 +115,13 @@ _attend.defvjp(_forward, _backward)
 
 
 class _Rows(NamedTuple):
-  """Arguments in blocks. Heads that share keys are rows of one matrix product (`rows` = group · block)."""
+  """Arguments in blocks. Heads that share keys are rows of one matrix product (`rows` = heads / kv_heads · block)."""
 
   query: Float[Array, '*batch blocks kv_heads rows head_dim']
   key: Float[Array, '*batch key_blocks kv_heads key_block head_dim']
   value: Float[Array, '*batch key_blocks kv_heads key_block head_dim']
   of_queries: Places
-  """`[*batch, blocks, block]`."""
+  """Places of the queries, `[*batch, blocks, block]`."""
   of_keys: Places
   first: Int[Array, '*batch blocks']
   """First block of keys of each block of queries."""
@@ -150,7 +152,7 @@ class _Rows(NamedTuple):
 def _blocked(
   x: Float[Array, 'batch time heads n'], *, kv_heads: int, block: int
 ) -> Float[Array, 'batch blocks kv_heads rows n']:
-  """Splits into blocks of `rows` = heads / kv_heads · block, padded with zeros."""
+  """Splits time, padded with zeros, into blocks, each of `rows` = heads / kv_heads · block rows per key-value head."""
   batch, time, heads, n = x.shape
   x = jnp.pad(x, ((0, 0), (0, -time % block), (0, 0), (0, 0)))
   x = x.reshape(batch, -1, block, kv_heads, heads // kv_heads, n)
@@ -178,9 +180,9 @@ def _ranges(
 ) -> tuple[Int[Array, 'batch blocks'], Int[Array, 'batch blocks']]:
   """Returns first and end of the blocks of keys that each block of queries may see; both 0 if there are none.
 
-  A block of keys is skipped if all of it lies after the block's last query, or before the first key visible to its
-  first query, by segment and then position. No visible key is skipped for any token order; for packed tokens the range
-  is exact except for padding.
+  A block of keys is skipped if it lies wholly after the last query of the block of queries, or wholly before the first
+  key that the first of these queries sees, ordered by segment and then position. No visible key is skipped, whatever
+  the order of the tokens; for packed tokens the range is exact except for padding.
   """
   low, low_at, high, high_at = (x[..., :, None] for x in _span(of_queries))
   key_low, key_low_at, key_high, key_high_at = (x[..., None, :] for x in _span(of_keys))
@@ -242,7 +244,7 @@ def _forward_row(row: _Rows, rule: _Rule) -> tuple[_QueryBlocks, _Statistic]:
     column = (*query.shape[:-1], 1)
     start = jnp.zeros(query.shape, statistics), jnp.full(column, FLOOR, statistics), jnp.zeros(column, statistics)
     acc, row_max, row_sum = jax.lax.fori_loop(first, end, add_keys, start)
-    # A row that sees a key has a sum of at least 1; the floor only affects empty rows.
+    # The sum of a query that sees a key is at least 1; the bound 1e-9 only affects queries that see none.
     row_sum = jnp.maximum(row_sum, 1e-9)
     return (acc / row_sum).astype(query.dtype), row_max + jnp.log(row_sum)
 

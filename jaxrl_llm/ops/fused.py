@@ -22,14 +22,14 @@ _GPU_KERNEL = 'jax.experimental.pallas.ops.gpu.attention'
 
 
 def why_not_splash(dtype: Any) -> str | None:
-  """Returns why splash attention cannot take inputs of this dtype, None if it can; any length and head size will do."""
+  """Returns the reason why splash attention cannot take this dtype; None if it can. Any length and head size works."""
   if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
     return f'splash computes in float32 and bfloat16, not in {jnp.dtype(dtype).name}'
   return None
 
 
 def why_not_pallas_gpu(dtype: Any, *, window: int | None, softcap: float | None, shards: int) -> str | None:
-  """Returns why the GPU kernel cannot take inputs with `shards` shards of time, None if it can."""
+  """Returns the reason why the GPU kernel cannot take inputs with `shards` shards of time; None if it can."""
   if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
     return f'pallas_gpu does not compute in {jnp.dtype(dtype).name}'
   if window is not None or softcap is not None:
@@ -42,7 +42,7 @@ def why_not_pallas_gpu(dtype: Any, *, window: int | None, softcap: float | None,
 
 
 def splash_length(time: int, *, shards: int = 1) -> int:
-  """Returns the padded length of a row of `time` tokens, such that blocks divide each of its shards."""
+  """Returns the padded length of a row of `time` tokens, such that whole blocks fill each of its shards."""
   # The largest block for which no shard grows by more than an eighth; shards² must divide the length too.
   share = -(-time // shards)
   block = next((n for n in BLOCKS if -(-share // n) * n <= share * 9 / 8), BLOCKS[-1])
@@ -53,7 +53,7 @@ def splash_length(time: int, *, shards: int = 1) -> int:
 def splash_kernel(
   length: int, *, window: int | None, softcap: float | None, shards: int = 1, interpret: bool = False
 ) -> Any:
-  """Builds the kernel for rows of `length` tokens and any heads: a pytree of the blocks to visit, with the program.
+  """Builds the kernel for rows of `length` tokens, any number of heads: a callable pytree with the blocks to visit.
 
   Blocks above the diagonal or beyond the window are never visited. The backward pass uses two kernels, one for
   queries and one for keys and values: the single-kernel variant keeps a gradient of the queries per block of keys,
@@ -134,8 +134,8 @@ def pallas_gpu(
   """Runs JAX's Triton kernel, which compares segments on the fly.
 
   Why not cuDNN: JAX's public interface to it supports segments only as a bias, `[batch, 1, time, time]` in memory,
-  the very array that this kernel avoids. The kernel lowers only with a GPU present; without one it was only compared
-  with the reference in Pallas' interpreter. JAX 0.12 announces its removal.
+  the very array that this kernel avoids. The kernel compiles only where a GPU is present and has not yet run on one: it
+  is tested against the reference in Pallas's interpreter mode. JAX 0.12 announces the kernel's removal.
 
   Args:
     interpret: runs the kernel in interpreter mode on any platform, for tests.
@@ -153,12 +153,12 @@ def pallas_gpu(
 
 
 def fill(x: Shaped[Array, 'batch time *rest'], length: int) -> Shaped[Array, 'batch {length} *rest']:
-  """Pads with zeros to `length`; segment 0 is padding."""
+  """Pads time with zeros to `length`; segment ids are 0 at padding."""
   return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
 
 
 def _without_padding(
   mixed: Float[Array, 'batch time heads head_dim'], segment_ids: Int[Array, 'batch time']
 ) -> Float[Array, 'batch time heads head_dim']:
-  """Zeroes outputs at padding, which attends to padding in the kernels, so that it has no gradient."""
+  """Zeroes the outputs at padding, so that they have no gradient: in the kernels, padding attends to padding."""
   return jnp.where(segment_ids[:, :, None, None] > 0, mixed, 0)

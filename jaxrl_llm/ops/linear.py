@@ -33,7 +33,7 @@ def _by_kernel(x, dy, dtype: jnp.dtype):
   plain = lambda x, dy: product(dy, x)
   if dy.shape[-1] <= x.shape[-1]:
     return plain(x, dy)
-  # XLA:CPU takes a third less time if the second factor is the wider one; without the barrier it swaps them back.
+  # XLA:CPU takes a third less time if the second factor is the wider; without the barrier it swaps the factors back.
   turned = lambda x, dy: jax.lax.optimization_barrier(product(x, dy)).T
   return jax.lax.platform_dependent(x, dy, cpu=turned, default=plain)
 

@@ -78,8 +78,7 @@ def token_logprobs(
   Logits are materialised for `token_chunk` positions of every row at a time and recomputed in the backward pass; with
   `wanted`, only as many chunks are computed as the wanted positions fill. With all positions in one chunk, which is
   preferable if memory allows, a compiler that sees both passes computes the logits only once. If `kernel` is sharded
-  over its vocabulary, so
-  are the logits: only maxima, sums and the targets' logits are reduced.
+  over its vocabulary, so are the logits: devices exchange only maxima, sums and the targets' logits.
 
   Statistics are at least float32 whatever the dtype of `hidden`. `hidden` and `kernel` have gradients, the temperature
   has none.
@@ -188,8 +187,8 @@ def _head(positions, hidden, kernel, targets, temperature, used):
   `hidden` is `[row part, time part, position, embed]`. Each of `used` chunks computes `positions` positions per part;
   the other positions are 0.
 
-  With p the softmax of logits z = hidden · kernel / T and H = -Σ p · log p its entropy, the derivatives by z are
-  onehot(target) - p of log p[target], as in any softmax cross-entropy, and -p · (log p + H) of H, which follows from
+  Let p be the softmax of the logits z = hidden · kernel / T, and H = -Σ p · log p its entropy. The derivative of
+  log p[target] by z is onehot(target) - p, as in any softmax cross-entropy; that of H is -p · (log p + H), because
   ∂p[i] / ∂z[j] = p[i] · (δ[i, j] - p[j]). So with cotangents g and h of the two outputs
 
     d(hidden · kernel) = (g · (onehot(target) - p) - h · p · (log p + H)) / T,
@@ -234,7 +233,8 @@ def _head_backward(positions, kept, cotangents):
     d_kernel += jnp.einsum('pte,ptv->pev', by_part(states), by_part(d_logits), preferred_element_type=d_kernel.dtype)
     return (*_with_chunk((d_hidden,), (d_states,), i, positions), d_kernel)
 
-  # [embed, vocab] matches the layout of d_logits: only the sum is transposed; each part keeps its sum until the end.
+  # Sum as [embed, vocab], which matches the layout of d_logits, so that only the final sum is transposed. Each part
+  # keeps a sum of its own until then.
   start = jnp.zeros((math.prod(targets.shape[:2]), *kernel.shape[::-1]), _wide(hidden))
   once = positions == targets.shape[-1]
   d_hidden, d_kernel = _repeat(used, chunk, (jnp.zeros_like(hidden), start), once=once)
