@@ -23,7 +23,7 @@ class Chunks:
   loss_mask: Bool[Leaf, '*micro chunks time']
   """Tokens that are trained on."""
   reported: Bool[Leaf, '*micro chunks time']
-  """Tokens with a reported logprob: the samples' loss_mask, including that of rows left out of the loss."""
+  """Tokens whose logprobs are reported: those in the samples' own loss_mask, even in rows left out of the loss."""
   is_expert: Bool[Leaf, '*micro chunks time']
   behaviour_logprobs: Float[Leaf, '*micro chunks time']
   """Logprobs under the sampler."""

@@ -5,8 +5,8 @@ every rank has the same number of chunks in every micro-batch. Pure and determin
 lengths gets the same placements.
 
 A unit is a set of rows that stay together: a single sequence, a preference pair, or a group that a loss couples.
-Source: DeepSeek-R1 (arXiv:2501.12948v2), B.1: sort by length, distribute over data-parallel ranks,
-best-fit into fixed-length chunks within a rank, equal chunk counts.
+Source: DeepSeek-R1 (arXiv:2501.12948v2), B.1: sort the sequences by length, distribute them over data-parallel ranks,
+and best-fit each rank's into chunks of fixed length, equally many on every rank.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ def _check(lengths: Sequence[int], units: Sequence[Sequence[int]], ranks: int, c
 def _deal_ranks(order: Sequence[int], totals: Sequence[int], ranks: int) -> list[list[int]]:
   """Assigns units to ranks, longest first, in rounds of one unit per rank; the least loaded rank picks first.
 
-  The first two rounds equal snake order; later rounds keep levelling loads that snake order would let drift apart.
+  The first two rounds give snake order (ranks forwards, then backwards); later rounds keep levelling the loads, which
+  would drift apart in snake order.
   """
   owned: list[list[int]] = [[] for _ in range(ranks)]
   loads = [0] * ranks
@@ -153,7 +154,7 @@ class _RankBins:
     self.places: dict[int, tuple[int, int, int]] = {}
     self._rows: list[int] = []
     self._by_free: list[tuple[int, int]] = []
-    """(free tokens, chunk) of the open chunks, sorted: the first one with enough room is the best fit."""
+    """(free tokens, chunk) of all chunks so far, sorted: the first one with enough room is the best fit."""
 
   def place(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
     """Places one unit, its rows sorted longest first."""

@@ -107,7 +107,7 @@ class StepPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-  """Planned shape of a step's arrays, `[micro_batches, ranks * chunks, chunk_len]`; its program compiles once."""
+  """Planned shape of a step's arrays, `[micro_batches, ranks * chunks, chunk_len]`; a program for it compiles once."""
 
   ranks: int
   """Data-parallel ranks."""
@@ -138,7 +138,7 @@ def plan_shape(
   Args:
     chunks: maximum per rank and micro-batch; lowered if `lengths` show that the last micro-batch would be too empty.
     unit: sequences that stay together (2 for pairs).
-    lengths: lengths of the stage's sequences, or of a sample of them, those of a unit in a row; empty: unknown.
+    lengths: lengths of the stage's sequences, or of a sample of them; those of a unit are adjacent. Empty: unknown.
   """
   if chunks < unit:
     raise UserError(
@@ -158,7 +158,7 @@ def plan_shape(
 
 
 def _plan_chunks(lengths: Sequence[int], *, rows: int, ranks: int, most: int, chunk_len: int, unit: int) -> int:
-  """Returns the maximum chunks per micro-batch at which every drawn step keeps `_KEPT` of the best utilisation.
+  """Returns the most chunks per micro-batch at which every drawn step keeps `_KEPT` of its best utilisation.
 
   A rank's chunks are rounded up to whole micro-batches, so half a micro-batch is empty on average: a large share if a
   step has few of them. Fewer chunks per micro-batch waste less, but give a device less work at a time.
