@@ -150,7 +150,7 @@ class Grid(NamedTuple):
   shape: Shape
   micro_batches: int
   columns: Mapping[int, int]
-  """Column in the local arrays of each chunk, keyed by chunk number."""
+  """Column that each local chunk has in the local arrays, keyed by chunk number."""
   local: tuple[int, ...]
   """Rows of the packing that this process holds."""
   sharding: NamedSharding
@@ -171,7 +171,7 @@ class Grid(NamedTuple):
     return {name: np.zeros(array.shape, array.dtype) for name, array in local.items()}
 
   def chunks(self, arrays: Mapping[str, Shaped[np.ndarray, 'micro columns _']]) -> Chunks:
-    """Places this process's part of each field."""
+    """Builds the global `Chunks` from this process's part of each field."""
     return Chunks(**{name: self.place(array) for name, array in arrays.items()})
 
   def tokens(self, i: int) -> tuple[int, int, slice]:

@@ -1,4 +1,4 @@
-"""Static row streams: shuffled, repeated, with a checkpointed position that resumes exactly."""
+"""Streams of static rows: shuffled, repeated, and resumed exactly from a checkpointed position."""
 
 from __future__ import annotations
 
