@@ -16,7 +16,7 @@ from typing import NamedTuple
 class Traffic(NamedTuple):
   count: int
   bytes: int
-  """Bytes of the unsharded arrays per device: results of collectives, but operands of reduce-scatters."""
+  """Bytes of the unsharded arrays per device: the operands of reduce-scatters, the results of all other collectives."""
   largest: str
   """Largest array counted in `bytes`, such as 'bf16[4096,1024]'."""
 
@@ -28,7 +28,7 @@ _CALLED = re.compile(r'\b(body|calls|to_apply|called_computations|branch_computa
 _TRIPS = re.compile(r'known_trip_count"?:\s?\{"?n"?:"?(\d+)')
 _ARRAY = re.compile(r'\b(pred|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]')
 _FUSED_SCATTER = 'all-reduce-scatter'
-"""Name in TPU programs of a fusion that all-reduces and keeps the device's own shard."""
+"""Start of the name, in TPU programs, of a fusion that all-reduces and keeps the device's own shard."""
 _DEFINED = re.compile(r'^(?:ROOT )?(%[\w.\-]+) = (\([^()]*\)|\S+) ')
 _CHANNEL = re.compile(r'channel_id=(\d+)')
 _CONSTANT = re.compile(r'^(%[\w.\-]+) = s32\[\]\S* constant\((\d+)\)')

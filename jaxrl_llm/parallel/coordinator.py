@@ -52,7 +52,7 @@ class Coordinator:
     return jax.process_index() == 0
 
   def report_signal(self, signum: int) -> None:
-    """Reports a signal that this process received to process 0 at the next exchange."""
+    """Reports to process 0, from the next exchange on, a signal that this process received."""
     self._signal = signum
 
   async def broadcast(self, decision: Awaitable[Json] | None) -> Any:
@@ -62,8 +62,8 @@ class Coordinator:
       decision: awaitable of a JSON value in process 0, None in the others.
 
     Raises:
-      PeerFailed: another process is gone; or, in the others, `decision` raised in process 0 (which raises the original
-        exception).
+      PeerFailed: another process is gone; or, outside process 0, `decision` raised in process 0 (which itself raises
+        the original exception).
       WaitExpired: another process does not reach the exchange within `silence_s`.
     """
     if jax.process_count() == 1:

@@ -32,7 +32,8 @@ class PeerFailed(RunError):
 
 
 class DeviceThread:
-  """Runs device work in submission order; collectives match across processes because all submit in the same order."""
+  """Runs device work in submission order. Collectives match across processes, because all processes submit them in the
+  same order."""
 
   def __init__(self, *, deadline_s: float = DEADLINE_S):
     """

@@ -1,4 +1,4 @@
-"""Devices and the device mesh, which is built only here, with automatic axes."""
+"""Devices and the device mesh, which is built only here; the compiler propagates shardings over its axes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 from jaxrl_llm.core.errors import UserError
 
 DATA, FSDP, SEQUENCE, TENSOR = AXES = ('data', 'fsdp', 'sequence', 'tensor')
-"""Axes from least to most communication: neighbours in the mesh are neighbours in the machine."""
+"""Mesh axes in order of increasing communication: neighbours along the last axis are neighbours in the machine."""
 BATCH_AXES = (DATA, FSDP)
 """Mesh axes over which sequences are distributed; the product of their sizes is the number of data-parallel ranks."""
 
@@ -24,9 +24,11 @@ class MeshConfig:
   data: int | None = 1
   """Data parallelism: replicas of the parameters, each with different sequences."""
   fsdp: int | None = None
-  """Parameters and optimizer state are sharded, and gathered where used; each shard has different sequences."""
+  """Fully sharded data parallelism: parameters and optimizer state are sharded, parameters are gathered where used, and
+  each shard has different sequences."""
   sequence: int | None = 1
-  """Context parallelism: sequences are sharded over tokens, with keys and values gathered; parameters as with fsdp."""
+  """Context parallelism: sequences are sharded over tokens, and keys and values are gathered; parameters are sharded as
+  with fsdp."""
   tensor: int | None = 1
   """Tensor parallelism: heads, MLP and vocabulary are sharded."""
 

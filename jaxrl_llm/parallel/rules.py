@@ -39,7 +39,7 @@ def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> Na
 
 
 def parts(mesh: Mesh, axis: str, size: int) -> int:
-  """Returns the number of shards of a dimension with a logical axis."""
+  """Returns the number of shards of a dimension of `size` whose logical name is `axis`."""
   return _parts(mesh, _dividing(mesh, axis, size))
 
 

@@ -79,7 +79,7 @@ def topology_devices(name: str) -> list[jax.Device]:
   """Returns the devices of a topology, for building a mesh and compiling; they cannot hold arrays.
 
   Raises:
-    UserError: the compiler does not know the shape; quotes its message.
+    UserError: the compiler does not know the topology; the error quotes the compiler's message.
   """
   chip, shape = parse_topology(name)
   try:
@@ -88,7 +88,7 @@ def topology_devices(name: str) -> list[jax.Device]:
       target = _HOPPER.format(**_GPUS[chip])
       description = topologies.get_topology_desc(platform='cuda', target_config=target, topology=f'1x{hosts}x{gpus}')
     else:
-      # A single chip is less than a full host on any TPU.
+      # A single chip is less than a full host on any TPU, so the host's size must be given.
       single = {'chips_per_host_bounds': (1, 1, 1)} if math.prod(shape) == 1 else {}
       description = topologies.get_topology_desc(platform='tpu', topology_name=name, **single)
   except (jax.errors.JaxRuntimeError, ValueError) as error:
