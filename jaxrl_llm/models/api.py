@@ -36,7 +36,7 @@ AXES = {
   'up': ('mlp', 'embed'),
   'down': ('embed', 'mlp'),
 }
-"""Logical axes (out, in) of each module's kernel; its bias has the first, and each of its adapter matrices has one."""
+"""Logical axes (out, in) of each module's kernel. Its bias and adapter matrix B have the first, A has the second."""
 
 
 class Model(NamedTuple):

@@ -88,7 +88,8 @@ def _over(mesh: Mesh, local, query, key, value, of_queries: Places, of_keys: Pla
   """Maps `local` over the mesh by the sharding rules; `more` are further arguments, each with its spec."""
   spec = lambda x, axes: sharding(mesh, axes, x.shape).spec
   of_query = spec(query, QUERIES)
-  # If query heads are sharded but key-value heads are not, each device picks those that its query heads share.
+  # If query heads are sharded but key-value heads are not, each device picks the key-value heads that its query heads
+  # share.
   picks = of_query[2] is not None and spec(key, KEYS)[2] is None
 
   def each(query, key, value, *rest):
@@ -109,7 +110,7 @@ def _over(mesh: Mesh, local, query, key, value, of_queries: Places, of_keys: Pla
 
 
 def _of_own_heads(query, key, value, *, total: int) -> tuple[Array, Array]:
-  """Selects the key-value heads that this device's query heads share, repeated so that each serves equally many."""
+  """Selects the key-value heads of this device's query heads, repeated so that each serves equally many query heads."""
   heads, group = query.shape[2], total // key.shape[2]
   run = math.gcd(heads, group)
   first = jax.lax.axis_index(RULES['heads']) * heads

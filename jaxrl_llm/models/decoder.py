@@ -77,7 +77,7 @@ class UnrolledLayers(nn.Module):
 
 
 def scanned_layers(spec: ModelSpec, options: ModelOptions, mesh: Mesh | None, *, name: str) -> nn.Module:
-  """Scans one layer over stacked parameters. For training: it takes no cache."""
+  """Builds a module that scans one layer over stacked parameters. It is for training only, so it takes no cache."""
   layer = remat_layer(options.remat, in_scan=True)
   scan = nn.scan(
     layer,

@@ -30,13 +30,14 @@ class Family:
   architectures: Mapping[str, str]
   """`transformers` class, as in `architectures` in config.json, keyed by head."""
   attention_bias: Literal['never', 'qkv', 'optional'] = 'never'
-  """Biases of attention: none; on query, key and value; on all four projections if `attention_bias` is true."""
+  """Biases of attention. never: none; qkv: on query, key and value; optional: on all four projections if config.json's
+  `attention_bias` is true."""
   mlp_bias: bool = False
-  """Whether `mlp_bias` adds biases to the MLP."""
+  """Whether the key `mlp_bias` of config.json adds biases to the MLP."""
   qk_norm: bool = False
   """Whether queries and keys are normalised per head."""
   full_attention: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Keys that switch sliding windows off; empty if the class has none."""
+  """Settings of config.json that switch sliding windows off; empty if the class has no windows."""
   sliding_window: int | None = None
   """Default of the key `sliding_window`, in tokens; None: no window."""
   num_key_value_heads: int | None = None
@@ -49,7 +50,8 @@ class Family:
   rope_theta: float = 10_000.0
   rms_norm_eps: float = 1e-6
   tokenizers: tuple[str, ...] = ()
-  """Tokenizer classes that AutoTokenizer creates whichever class a directory names; empty: the class that it names."""
+  """Names of the tokenizer class that AutoTokenizer creates whichever class a directory names. Empty: AutoTokenizer
+  creates the class that the directory names."""
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(

@@ -34,9 +34,9 @@ class RopeScaling:
   factor: float
   """Divisor of the frequencies (llama3: of the low ones)."""
   low_freq_factor: float = 1.0
-  """llama3: wavelengths above original length / this are fully scaled."""
+  """llama3: frequencies with wavelengths above (original length / low_freq_factor) are fully scaled."""
   high_freq_factor: float = 4.0
-  """llama3: wavelengths below original length / this are not scaled."""
+  """llama3: frequencies with wavelengths below (original length / high_freq_factor) are not scaled."""
   original_max_position_embeddings: int = 0
   """llama3: context length in tokens before scaling."""
 
