@@ -126,10 +126,10 @@ def export(
   bos_id: int | None = None,
   shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-  """Writes a directory that transformers and vLLM load unchanged; weights come last and mark it complete.
+  """Writes a directory that transformers and vLLM load unchanged; the weights, written last, mark it as complete.
 
   AutoModelForSequenceClassification loads a model with a 'scalar' head, AutoModelForTokenClassification one with a
-  'value' head, each with one label and without generation_config.json.
+  'value' head. Both have one label and no generation_config.json.
 
   Args:
     directory: output directory, created if missing.
@@ -177,7 +177,7 @@ def resolve(source: str | Path) -> Path:
     return path
   if path.exists():
     raise UserError(f'{name}: is a file, wanted a model directory or a hub id such as Qwen/Qwen3-0.6B')
-  # 'runs/quickstart' could be either; if a directory 'runs' exists it is a path.
+  # 'runs/quickstart' could be a path or a hub id; it counts as a path if a directory 'runs' exists.
   if not _HUB_ID.fullmatch(name) or ('/' in name and path.parent.is_dir()):
     raise UserError(f'{name}: no such directory, and not a hub id either (such as Qwen/Qwen3-0.6B)')
   try:

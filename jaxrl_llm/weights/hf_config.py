@@ -53,7 +53,7 @@ class _HfConfig:
     return UserError(f'{self.path}: {name} is {one_line(json.dumps(got), 200)}, wanted {wanted}')
 
   def number(self, name: str, default: int | float | None, kind: type, values: Mapping[str, Any] | None = None) -> Any:
-    """Returns a positive number; a null or absent one yields `default`, or an error if that is None."""
+    """Returns a positive number. If it is null or absent, returns `default`, or raises UserError if that is None."""
     values = self.values if values is None else values
     value = values.get(name)
     value = default if value is None else value
@@ -162,7 +162,7 @@ def _refuse_unsupported(config: _HfConfig, family: Family) -> None:
   if not isinstance(kinds, list):
     raise config.error('layer_types', kinds, 'a list with the kind of each layer')
   # Without layer_types, the window of a family with use_sliding_window applies from layer max_window_layers on, and
-  # only if that key is true. If a family has no windows, the meaning of one in its file is unknown.
+  # only if that key is true. If a family has no windows, the meaning of one in its file is unknown, so it is refused.
   first = values.get('max_window_layers')
   if first is not None and not isinstance(first, int):
     raise config.error('max_window_layers', first, 'a number of layers')

@@ -48,7 +48,7 @@ def to_peft(params: Params, spec: ModelSpec) -> Iterator[tuple[str, np.ndarray]]
 def export_adapter(
   directory: str | Path, params: Params, spec: ModelSpec, lora: LoraConfig, *, base: str | None
 ) -> None:
-  """Writes an adapter directory; weights come last and mark it complete.
+  """Writes an adapter directory; the weights, written last, mark it as complete.
 
   Args:
     directory: output directory, created if missing.

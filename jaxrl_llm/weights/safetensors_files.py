@@ -34,7 +34,7 @@ _SINGLE, _INDEX = 'model.safetensors', 'model.safetensors.index.json'
 _WEIGHT_FILE = re.compile(r'model(-\d{5}-of-\d{5})?\.safetensors')
 _PLAIN_NAME = re.compile(r'[^/\\\0]+\.safetensors')
 _READABLE = ('F32', 'BF16', 'F16', 'F64')
-"""Supported data types of tensors in a file, keyed by safetensors name."""
+"""Data types that can be read from a file, by their safetensors names."""
 _CHECKED_ELEMENTS = 1 << 22
 """Number of elements checked at a time, to limit the memory that the check needs."""
 

@@ -139,7 +139,7 @@ def zeros(spec: ModelSpec) -> tuple[TensorEntry, ...]:
 
 
 class Inventory:
-  """Checks the names and shapes of one source against a table; `finish` raises one error with all findings."""
+  """Checks the names and shapes of one source's tensors against a table; `finish` raises one error for all findings."""
 
   def __init__(self, spec: ModelSpec, source: str):
     self._spec, self._source = spec, source
@@ -152,7 +152,9 @@ class Inventory:
     self._misshaped: list[str] = []
 
   def see(self, name: str, shape: Iterable[int], read: Callable[[], np.ndarray]) -> TensorEntry | None:
-    """Returns a tensor's entry; None if it has none or is wrong, which `finish` reports.
+    """Returns the entry to load the tensor into.
+
+    None: there is nothing to load, or the tensor is unknown, duplicate or mis-shaped, which `finish` reports.
 
     Args:
       name: name in the file.
