@@ -1,7 +1,7 @@
 """Commits: a checkpoint exists exactly when its COMMIT file does, and is then complete.
 
-`checkpoints/<step>/arrays` is written by all processes (orbax), `host.json` and then `COMMIT` (names, sizes, digests of
-every file) by process 0, fsynced last. Directories without COMMIT are removed at the next start.
+All processes write `checkpoints/<step>/arrays` (orbax). Process 0 writes `host.json` and then, when all other files are
+on disk, `COMMIT` (name, size and digest of every file). Directories without COMMIT are removed at the next start.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Checkpoints:
     self._directory, self._config, self._leads = directory.absolute(), config, leads
 
   def clean(self) -> None:
-    """Removes uncommitted leftovers of killed processes. Process 0 only, before any process saves."""
+    """Removes uncommitted leftovers of killed processes. Only process 0 calls it, before any process saves."""
     if self._directory.exists():
       for path in self._directory.iterdir():
         if not (path / _COMMIT).exists():

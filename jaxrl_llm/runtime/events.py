@@ -25,7 +25,7 @@ from jaxrl_llm.core.types import Json
 
 FILE = 'events.jsonl'
 FLUSH_S = 1.0
-"""Maximum seconds that a line stays buffered while others follow; each step flushes the buffer."""
+"""Adding a line writes the buffer if the last write is more than this many seconds ago. Each step writes it anyway."""
 
 
 class Edge(enum.StrEnum):
@@ -169,7 +169,7 @@ class Asked(NamedTuple):
 class Events:
   """Interface of event logs, and the null object that records nothing.
 
-  Fields are small JSON, never one per token: `group`, `count`, `version`, `suite`, ….
+  Fields are small JSON values, never lists with an entry per token: `group`, `count`, `version`, `suite`, ….
   """
 
   def advance(self, step: int) -> None:
@@ -264,7 +264,7 @@ class EventLog(Events):
     return Asked(edge, line['id'], now)
 
   def _write(self) -> None:
-    """Writes the buffered lines. Raises RunError if the disk is full; unwritten lines are lost, but none is needed."""
+    """Writes the buffered lines. Raises RunError if that fails; unwritten lines are lost, but no run needs them."""
     data, self._lines = b''.join(self._lines), []
     self._written = self._clock()
     try:
@@ -298,7 +298,7 @@ class Event(NamedTuple):
 
 
 def read(path: pathlib.Path) -> Iterator[Event | None]:
-  """Yields the events of a log in order, None for invalid lines."""
+  """Yields, for each line of a log that is not blank, its event, or None if the line is invalid."""
   with path.open('rb') as file:
     for line in file:
       if line.strip():

@@ -146,7 +146,7 @@ METRICS: dict[str, str] = {
   'actor/off_policy_masked_fraction': 'Share of tokens of bad samples that were masked for being too far off-policy.',
   'actor/mu': 'mix: current weight of imitation.',
   'actor/expert_logprob': 'mix: mean log-likelihood of an expert token (nats). Should rise.',
-  # Pairs: TRL's names.
+  # Preference pairs, under TRL's names.
   'actor/dpo_loss': 'DPO loss per pair. log 2 = 0.693 at the start; falls as margins grow.',
   'actor/rm_loss': 'Bradley-Terry loss per pair. log 2 = 0.693 is chance level.',
   'actor/center_loss': 'Squared sum of the scores of a pair, before its coefficient.',
@@ -192,8 +192,8 @@ METRICS: dict[str, str] = {
   **_of('num_turns', 'turns (runs of tokens that the policy wrote) per sample', ''),
   'response/aborted_ratio': 'Share of responses that the engine or the workflow aborted. Should be 0.',
   # Trainer against sampler.
-  # Measured on the trained, sampled tokens of the batch before its first optimizer step. "embedded" figures are from
-  # the engine in the trainer's process in float32.
+  # Measured on the trained, sampled tokens of the batch before its first optimizer step. Figures marked "embedded" are
+  # from the engine in the trainer's process, in float32.
   'rollout_corr/kl': 'KL from the sampler to the trainer (k1 estimate, nats per token), positive where the sampler '
   'is more confident. Embedded: below 1e-6; vLLM in bfloat16: about 1e-3. Above 1e-2, the two compute different '
   'models; large differences of both signs can cancel out, so read k3_kl too.',
@@ -306,7 +306,8 @@ METRICS: dict[str, str] = {
   'val-aux/<taskset>/<name>': 'Another measure of the evaluation.',
   '<key>/nonfinite': 'Accompanies a key that is null and gives its value: nan, inf or -inf.',
 }
-"""Description of each key or key pattern; <placeholders> match one or more path parts. The first match counts."""
+"""Description of each key or pattern of keys. A <placeholder> matches one path part, or several if it is in `_DEEP`. If
+several patterns match a key, the first one counts."""
 
 
 _DEEP = {'<taskset>', '<preferences>', '<part>', '<name>'}

@@ -25,7 +25,8 @@ ASSETS = pathlib.Path(__file__).parent / 'report'
 SCRIPTS = ('dom.js', 'charts.js', 'rollouts.js', 'mismatch.js', 'timeline.js', 'page.js')
 
 MAX_POINTS = 2000
-"""Maximum number of points per curve; a longer one keeps the extremes of each of MAX_POINTS / 2 equal stretches."""
+"""Maximum number of points per curve. A longer curve is cut into MAX_POINTS / 2 - 1 equal stretches; the extremes of
+each stretch and the curve's ends are kept."""
 Row = dict[str, Any]
 
 

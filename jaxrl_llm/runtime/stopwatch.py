@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 class Stopwatch:
-  """Adds up seconds by name: `gen` until a batch is closed, then `annotate` and `train`, and the parts within these."""
+  """Adds up seconds by name, such as `gen`, which lasts until the rows of a batch are final, `annotate` and `train`."""
 
   def __init__(self):
     self._seconds: dict[str, float] = {}

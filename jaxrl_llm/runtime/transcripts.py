@@ -82,7 +82,7 @@ def answers(workdir: pathlib.Path, stages: list[Row]) -> tuple[list[Row], int]:
 
 
 def _spread_evenly(items: Sequence[Any], count: int) -> list[Any]:
-  """Selects `count` items at even spacing, including the first and last; all if there are no more."""
+  """Selects `count` items at even spacing, including the first and last; all items if there are no more."""
   if len(items) <= count:
     return list(items)
   return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]

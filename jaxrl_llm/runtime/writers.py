@@ -5,7 +5,7 @@ truncated to the byte offset committed by the checkpoint; TensorBoard files are 
 rollouts and evals file holds one step and is replaced atomically, and files of later steps are removed.
 
 The logs are always valid JSON: a NaN or infinite metric is written as null, with `<key>/nonfinite` = 'nan', 'inf' or
-'-inf' beside it; in rollouts and evals it is null. Arrays there are rounded to 8 decimals, below float32's resolution.
+'-inf' beside it; in rollouts and evals it is null. Arrays there are rounded to 8 decimals, finer than float32 near 1.
 """
 
 from __future__ import annotations
