@@ -39,15 +39,15 @@ class AuditReport:
   reasons: dict[str, int]
   """Number of samples per 'state(reason)', for terminal states with a reason."""
   uses: dict[int, int]
-  """Number of samples of the usual partition, keyed by how many batches trained on them (at least 1)."""
+  """Number of the policy's samples (partition 'usual'), keyed by how many batches trained on them (at least 1)."""
   duplicates: int
   """Number of results that arrived after another had been accepted, or after the sample had ended."""
   rescored: int
   """Number of scores that replaced an earlier one from the same scorer."""
   live: tuple[str, ...]
-  """uids of samples that have not ended."""
+  """uids of samples that are still issued, stored or admitted."""
   unscored: tuple[str, ...]
-  """uids of stored samples, which have bytes, without any score."""
+  """uids of samples in state 'stored' that have no score."""
   lost: tuple[str, ...]
   """uids whose bytes should exist but cannot be read."""
   unclaimed: tuple[str, ...]
@@ -285,7 +285,7 @@ class _Audit:
       yield f'{strangers} samples are of tasks that the taskset partition does not have'
 
   def _left_behind(self) -> Iterator[str]:
-    """Checks that groups end as a whole, and that each sample ends with one result."""
+    """Checks that groups end as a whole, and that the score of a sample can only be that of its accepted result."""
     for uid, attempt, group in self._db.execute(
       "SELECT uid, attempt, group_id FROM samples s WHERE state = 'issued' AND EXISTS (SELECT 1 FROM samples m WHERE "
       'm.group_id = s.group_id AND m.attempt = s.attempt AND m.last > s.last AND '

@@ -26,7 +26,7 @@ def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection,
   path = pathlib.Path(directory) / INDEX
   if not path.is_file():
     raise UserError(f'replay store {path}: no such file; give the replay directory of a run (<workdir>/replay)')
-  # Without a WAL file no process has it open, and opening it as immutable leaves no files behind.
+  # Without a write-ahead log (WAL), no process has the index open; opening it as immutable leaves no files behind.
   log = path.with_name(f'{INDEX}-wal')
   opened = lambda options: sqlite3.connect(
     f'{path.resolve().as_uri()}?{options}', uri=True, isolation_level=None, timeout=5.0

@@ -63,7 +63,10 @@ class Connection:
   def entries(
     self, uids: Sequence[str] | Mapping[str, Any], missing: Literal['raise', 'skip'] = 'raise'
   ) -> dict[str, Entry]:
-    """Newest attempts' rows, keyed by uid. Raises ValueError for repeated and, unless skipped, unknown uids."""
+    """Returns the row of each uid's newest attempt, keyed by uid.
+
+    Raises ValueError for a repeated uid and, if `missing` is 'raise', for an unknown one.
+    """
     uids = list(uids)
     if len(set(uids)) != len(uids):
       raise ValueError(f'a uid is named twice in one call: {next(u for u in uids if uids.count(u) > 1)}')
@@ -74,14 +77,14 @@ class Connection:
     return entries
 
   def places(self, uids: Sequence[str]) -> dict[str, Ref]:
-    """Returns the places of the sealed ones among these samples, keyed by uid."""
+    """Returns the file and row of each of these samples that is sealed, keyed by uid."""
     rows = self.db.execute(
       f'SELECT uid, name, row FROM segment_rows WHERE uid IN ({NAMED}) ORDER BY attempt', (json.dumps(list(uids)),)
     )
     return {uid: (name, row) for uid, name, row in rows}
 
   def open_rows(self, uids: Sequence[str]) -> dict[str, tuple[int, bytes]]:
-    """Returns attempt and bytes of those samples that are in the open segment, keyed by uid."""
+    """Returns the attempt and bytes of each of these samples that is in the open segment, keyed by uid."""
     rows = self.db.execute(
       f'SELECT uid, attempt, payload FROM open_segment WHERE uid IN ({NAMED}) ORDER BY attempt',
       (json.dumps(list(uids)),),

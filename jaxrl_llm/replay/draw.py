@@ -43,7 +43,7 @@ class DrawConfig:
   decay: float = 2.0
   """For priority: cost of one use, in versions."""
   cooldown: int = 1
-  """Batches that a group rests after each batch that trained on it."""
+  """Number of batches that a group rests after each batch that trained on it."""
   max_age: int | None = None
   """Maximum age of a group's version, in batches; None: no limit."""
 

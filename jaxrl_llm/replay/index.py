@@ -13,8 +13,8 @@ except that samples which dead attempts had not accepted by then are `void`, rea
 
 Durability: WAL. With `synchronous='full'` each transaction is on disk when the call returns. With 'normal' a killed
 process loses nothing either, but a power loss may lose transactions since the last `flush()`. Flush before a
-checkpoint's COMMIT: any loss is then later than the COMMIT and would be undone anyway (only the record of which samples
-were void is lost). In both modes, segments are on disk before SQLite deletes their bytes.
+checkpoint's COMMIT: whatever is lost then came after the COMMIT and would be undone anyway (only the record of which
+samples were void is lost). In both modes, segments are on disk before SQLite deletes their bytes.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class ReplayStore:
       commit_step: name of the newest commit; 0 if there is none.
 
     Returns:
-      Numbers of undone changes, scores, plans etc., of samples made void, of samples restored to the open segment, and
-      of files set aside (`quarantine`).
+      The number of changes, scores, plans etc. that were undone, of samples made void, of samples restored to the open
+      segment, and of files set aside (`quarantine`), each under its own key.
     """
     with self._lock:
       newest = self._db.execute('SELECT attempt FROM samples ORDER BY seq DESC LIMIT 1').fetchone()
@@ -137,7 +137,7 @@ class ReplayStore:
       return self._connection.entries(uids)
 
   def live(self, partition: Partition = 'usual') -> list[Entry]:
-    """Samples of the partition that have not ended, from this and earlier attempts, in uid order."""
+    """Samples of the partition that are issued, stored or admitted, from this and earlier attempts, in uid order."""
     with self._lock:
       rows = self._db.execute(
         f"{ENTRY} WHERE state IN ('issued', 'stored', 'admitted') AND partition = ? ORDER BY uid", (partition,)
@@ -147,8 +147,9 @@ class ReplayStore:
   def candidates(self, step: int, *, oldest_version: int | None = None) -> list[Group]:
     """Groups that batch `step` can draw, in order of issue; the input of `draw`.
 
-    Each sample of such a group has ended, is admitted, or was trained on fewer than `max_uses` times and not in batch
-    `step`. Its `uids` are those of the admitted and trained samples, which have bytes. Expert rows are not drawn.
+    Each sample of such a group is dropped, expired, void or admitted, or was trained on fewer than `max_uses` times and
+    not in batch `step`. The group's `uids` are those of the admitted and trained samples, which have bytes. Expert rows
+    are not drawn.
 
     Args:
       step: batches completed before this one.
@@ -218,7 +219,7 @@ class ReplayStore:
     return {step: json.loads(text) for step, text in rows}
 
   def meta(self, key: str) -> Any:
-    """Value stored under `key`, or None. Not undone by `recover`."""
+    """Returns the value stored under `key`; None if there is none. `recover` does not undo it."""
     with self._lock:
       row = self._db.execute('SELECT json FROM meta WHERE key = ?', (key,)).fetchone()
     return None if row is None else json.loads(row[0])

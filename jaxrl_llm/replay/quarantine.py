@@ -60,7 +60,7 @@ def clear(directory: str | os.PathLike) -> dict[str, int]:
 
 
 def listed(names: Sequence[str]) -> str:
-  """Formats the number of files and the first few names."""
+  """Returns text with the number of files and the first few names."""
   more = f', … ({len(names) - _NAMED_AT_MOST} more)' if len(names) > _NAMED_AT_MOST else ''
   count = f'{len(names):,} file{"s" if len(names) > 1 else ""}'
   return f'{count}: {", ".join(names[:_NAMED_AT_MOST])}{more}'

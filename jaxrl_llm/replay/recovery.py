@@ -20,7 +20,7 @@ _UNDONE = {
   'duplicates': '',
   'open_segment': '',
 }
-"""Tables whose rows stamped at or after the commit are deleted. Transitions to issued and void stay."""
+"""Tables of which rows stamped at or after the commit are deleted, each with a further condition on these rows."""
 
 _OF_SAMPLE = 'FROM transitions t WHERE t.uid = samples.uid AND t.attempt = samples.attempt'
 _REPEAT = f"""
@@ -50,7 +50,8 @@ def undo(db: sqlite3.Connection, reader: SegmentReader, *, commit_step: int, att
   for table, which in _UNDONE.items():
     counts[table] = db.execute(f'DELETE FROM {table} WHERE step >= ? {which}', (commit_step,)).rowcount
   db.executemany(_REPEAT, moved)
-  # Issued after the commit, or before it but not accepted by then: both are at `issued` again; their worker died.
+  # Samples issued after the commit, or before it but not accepted by then, are all at `issued` again; no live process
+  # works on them.
   lost = db.execute("SELECT attempt, uid FROM samples WHERE state = 'issued' AND attempt < ?", (attempt,)).fetchall()
   voided = log(db, [(commit_step, dead, uid, State.VOID, 'crash') for dead, uid in lost])
   db.executemany(

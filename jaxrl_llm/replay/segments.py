@@ -69,7 +69,7 @@ def _first_line(error: Exception) -> str:
 
 
 class SegmentReader:
-  """Random access to sealed rows, with the most recently used files kept open. Thread-safe; pickled as its path."""
+  """Random access to sealed rows; keeps the most recently used files open. Thread-safe; pickled as its directory."""
 
   def __init__(self, directory: str | os.PathLike, *, max_open: int = 64):
     self._directory = pathlib.Path(directory)

@@ -42,7 +42,7 @@ BEFORE = {
   State.EXPIRED: LIVE,
   State.VOID: (State.ISSUED,),
 }
-"""States from which each state can be entered. `max_uses` limits how often a sample is trained."""
+"""States from which each state can be entered. `max_uses` limits how many batches train on a sample."""
 
 Partition = Literal['usual', 'expert']
 """usual: samples of the policy. expert: rows of static data that joined a batch, without bytes in the store.
@@ -154,7 +154,7 @@ class Issue:
 
 
 class Entry(NamedTuple):
-  """Index row of a sample's newest attempt. A tuple, since one is created per sample and change."""
+  """Index row of a sample's newest attempt. A tuple for speed, since one is created per sample and change."""
 
   uid: str
   attempt: int
@@ -165,9 +165,9 @@ class Entry(NamedTuple):
   version: int | None
   """Step of the oldest weights that generated it; None until it is accepted, and for expert rows."""
   step: int
-  """Completed batches when it was issued."""
+  """Number of completed batches when it was issued."""
   uses: int
-  """Batches that trained on it."""
+  """Number of batches that trained on it."""
   state: State
   changed: int
   """Stamp of its last transition."""

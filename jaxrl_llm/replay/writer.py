@@ -73,7 +73,8 @@ class StepWriter:
       self._insert(new, 'expert', State.ADMITTED)
 
   def append(self, samples: Sequence[Sample]) -> list[str]:
-    """Accepts results; returns the accepted uids. Results for samples past `issued` are counted, not accepted."""
+    """Accepts results; returns the accepted uids. A result for a sample no longer `issued` is not accepted, only
+    counted as a duplicate."""
     with self._connection.transaction():
       known = self._connection.entries(dict.fromkeys(s.uid for s in samples))
       accepted: dict[str, Sample] = {}
@@ -162,7 +163,7 @@ class StepWriter:
       capacity: maximum number of groups to keep, the newest by version and admission; None: unlimited.
 
     Returns:
-      Samples expired by reason: 'version', 'capacity'.
+      Number of expired samples, keyed by reason: 'version' or 'capacity'.
     """
     with self._connection.transaction():
       expired = groups.to_evict(self._db, before_version=before_version, capacity=capacity, step=self.step)
@@ -171,7 +172,8 @@ class StepWriter:
     return {reason: len(uids) for reason, uids in expired.items()}
 
   def seal(self, uids: Sequence[str]) -> dict[str, segments.Ref]:
-    """Seals admitted samples: moves those in the open segment to a new sealed one. Returns the places of all."""
+    """Seals admitted samples: moves those still in the open segment to a new sealed one. Returns the places of all the
+    samples, keyed by uid."""
     with self._connection.lock:
       for entry in self._connection.entries(uids).values():
         if entry.state not in (State.ADMITTED, State.TRAINED):
@@ -198,7 +200,8 @@ class StepWriter:
       return {uid: refs[uid] for uid in uids}
 
   def trained(self, uids: Sequence[str]) -> None:
-    """Records that one batch trained on these samples: sealed ones, up to `max_uses` times, and expert rows."""
+    """Records that one batch trained on these samples, each an expert row or sealed and used by fewer than `max_uses`
+    batches before."""
     with self._connection.transaction():
       refs = self._connection.places(uids)
       for uid, entry in self._connection.entries(uids).items():
