@@ -62,7 +62,7 @@ class Preload:
   """Trusted statements to run once, before sandboxes are forked (bubblewrap: once in each sandbox)."""
 
   def bound(self) -> tuple[str, ...]:
-    """Returns the directories that `readable` does not cover already."""
+    """Returns the directories in `path` that `readable` does not cover."""
     covered = lambda path: any(pathlib.Path(path).is_relative_to(known) for known in readable())
     return tuple(path for path in self.path if not covered(path))
 
@@ -162,7 +162,7 @@ class Zygote:
     return ours
 
   def close(self) -> None:
-    """Stops the process that starts sandboxes; waiting sandboxes are left to the holders of their sockets."""
+    """Stops the process that starts sandboxes. A started sandbox ends when its control socket is closed."""
     self._requests.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
       self._process.wait(1)
@@ -202,7 +202,7 @@ class Bubblewrap:
       self._command += ['--remount-ro', path]
     command, self._first = _python({'code': str(code), 'tmp_bytes': tmp_bytes, 'once': True, **preload.options()})
     self._command += command
-    with self.start(subprocess.PIPE) as first:  # Checks that the kernel permits it.
+    with self.start(subprocess.PIPE) as first:  # Checks that bwrap works here.
       if reason := first_words(first):
         process = self._processes.pop()
         process.kill()  # It may be stuck.

@@ -46,7 +46,7 @@ class Ending(enum.StrEnum):
   OUTPUT = 'output'
   PROCESSES = 'processes'
   LOST = 'lost'
-  """The program killed its own supervisor; only a program without isolation can."""
+  """The program killed its own supervisor, which only a program without isolation can do."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class Limits:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramOutcome:
   ended: Ending
-  """Ending of the first test that did not pass."""
+  """How the first test that did not pass ended; PASSED if all passed."""
   passed: int
   total: int
   isolation: str

@@ -1,7 +1,7 @@
 """HTTP server that runs programs: `POST /run` takes a program and its tests, and returns how the program ended.
 
 Invariant: the server checks no token, so it listens on a unix socket that only its own user can reach; other users go
-through a front that checks a token (`core.net.front`).
+through an HTTP proxy that checks a token (`core.net.front`).
 """
 
 from __future__ import annotations

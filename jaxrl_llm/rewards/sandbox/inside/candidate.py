@@ -1,7 +1,7 @@
 """Code of the untrusted program's process: runs the program, then answers requests from the tests' process.
 
 Nothing here is trusted, since the program can change all of it. The program can reach only its own process, a socket
-that carries nothing but its answers, and two pipes for its output.
+to the tests' process (which accepts only answers and calls of the tests' functions), and two pipes for its output.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _mutable(values: list[Any]) -> list[int]:
 
 
 def _exception_of(kinds: list[str], text: str) -> BaseException:
-  """Returns an exception of the first class in `kinds` (names in MRO order), a built-in class or one derived from
-  it."""
+  """Returns an exception whose class is called `kinds[0]` (names in MRO order): a built-in class, or derived from the
+  first built-in class in `kinds`."""
   known = [getattr(builtins, kind, None) for kind in kinds]
   base = next((kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception)), RuntimeError)
   try:

@@ -28,8 +28,8 @@ _ALIASED = frozenset({
   *('bisect', 'calendar', 'cmath', 'collections', 'copy', 'datetime', 'decimal', 'fractions', 'functools', 'heapq'),
   *('itertools', 'json', 'math', 'operator', 'random', 're', 'statistics', 'string', 'textwrap', 'time'),
 })  # fmt: skip
-"""Modules to which a name in the tests may refer if the program imports them so (`import datetime as dt`); they only
-compute."""
+"""Modules that a name in the tests may mean if the program imports them under that name (`import datetime as dt`). All
+of them only compute."""
 _GROUPS = {'ExceptionGroup', 'BaseExceptionGroup'}
 """Exceptions that cannot be constructed from a text; their built-in base class is raised instead."""
 _UNICODE = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
@@ -44,7 +44,7 @@ _READING = frozenset({'__len__', '__iter__', '__next__', '__reversed__', '__bool
 _IS_SAME = '__is_same__'
 """Name of `is_same` in the tests; names that start with two underscores are never requested from the program."""
 _MOST_RAISED = 1000
-"""Maximum number of exceptions raised by the tests' functions to keep, since each keeps what it refers to alive."""
+"""Maximum number of kept exceptions of the tests' functions: each keeps alive what it refers to."""
 _SHOWN = '_shown'
 """Attribute of an exception that holds its text, if its arguments do not determine the text."""
 
@@ -169,7 +169,7 @@ class Examiner:
     return remote._remote_class in self._classes
 
   def compares(self, left: Remote, right: Remote) -> bool:
-    """Whether the tests name the classes of both, and made at least one of the objects."""
+    """Whether the tests name the classes of both objects and made at least one of the two."""
     made = {Origin.MADE, Origin.COMPUTED, Origin.NAMED} & {left._remote_origin, right._remote_origin}
     return bool(made) and self.is_of_named_class(left) and self.is_of_named_class(right)
 
@@ -239,7 +239,7 @@ class Examiner:
     return self._rebuilt(reply['value'], origin, name)
 
   def _rebuilt(self, message: Any, origin: Origin = Origin.RESULT, name: str = '') -> Any:
-    """Rebuilds the value of a message; an object that is the whole value gets `origin`, objects within RESULT."""
+    """Rebuilds the value of a message. An object that is the whole value gets `origin`; objects within get RESULT."""
     with self._fatal():
       if isinstance(message, dict) and 'ref' in message:
         return self._proxy(message, origin, name)

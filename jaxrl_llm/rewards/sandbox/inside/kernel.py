@@ -23,9 +23,8 @@ _CAPABILITY_VERSION = 0x20080522
 _ARCHITECTURES = {'x86_64': 0xC000003E, 'aarch64': 0xC00000B7}
 _DENIED = {
   # System calls that allocate memory no limit counts, open other ways into the kernel, act on other processes
-  # (scheduler
-  # calls only require the same user, and the supervisor has it too), set priorities and processors, or use resources
-  # shared by all processes of a user or of the host.
+  # (scheduler calls only require the same user, and the supervisor runs as the program's user), set priorities and
+  # processors, or use resources shared by all processes of a user or of the host.
   'x86_64': {
     'shmget': 29, 'ptrace': 101, 'pivot_root': 155, 'chroot': 161, 'mount': 165, 'umount2': 166, 'swapon': 167,
     'add_key': 248, 'request_key': 249, 'keyctl': 250, 'unshare': 272, 'perf_event_open': 298, 'setns': 308,
@@ -44,9 +43,9 @@ _DENIED = {
   },
 }  # fmt: skip
 _PRLIMIT = {'x86_64': 302, 'aarch64': 261}
-"""prlimit64: denied on other processes, since it only requires the same user, and the supervisor has it too."""
+"""prlimit64: denied on other processes. It only requires the same user, which the supervisor shares."""
 _SIGACTION = {'x86_64': 13, 'aarch64': 134}
-"""rt_sigaction: denied for SIGCHLD: if it is ignored, the kernel reports no processor time of ended children."""
+"""rt_sigaction: denied for SIGCHLD: of a process that ignores it, the kernel reports no time of ended children."""
 _SYNC = {'x86_64': (74, 75, 162, 277, 306), 'aarch64': (81, 82, 83, 84, 267)}
 """fsync, fdatasync, sync, sync_file_range and syncfs: succeed at once without effect. A program has no data on disk,
 and while such a call waits for the host's disks, no signal can end the program."""
@@ -61,7 +60,7 @@ _MMAP = {'x86_64': 9, 'aarch64': 222}
 _SOCKET = {'x86_64': (41, 53), 'aarch64': (198, 199)}
 """socket and socketpair: allowed only for the families in `_FAMILIES`, which the network namespace confines."""
 _SETSOCKOPT = {'x86_64': 54, 'aarch64': 208}
-"""setsockopt: denied for the size of a send buffer, from which the supervisor estimates socket memory."""
+"""setsockopt: denied for the size of a send buffer: the supervisor's estimate of socket memory assumes the default."""
 _SOL_SOCKET, _SO_SNDBUF = 1, 7
 _FAMILIES = {'AF_UNIX': 1, 'AF_INET': 2, 'AF_INET6': 10}
 _MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
@@ -230,7 +229,10 @@ def _assemble(steps: list[str | _Step]) -> bytes:
 
 
 def deny_calls() -> None:
-  """Installs the seccomp filter: denied system calls fail, and those of another architecture kill the process."""
+  """Installs the seccomp filter: denied system calls fail, and those of another architecture kill the process.
+
+  Does nothing on machines other than x86_64 and aarch64.
+  """
   machine = platform.machine()
   if machine not in _ARCHITECTURES:
     return

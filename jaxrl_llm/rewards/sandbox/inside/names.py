@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 _BUILTINS = frozenset(dir(builtins))
 _FOREIGN = frozenset({'np', 'numpy', 'pd', 'pandas', 'pytest', 'scipy', 'tf', 'torch'})
-"""Names of libraries that no sandbox has; tests that use one do not mean an object that the program calls so."""
+"""Names of libraries that no sandbox has. In tests, such a name means the library, not an object of the program."""
 _COMPARING = {'isclose': 'math', 'fabs': 'math', 'deepcopy': 'copy'}
 _CONTAINERS = {'Counter': 'collections', 'OrderedDict': 'collections', 'deque': 'collections'}
 """Modules of standard classes that tests apply to results before comparing them, keyed by class name."""
@@ -29,11 +29,12 @@ class Names:
 
   Attributes:
     wanted: names that the program may define; a built-in name only if it is the entry point.
-    ambiguous: built-in names that may be the program's, since the tests leave no other name undefined.
+    ambiguous: built-in names that the tests call and the program may redefine; nonempty only if the tests name nothing
+      else that the program could define.
     modules: attributes of standard modules that the tests use, keyed by module name.
     standard: modules of the standard functions and classes with which tests compare results, keyed by name.
-    functions: names whose results the tests compare with plain values, so that they do not mean classes.
-    called: names that the tests call, or use only for attributes with an initial capital (classes and constants).
+    functions: names called in comparisons with plain values; they are functions, not classes.
+    called: names that are called, or that occur only as X in X.Name with a capitalised attribute.
   """
 
   wanted: frozenset[str]
@@ -103,7 +104,10 @@ def _bound(nodes: list[ast.AST]) -> set[str]:
 
 
 def _called_builtin(test: ast.AST) -> list[str]:
-  """Returns the first built-in function that the test calls without another such call in the arguments; at most one."""
+  """Returns the name of the first built-in function that the test calls without another such call in its arguments.
+
+  The list is empty if there is none.
+  """
 
   def calls(node: ast.AST) -> list[ast.Call]:
     return [
@@ -117,7 +121,7 @@ def _called_builtin(test: ast.AST) -> list[str]:
 
 
 def _around_calls(nodes: list[ast.AST]) -> set[str]:
-  """Returns the names that are called with another call in their arguments, other than of a built-in function."""
+  """Returns the names whose arguments contain a call of something else, other than a built-in function."""
   names = set()
   for node in nodes:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -221,7 +225,7 @@ def with_identity(test: str, function: str) -> ast.Module:
 
 
 def raises_by_itself(test: str, line: int) -> bool:
-  """Whether the statement at `line` raises regardless of the program: a `raise`, or only constants and built-ins."""
+  """Whether the statement at `line` raises regardless of the program: it is a `raise`, or uses only built-ins."""
   statements = [node for node in ast.walk(ast.parse(test)) if isinstance(node, ast.stmt)]
   covering = [node for node in statements if node.lineno <= line <= (node.end_lineno or node.lineno)]
   inner = max(covering, key=lambda node: (node.lineno, node.col_offset), default=None)

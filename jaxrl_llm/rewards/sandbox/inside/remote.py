@@ -76,7 +76,7 @@ class ProgramConnection(Protocol):
     ...
 
   def compares(self, left: Remote, right: Remote) -> bool:
-    """Whether the tests name the classes of both, and made at least one of the objects."""
+    """Whether the tests name the classes of both objects and made at least one of the two."""
     ...
 
   def suppressible(self, error: BaseException) -> bool:
@@ -101,7 +101,7 @@ class Remote:
     self._remote_program, self._remote_number, self._remote_class = program, number, kind
     self._remote_origin, self._remote_name, self._remote_stands = origin, name, stands
     self._remote_count: tuple[int, int] | None = None
-    """Number of items that the object last yielded or reported, and the value of `Program.changes` then."""
+    """(items, changes): count from the last len() or complete iteration, and ProgramConnection.changes at that time."""
     self._remote_base: type | None = None
     """Built-in type from which the class of a MADE or NAMED object derives; None if there is none."""
 
@@ -219,7 +219,10 @@ def _ask(remote: Remote, name: str, *args: Any, origin: Origin = Origin.RESULT) 
 
 
 def _agree(remote: Remote, count: Any) -> None:
-  """Refuses a changed number of items: an object that says three and yields none would pass where each is tested."""
+  """Refuses an object whose number of items differs although no request since can have changed it.
+
+  An object that reports three items and yields none would pass a test of each item.
+  """
   if remote._remote_origin in _TRUSTED or not isinstance(count, int):
     return
   now = (count, remote._remote_program.changes)
@@ -268,8 +271,8 @@ def _ordering(name: str) -> Callable[[Remote, Any], Any]:
 
 
 def _computing(name: str) -> Callable[[Remote, Any], Any]:
-  """Returns a binary operator. With a plain operand its result must be an object: for `V(2) - 3`, the program could
-  return whichever number the test expects."""
+  """Returns a binary operator. With a plain operand its result must be an object: otherwise the program could
+  return, for `V(2) - 3`, whichever number the test expects."""
 
   def method(self: Remote, other: Any) -> Any:
     remotes = [thing for thing in (self, other) if _is_remote(thing)]
@@ -295,7 +298,7 @@ def _calling(self: Remote, *args: Any, **kwargs: Any) -> Any:
 
 
 def _leaving(self: Remote, kind: type | None, error: BaseException | None, traceback: Any) -> bool:
-  """Calls `__exit__` with the exception that leaves the block; the program cannot suppress one that fails a test."""
+  """Calls `__exit__` with the exception that leaves the block; the program cannot suppress one that means failure."""
   suppressible = error is not None and self._remote_program.suppressible(error)
   raised = None if kind is None else kind.__name__
   text = str(error) if suppressible else ''
@@ -353,7 +356,7 @@ def remote_class(kind: str, can: Iterable[Any], inherited: Iterable[Any] = ()) -
 
   Args:
     can: special methods of the class; unknown names are ignored.
-    inherited: those that the class inherits from a built-in type.
+    inherited: special methods that the class inherits from a built-in type.
   """
   known, local = (
     frozenset(name for name in names if isinstance(name, str) and name in OPERATIONS) for names in (can, inherited)

@@ -97,7 +97,7 @@ class Supervisor:
     self._usage = Usage(proc)
 
   def run(self) -> None:
-    """Serves one program; raises ChannelClosed when the outside is done with it."""
+    """Serves one program until the host closes the control channel (ChannelClosed)."""
     self._control.send({'ready': True})
     task = self._control.receive()
     self._limits = LimitsMessage(**task['limits'])
@@ -117,7 +117,8 @@ class Supervisor:
     given = os.memfd_create('stdin', os.MFD_ALLOW_SEALING)
     with open(given, 'wb', closefd=False) as file:
       file.write(stdin.encode('utf-8', 'surrogatepass'))
-    fcntl.fcntl(given, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)  # No limit counts its memory.
+    # The file must not grow: no limit counts its memory.
+    fcntl.fcntl(given, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     os.lseek(given, 0, os.SEEK_SET)
     output, error = (_Pipe(self._limits.output_bytes) for _ in range(2))
     pid = self._fork(lambda: run_program(program, '__main__'), stdin=given, stdout=output, stderr=error)
@@ -216,7 +217,7 @@ class Supervisor:
 
 
 class _Proc:
-  """Reads kernel information about a sandbox's processes from the procfs directory `path`, whose PIDs it uses."""
+  """Reads what the kernel reports of a sandbox's processes in the procfs directory `path`, with the PIDs seen there."""
 
   def __init__(self, path: str, *, alone: bool):
     self._path, self._alone, self._own = path, alone, 0
@@ -249,7 +250,7 @@ class _Proc:
 
 
 class _Run:
-  """The processes of one run: starts them, enforces limits, and ends when none is left."""
+  """The processes of one run: waits for them, enforces their limits and kills those that remain."""
 
   def __init__(
     self,
@@ -268,13 +269,13 @@ class _Run:
     self._usage, self._proc = usage, proc
     self._pipes = {pipe.reader: pipe for pipe in pipes}
     self._reason: str | None = None
-    """Limit that was exceeded, so that all processes were killed; None if none was."""
+    """Limit whose excess made this object kill all processes; None if no limit was exceeded."""
     self._poll = select.poll()
     for descriptor in (*self._pipes, control.socket.fileno()):
       self._poll.register(descriptor, select.POLLIN)
 
   def wait_for(self, pid: int, seconds: float = math.inf) -> None:
-    """Waits until the process has ended, at most `seconds`. Raises ChannelClosed if the outside hangs up meanwhile."""
+    """Waits until the process has ended, at most `seconds`. Raises ChannelClosed if the host hangs up meanwhile."""
     until = time.monotonic() + seconds
     while pid not in self.ended and time.monotonic() < until:
       self._read(pid)

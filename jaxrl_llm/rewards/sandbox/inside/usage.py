@@ -1,4 +1,4 @@
-"""Measures a program's processor time, and how long a busy machine kept its processes waiting for a processor.
+"""Measures a program's processor time, and how long a busy machine kept it waiting for one.
 
 Invariant: a program cannot itself cause waits that are blamed on the machine. Its threads wait for a processor only
 while something else runs there: another thread of the program, whose time counts, or another process of the machine.
@@ -15,8 +15,8 @@ import resource
 _TICK_S = 1 / os.sysconf('SC_CLK_TCK')
 _NANO = 1e-9
 _LEAST_WAIT, _MOST_IDLE = 0.1, 0.5
-"""Shares of the wall-clock limit: a program starved if it waited for processors at least `_LEAST_WAIT` of it and slept
-at most `_MOST_IDLE`."""
+"""Shares of the wall-clock limit: a program starved if it waited for processors for at least `_LEAST_WAIT` of the limit
+and slept for at most `_MOST_IDLE` of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,13 +71,16 @@ class Usage:
     self.used_s = max(self.used_s, self._before_s + run_s)
 
   def close_run(self) -> None:
-    """Ends the measurement of one run; later calls of `look` see the processes of the next."""
+    """Ends the measurement of one run; later calls of `look` see the processes of the next run."""
     self._waited_before_s += self._waited_s()
     self._before_s, self._reaped_s = self.used_s, 0.0
     self._seen.clear()
 
   def _waited_s(self) -> float:
-    """Returns the seconds that the run waited for a processor: its tests plus its program, since they take turns."""
+    """Returns the seconds for which the run waited for a processor.
+
+    They are the sum over its two longest-waiting processes (its tests' and its program's), which take turns.
+    """
     longest = sorted(self._seen.values(), key=lambda look: look.thread_waited_s)[-2:]
     run_s = self.used_s - self._before_s
     return sum(max(0.0, look.thread_waited_s - (run_s - look.thread_used_s)) for look in longest)
@@ -100,7 +103,7 @@ def _look(process: pathlib.Path, nice: int) -> tuple[int, _Look]:
 
 
 def _longest_wait(process: pathlib.Path) -> tuple[float, float]:
-  """Returns how long the longest-waiting thread of the process waited for a processor and used one, in seconds."""
+  """Returns (seconds of waiting for a processor, seconds of using one) for the process's longest-waiting thread."""
   longest = 0.0, 0.0
   with contextlib.suppress(OSError):
     for thread in os.listdir(process / 'task'):

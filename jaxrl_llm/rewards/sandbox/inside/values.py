@@ -134,7 +134,7 @@ def decode(message: Any, resolve: Callable[[dict[str, Any]], Any]) -> Any:
       case {'make': str(name), 'of': list(parts)}:
         return _MAKERS[name][0](*(decode(part, resolve) for part in parts))
       case {'fields': [str(name), *fields], 'of': list(items)}:
-        # Marks objects in fields, which get `Role.FIELD`: tests read a field like an attribute.
+        # Marks objects in fields, which then get `Origin.FIELD`: tests read a field like an attribute.
         parts = [
           {**item, 'field': field} if isinstance(item, dict) and 'ref' in item else item
           for item, field in zip(items, fields, strict=True)

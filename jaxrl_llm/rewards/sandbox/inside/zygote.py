@@ -32,7 +32,7 @@ MODULES = (
 _USER = 1000
 """User ID inside a sandbox."""
 _HOST_USER = 64123
-"""User ID of sandboxes outside their namespaces if this process is root: the kernel does not limit root's processes."""
+"""User ID of sandboxes outside their namespaces if this process is root, since root's processes are not limited."""
 _NAMESPACES = (
   kernel.CLONE_NEWNS
   | kernel.CLONE_NEWPID
@@ -85,7 +85,7 @@ def _build_root(readable: list[str]) -> None:
   os.symlink('/tmp', f'{_ROOT}/dev/shm')
   with open(f'{_ROOT}/etc/passwd', 'w') as file:
     file.write(f'user:x:{_USER}:{_USER}::/tmp:/bin/sh\n')
-  # The kernel lets a sandbox mount its own /proc only where a complete one is visible; the sandbox's mount hides this.
+  # The kernel lets a sandbox mount its own /proc only where a complete one is visible; that mount then hides this one.
   kernel.bind('/proc', f'{_ROOT}/proc')
   kernel.change_root(_ROOT)
   kernel.make_read_only('/', recursive=False)
@@ -101,7 +101,7 @@ def _make_file(path: str) -> None:
 
 
 def _enter(connection: socket.socket, tmp_bytes: int) -> None:
-  """Creates, in a fork, the namespaces and their first process, which becomes the supervisor; never returns."""
+  """Creates the namespaces and their first process, the supervisor. Called in a fork, because it never returns."""
   _become_user(os.getuid(), os.getgid())
   kernel.unshare(_NAMESPACES)
   if os.fork():
@@ -160,7 +160,7 @@ def _start(connection: socket.socket, tmp_bytes: int, *, isolated: bool) -> int:
 
 
 def _serve(requests: socket.socket, options: dict[str, Any]) -> None:
-  """Starts a sandbox for each request, until the owner is gone."""
+  """Starts a sandbox for each request, until the process that sends requests is gone."""
   signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The kernel reaps children.
   while True:
     _, descriptors, _, _ = socket.recv_fds(requests, 1, 1)
@@ -171,7 +171,7 @@ def _serve(requests: socket.socket, options: dict[str, Any]) -> None:
 
 
 def main(options: dict[str, Any]) -> None:
-  """Serves until the owner is gone.
+  """Serves until the process that sends requests is gone; with `once`, becomes the supervisor of one sandbox instead.
 
   Args:
     options: keys code, tmp_bytes, once, path, preload and, unless once, isolated and readable; see `isolation`.
